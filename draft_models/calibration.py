@@ -1,7 +1,6 @@
 """A calibration head's files in the drafter's directory, bound to that drafter's weights and to a target."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load, save
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, write_atomically, write_json
+from outrider.base.files import digest_of, read_mapping, write_atomically, write_json
 from outrider.base.words import in_shell, option
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.formats.torch_files import read_sealed
@@ -28,7 +27,7 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = No
     weights cannot be read.
     """
     facts = {**model_identity(files), **({"reading": reading} if reading else {})}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return digest_of(facts)
 
 
 def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:

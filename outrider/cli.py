@@ -98,10 +98,14 @@ def find(typed: str) -> Command:
     return COMMANDS[name]
 
 
-def usage(typed: str = "") -> list[str]:
-    """The usual command lines of the command called `typed`, or those to begin with, as usage.txt has them."""
+def usage(name: str = "") -> list[str]:
+    """The usual command lines of the command called `name`, or those to begin with, as usage.txt has them."""
     first, _, others = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
-    return [line for line in others.splitlines() if line.split()[1:2] == [typed]] if typed else first.splitlines()
+    return (
+        [line for line in others.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
+        if name
+        else first.splitlines()
+    )
 
 
 def overview() -> str:

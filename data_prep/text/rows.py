@@ -1,7 +1,5 @@
 """Records → packed token rows on disk, built once, then memory-mapped."""
 
-import hashlib
-import json
 import os
 import shutil
 from collections import Counter
@@ -16,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import write_json
+from outrider.base.files import digest_of, write_json
 from outrider.base.locks import system_lock
 from outrider.base.progress import Stage
 from outrider.base.settings import read_as
@@ -105,7 +103,7 @@ def load_rows(
     taken = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
     counts = [_counts_of(meta.counts, rows) for meta, rows in zip(metas, taken, strict=True)]
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
-    key = metas[0].key if not config.mix else _digest([[meta.key for meta in metas], weights])
+    key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
     if config.mix and _is_main():
         shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
         named = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
@@ -343,11 +341,7 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
         "split": split,
         "embedding_rows": rows_of(tokenizer),  # which decides what is left out
     }
-    return _digest(parts)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return digest_of(parts)
 
 
 # -------------------------------------------------------------------------------------------------- mixing

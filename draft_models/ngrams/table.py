@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from outrider.base.errors import UserError, reason, require
-from outrider.base.files import parse_json, require_writable
+from outrider.base.files import digest_of, parse_json, require_writable
 from outrider.base.settings import construct
 from outrider.draft_models.ngrams.kernels import (
     FAULTS,
@@ -320,7 +320,7 @@ def read_header(path: Path) -> Header:
 
 def table_digest(path: Path) -> str:
     """A digest that identifies the content of the table in `path`, as it was written. Raises `UserError`."""
-    return hashlib.sha256(json.dumps(asdict(read_header(path)), sort_keys=True).encode()).hexdigest()
+    return digest_of(asdict(read_header(path)))
 
 
 def write_table(path: Path, vocabulary: int, tokenizer: str, facts: Mapping[str, Any], arrays: Arrays) -> None:

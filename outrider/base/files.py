@@ -78,7 +78,7 @@ def parse_json(content: bytes | str) -> object:
 def sealed(value: Mapping[str, object]) -> dict[str, object]:
     """`value` with its digest, by which `unsealed` detects damage. Sets in it become sorted lists."""
     plain = json.loads(json.dumps(dict(value), default=sorted))
-    return {**plain, _SEAL: _digest(plain)}
+    return {**plain, _SEAL: digest_of(plain)}
 
 
 def unsealed(value: object) -> dict[str, object]:
@@ -86,12 +86,13 @@ def unsealed(value: object) -> dict[str, object]:
     if not isinstance(value, dict) or _SEAL not in value:
         raise UserError(f"no mapping with a {_SEAL}")
     plain = {key: inner for key, inner in value.items() if key != _SEAL}
-    if value[_SEAL] != _digest(plain):
+    if value[_SEAL] != digest_of(plain):
         raise UserError(f"its {_SEAL} does not fit the rest")
     return plain
 
 
-def _digest(plain: Mapping[str, object]) -> str:
+def digest_of(plain: object) -> str:
+    """sha256 of a value as JSON, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -82,10 +82,10 @@ def entry(
                 words = sys.argv[1:]
                 if {"--help", "-h"} & {*words}:
                     overrides = [word for word in words if not word.startswith("-")]
-                    say("\n".join([*_usage(name), "", help_text(name, schema, overrides)]))
+                    say("\n".join([*usage(name), "", help_text(name, schema, overrides)]))
                     return
                 if not words and not is_whole(name):
-                    print("\n".join([*_usage(name), "--help says all options"]), file=sys.stderr)
+                    print("\n".join([*usage(name), "--help says all options"]), file=sys.stderr)
                     sys.exit(USER_ERROR_STATUS)
                 _quieten()
                 if words[:1] == ["--settings"] and words[1:]:
@@ -114,10 +114,6 @@ def script(name: str, run: str, *, complete: Callable[[Sequence[str]], list[str]
         getattr(import_module(module), function)(config)
 
     return entry(name, COMMANDS[name].load_settings(), complete=complete)(call)
-
-
-def _usage(name: str) -> list[str]:
-    return usage(name.replace("_", "-"))
 
 
 def _quieten() -> None:
