@@ -72,7 +72,10 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
     render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
     there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-    unseen = Look(device, _rows(target, device, there), context=context_limit(target.config))
+    place = Place(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
+    weights, text = weight_bytes(target.config, place), cache_bytes(target.config, place)
+    rows = auto_choice.rows_of(device, weights / place.itemsize, text, there - weights)
+    unseen = Look(device, rows, context=context_limit(target.config))
     _check_prompts(config, target, unseen)
     unfit = _unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
@@ -115,13 +118,6 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
     except UserError as error:
         return {name: str(error) for name in TRAINED if KINDS[name].layers}
     return {}
-
-
-def _rows(target: OpenTarget, device: Device, there: int) -> int:
-    dtype = pick_dtype("fast", target.config, torch.device(device))
-    place = Place(dtype.itemsize, _TEXT_TOKENS)
-    weights = weight_bytes(target.config, place)
-    return auto_choice.rows_of(device, weights / dtype.itemsize, cache_bytes(target.config, place), there - weights)
 
 
 def _memory(target: OpenTarget, there: int) -> str:

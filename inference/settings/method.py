@@ -5,11 +5,10 @@ kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. The key of
 as in `methods.eagle3_opt_tree.structure.nodes=30` and in reports.
 """
 
-import dataclasses
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import OmegaConf
@@ -35,13 +34,6 @@ def number(value: int | str) -> int:
     if isinstance(value, str):
         raise ValueError(f"a size is {value!r} where it must be known by now")
     return value
-
-
-def _require_defaults(config: Settings, why: str, *, prefix: str = "", names: Collection[str] | None = None) -> None:
-    """Refuse fields (those in `names`, or any) that are not at their defaults: nothing would come of them."""
-    for own in fields(config):
-        if names is None or own.name in names:
-            require_default(config, own.name, why, prefix)
 
 
 Rule = Literal[
@@ -254,15 +246,12 @@ class MethodConfig(Settings):
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
         why = f"source={self.source} does not read it"
-        foreign = {name for other in KINDS.values() for name in other.own if "." not in name} - {*kind.own}
-        whole = {name for name in foreign if dataclasses.is_dataclass(getattr(self, name))}
-        _require_defaults(self, why, names=foreign - whole)
-        parts: dict[str, Any] = {f"{name}.": getattr(self, name) for name in sorted(whole)}
-        if not kind.shaped:
-            read: dict[str, Any] = {name.removeprefix("stop."): None for name in kind.own if name.startswith("stop.")}
-            parts |= {"structure.": self.structure, "stop.": replace(self.stop, **read)}
-        for prefix, part in parts.items():
-            _require_defaults(part, why, prefix=prefix)
+        unread = {name for other in KINDS.values() for name in other.own if "." not in name} - {*kind.own}
+        for name in sorted(unread) if kind.shaped else ["structure", *sorted(unread)]:
+            require_default(self, name, why)
+        for part in fields(self.stop) if not kind.shaped else ():
+            if f"stop.{part.name}" not in kind.own:
+                require_default(self.stop, part.name, why, "stop.")
 
     @property
     def adapts(self) -> bool:
