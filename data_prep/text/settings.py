@@ -11,7 +11,7 @@ from annotated_types import Ge, Le, Lt
 
 from outrider.base.errors import UserError, reason, require
 from outrider.base.files import user_cache
-from outrider.base.settings import Count, Named, Place, Settings, free, opt
+from outrider.base.settings import Count, Named, Place, Settings, free, only, opt
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
@@ -33,6 +33,7 @@ BENCHMARKS = {name: hub_file for name, *hub_file in map(str.split, _TABLE.strip(
 _WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMARKS)}, which the Hub has"
 PromptFile = Annotated[str, Place(_WHAT, besides=tuple(BENCHMARKS))]
 PromptSource = Annotated[str, Place(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS))]
+_OF_HUB = only(source="hub")
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,14 @@ class SourceConfig(Settings):
 
     source: Literal["python_stdlib", "hub", "local", "mix"] = "python_stdlib"
     """python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files)"""
-    packages: bool = False
-    """for python_stdlib: read the source of the installed packages too, about 200 MB beside torch"""
+    packages: Annotated[bool, only(source="python_stdlib")] = False
+    """read the source of the installed packages too, about 200 MB beside torch"""
     path: Any = opt(None, "for hub the name of the dataset; for local a file, a directory, a glob, or a list of those")
-    subset: str | None = opt(None, "of a dataset on the Hub")
-    data_dir: str | None = opt(None, "of a dataset on the Hub: read this folder only")
-    revision: str | None = opt(None, "of a dataset on the Hub")
-    split: Annotated[str, Named("the name of a split of the hub dataset")] = opt("train", "of a dataset on the Hub")
-    streaming: bool = True
-    """for hub only, as subset, data_dir, revision and split are: handed to `datasets.load_dataset`"""
+    subset: Annotated[str | None, _OF_HUB] = opt(None, "of the dataset")
+    data_dir: Annotated[str | None, _OF_HUB] = opt(None, "of the dataset: read this folder only")
+    revision: Annotated[str | None, _OF_HUB] = opt(None, "of the dataset")
+    split: Annotated[Annotated[str, Named("the name of a split")], _OF_HUB] = opt("train", "of the dataset")
+    streaming: Annotated[bool, _OF_HUB] = opt(True, "handed to `datasets.load_dataset`, as the four before")
     layout: Layout = "auto"
     """how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
     evaluate-checkpoint reads, for generate-responses alone"""
@@ -68,14 +68,8 @@ class SourceConfig(Settings):
             self.require("path", len(self.path) == 1, "one dataset name with source=hub")
         else:
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
-        only_library = self.source == "python_stdlib" or not self.packages
-        self.require("packages", only_library, f"false with source={self.source}")
         no_column = self.layout != "prompts" or self.column is None
         self.require("column", no_column, "null with layout=prompts, which is told by the columns")
-        if self.source in ("local", "python_stdlib"):
-            for key in ("subset", "data_dir", "revision", "split", "streaming"):
-                unset = getattr(SourceConfig, key)
-                self.require(key, getattr(self, key) == unset, f"{unset}: it is for source=hub alone")
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `path` may also be a pattern."""
