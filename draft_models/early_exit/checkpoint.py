@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, warn
 from outrider.base.files import (
@@ -35,9 +35,11 @@ from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
 from outrider.draft_models.targets.narrowed import whole_rows
-from outrider.draft_models.targets.open_target import OpenTarget, load_config
 from outrider.draft_models.targets.proof import SHORT
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
+
+if TYPE_CHECKING:
+    from outrider.draft_models.targets.open_target import OpenTarget
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1
@@ -86,7 +88,8 @@ def save_pretrained(
     """
     if trained_on is None:
         files = open_tensors(fingerprint.target, fingerprint.revision)
-        trained_on = parts_below(files, load_config(files.source, files.revision), drafter.exit_layer)
+        config = AutoConfig.for_model(fingerprint.architecture).from_dict({**fingerprint.config})
+        trained_on = parts_below(files, config, drafter.exit_layer)
     weights = {
         name: placed(tensor.detach(), "cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
     }
@@ -213,7 +216,7 @@ def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
     return weights
 
 
-def as_causal_lm(drafter: EarlyExit, target: OpenTarget, dtype: torch.dtype) -> PreTrainedModel:
+def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -> PreTrainedModel:
     """A model of the target's family, in `dtype` on the CPU, whose logits are those of `drafter`.
 
     Its layers are the target's first N and the exit's, so it computes itself what the drafter reads of the target. A
