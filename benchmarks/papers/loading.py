@@ -10,9 +10,9 @@ from typing import Any
 from categories import read_categories
 
 from outrider.base.errors import UserError, require
+from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.prompts import Prompt, read_prompts
-from outrider.data_prep.text.sources import read_file
 from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
 from outrider.inference.measure.bench import render

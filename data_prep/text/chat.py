@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from outrider.base.errors import UserError, reason, require_choice, warn
 from outrider.base.files import read_mapping
+from outrider.data_prep.text.data_files import RUN_FILE, resolve_paths
 from outrider.data_prep.text.records import Message, require_encodable
 from outrider.data_prep.text.settings import DataConfig, PromptTemplate
-from outrider.data_prep.text.sources import RUN_FILE, resolve_paths
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
 
 if TYPE_CHECKING:

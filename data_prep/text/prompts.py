@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from outrider.base.errors import UserError, require
+from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
 from outrider.data_prep.text.settings import BENCHMARKS, DataConfig, prompt_file
-from outrider.data_prep.text.sources import read_file, read_records
+from outrider.data_prep.text.sources import read_records
 
 Item = TypeVar("Item")
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart

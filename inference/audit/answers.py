@@ -14,9 +14,9 @@ from outrider.base.progress import counted
 from outrider.base.run_dirs import check_identity
 from outrider.base.settings import construct
 from outrider.data_prep.text.chat import ids_within, render_prompt
+from outrider.data_prep.text.data_files import RUN_FILE, read_file
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import RUN_FILE, read_file
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.inference.batch.server import Server

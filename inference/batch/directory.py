@@ -31,9 +31,9 @@ from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_atomically, write_json
 from outrider.base.run_dirs import check_identity
 from outrider.base.settings import Settings, read_as
+from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
 from outrider.data_prep.text.documents import Document, encode, written_by
 from outrider.data_prep.text.records import Counts, find_layout, to_record
-from outrider.data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.inference.batch.tasks import TopK, prompt_id
 
 SUMMARY_FILE = "summary.json"

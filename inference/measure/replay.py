@@ -30,8 +30,8 @@ from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Columns, filled
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
+from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompts import Prompt, read_prompts
-from outrider.data_prep.text.sources import read_file
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest

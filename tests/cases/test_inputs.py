@@ -34,11 +34,12 @@ from outrider.commands import config_for, reported
 from outrider.commands.evaluating import with_methods
 from outrider.data_prep.python_docs import own_split, write_prompts
 from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.records import turn_key
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import read_records, resolve_paths
+from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.card import serving, write_card
 from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.encoder import open_encoder

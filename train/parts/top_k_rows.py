@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
+from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.documents import Document
 from outrider.data_prep.text.records import (
     Counts,
@@ -24,7 +25,7 @@ from outrider.data_prep.text.records import (
 )
 from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import Split, is_heldout, resolve_paths
+from outrider.data_prep.text.sources import Split, is_heldout
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.vocabulary import require_rows
 from outrider.inference.batch.directory import Response, read_shard, top_k_documents

@@ -10,9 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from outrider.base.errors import UserError
+from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import content_digest, is_heldout, python_stdlib_files, read_records, resolve_paths
+from outrider.data_prep.text.sources import content_digest, is_heldout, python_stdlib_files, read_records
 
 GROUP = Path(__file__).parents[3] / "conf" / "data"
 ROWS = [{"text": f"line {i}"} for i in range(3)]
