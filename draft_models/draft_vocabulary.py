@@ -6,7 +6,6 @@ large vocabulary are rare. Verification stays exact: the drafter's probability o
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import write_atomically
 from outrider.draft_models.formats.torch_files import read_sealed, readable
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
+from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, require_tokens, whole_rows
 from outrider.draft_models.targets.settings import SMALL_LM
 from outrider.draft_models.targets.tensor_files import find_file
 
@@ -150,15 +149,6 @@ def read_draft_vocabulary(
         tokens, size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
     require_tokens(tokens, config.vocab_size - 1, size, file)
     return DraftVocabulary(tokens, size)
-
-
-def require_tokens(tokens: Tensor | None, count: int, vocabulary: int, file: str | Path) -> None:
-    """Raise `UserError` unless `tokens`, read from `file`, are `count` ascending ids of a vocabulary of that size."""
-    ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocabulary]
-    if len(ids) != count + 2 or any(low >= high for low, high in pairwise(ids)):
-        raise UserError(
-            f"{file}: expected {count} ascending token ids below {vocabulary} (draft vocabulary); restore it"
-        )
 
 
 def _blob(own: DraftVocabulary) -> bytes:

@@ -28,13 +28,12 @@ from outrider.base.files import (
 )
 from outrider.base.settings import Count, construct
 from outrider.base.words import listed
-from outrider.draft_models.draft_vocabulary import require_tokens
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
-from outrider.draft_models.targets.narrowed import whole_rows
+from outrider.draft_models.targets.narrowed import require_tokens, whole_rows
 from outrider.draft_models.targets.proof import SHORT
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 

@@ -1,8 +1,13 @@
 """Draft vocabularies: the mapping between a model's ids and the target's."""
 
+from itertools import pairwise
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+
+from outrider.base.errors import UserError
 
 MARK = "draft_vocabulary"  # the key in config.json
 
@@ -60,3 +65,12 @@ def draft_vocabulary_of(model: nn.Module) -> DraftVocabulary | None:
 def is_narrowed(config: PreTrainedConfig) -> bool:
     """Whether the model of `config` has a draft vocabulary."""
     return getattr(config, MARK, None) is not None
+
+
+def require_tokens(tokens: Tensor | None, count: int, vocabulary: int, file: str | Path) -> None:
+    """Raise `UserError` unless `tokens`, read from `file`, are `count` ascending ids of a vocabulary of that size."""
+    ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocabulary]
+    if len(ids) != count + 2 or any(low >= high for low, high in pairwise(ids)):
+        raise UserError(
+            f"{file}: expected {count} ascending token ids below {vocabulary} (draft vocabulary); restore it"
+        )
