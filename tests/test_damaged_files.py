@@ -33,14 +33,13 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
 from outrider.inference.loading.targets import (
     find_setup,
-    heldout_fraction,
     load_drafters,
     load_models,
     load_plain,
-    run_settings,
 )
 from outrider.inference.measure import bench
 from outrider.inference.measure.replay import read_transcripts
+from outrider.inference.report.facts import heldout_fraction, run_settings
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.shapes import read_shape

@@ -15,7 +15,7 @@ import numpy as np
 from outrider.base.errors import UserError
 from outrider.data_prep.text.chat import MARK, adds_bos, apply_template, name_of, render_answers, tokenize
 from outrider.data_prep.text.records import Counts, Record, warn_of_text
-from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
+from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows, tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,8 +108,6 @@ def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase,
 
 @lru_cache(maxsize=2)
 def _digest_of(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
-    from outrider.draft_models.targets.fingerprint import tokenizer_digest  # imports torch
-
     return tokenizer_digest(tokenizer)[:16]
 
 

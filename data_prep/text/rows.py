@@ -24,8 +24,7 @@ from outrider.data_prep.text.records import Counts, Record, warn_of_unused
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, content_digest, read_records
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.fingerprint import tokenizer_digest
-from outrider.draft_models.targets.vocabulary import rows_of
+from outrider.draft_models.targets.vocabulary import rows_of, tokenizer_digest
 
 FORMAT = 3  # part of every cache key: increment it when rows of the same input change
 # Options that select the content, whose digest is part of the key.

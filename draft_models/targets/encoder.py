@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from outrider.base.errors import UserError
 from outrider.draft_models.formats.gguf_file import is_gguf
+from outrider.draft_models.targets.vocabulary import tokenizer_digest
 
 _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging Face tokenizer"
 
@@ -37,7 +38,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     if os.path.isfile(source) and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from outrider.draft_models.targets import fingerprint, open_target  # they import torch, not needed for a file
+    from outrider.draft_models.targets import open_target  # imports torch, not needed for a file
 
     try:
         tokenizer = open_target.load_tokenizer(source, revision, role="tokenizer")
@@ -49,7 +50,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
         return tokenizer(texts, **options)["input_ids"]
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    made = Encoder(encode, tokenizer.get_vocab(), eos, fingerprint.tokenizer_digest(tokenizer), bos)
+    made = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
     rows = None if os.path.isfile(source) else open_target.rows_beside(source, revision)
     return made if rows is None or rows >= made.vocabulary else made._replace(rows=rows)
 

@@ -15,6 +15,7 @@ from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described
 from outrider.draft_models.targets.model_files import model_spec
 from outrider.draft_models.targets.tensor_files import TensorFiles
+from outrider.draft_models.targets.vocabulary import tokenizer_digest
 
 # The fields of config.json that decide no number; any other, also one unknown here, does.
 NOT_DECIDING = {
@@ -89,18 +90,6 @@ def fingerprint_target(
         chat_template=None if tokenizer.chat_template is None else hashlib.sha256(template).hexdigest()[:16],
         **model_identity(files, fetch=fetch),
     )
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over everything that determines the ids of plain text: vocabulary, merges and rules, special tokens."""
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        backend.pop("truncation", None)  # set by the last call, not a property of the tokenizer
-        backend.pop("padding", None)
-    else:
-        backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    parts = [backend, tokenizer.special_tokens_map]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:

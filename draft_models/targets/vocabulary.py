@@ -1,4 +1,4 @@
-"""The vocabulary of a tokenizer, and the part of it that a model's embedding has rows for."""
+"""A tokenizer and its vocabulary, by digests, and the part that a model's embedding has rows for."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def vocabulary_digest(pieces: Mapping[str, int]) -> str:
     """
     items = sorted((index, piece) for piece, index in pieces.items())
     return hashlib.sha256(json.dumps(items).encode()).hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over everything that determines the ids of plain text: vocabulary, merges and rules, special tokens."""
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend.pop("truncation", None)  # set by the last call, not a property of the tokenizer
+        backend.pop("padding", None)
+    else:
+        backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    parts = [backend, tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def for_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:

@@ -17,11 +17,12 @@ from outrider.base.progress import Stage
 from outrider.data_prep.text.chat import parting, spoken, warn_of_template
 from outrider.data_prep.text.documents import written_by
 from outrider.data_prep.text.records import HELDOUT_BY, Written, text_digest
-from outrider.draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
+from outrider.draft_models.targets.fingerprint import deciding_config, model_identity
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, why_not_by_layers
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.vocabulary import tokenizer_digest
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import (

@@ -39,11 +39,9 @@ from outrider.inference.loading.targets import (
     context_length,
     find_setup,
     find_target,
-    heldout_fraction,
     load_drafters,
     load_models,
     make_runtime,
-    run_settings,
 )
 from outrider.inference.measure.bench import (
     Peers,
@@ -59,7 +57,14 @@ from outrider.inference.measure.bench import (
 from outrider.inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
 from outrider.inference.measure.threads import load_average, machine_load
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.inference.report.facts import digests, draft_vocabularies, overlaps, trained_seconds
+from outrider.inference.report.facts import (
+    digests,
+    draft_vocabularies,
+    heldout_fraction,
+    overlaps,
+    run_settings,
+    trained_seconds,
+)
 from outrider.inference.report.page import make_page
 from outrider.inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
 from outrider.inference.report.served import served_faults

@@ -1,25 +1,19 @@
 """The target of a run and its drafters: located and identified by digests, loaded, and prepared for decoding."""
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.base.errors import UserError, reason, require, warn
-from outrider.base.files import code_version
-from outrider.base.machine import describe_machine
+from outrider.base.errors import UserError, require, warn
 from outrider.base.progress import Stage
 from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.base.words import listed
-from outrider.data_prep.text.prompt_records import Prompt
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.int8 import quantise
@@ -170,23 +164,6 @@ def no_drafter_in(folder: Path) -> str:
     return f"found {found}: expected a directory with {expected}"
 
 
-def heldout_fraction(config: EvaluateConfig) -> float:
-    """The held-out share of `python_stdlib`: that of the checkpoint's training, if it was trained on that."""
-    default = DataConfig.heldout_fraction
-    if config.early_exit is None or config.held is None:
-        return default
-    data: Any = EARLY_EXIT.load_plugin().trained(config.early_exit).data or {}
-    try:
-        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
-        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
-        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
-        ) from None
-    return fraction
-
-
 def end_tokens(target: OpenTarget) -> frozenset[int]:
     """The ids that end a text: from generation_config.json, else config.json, else the tokenizer.
 
@@ -212,29 +189,6 @@ def position_limits(drafters: Drafters) -> list[int]:
     """The maximum contexts, in positions, of the models of their own that `drafters` run, where they have one."""
     models = [one for name, model in drafters.items() for one in KINDS[name].load_plugin().own_models(model)]
     return [limit for one in models if (limit := position_limit(one.config)) is not None]
-
-
-def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
-    versions must not be mixed."""
-    asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
-    target = {
-        key: value for key, value in asdict(setup.target.fingerprint).items() if key not in ("target", "revision")
-    }
-    drafters: dict[str, object] = {}
-    for kind in KINDS.values():
-        drafters |= kind.load_plugin().identity(config.where(kind))
-    return {
-        **config.deciding(),
-        "target": target,
-        **drafters,
-        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-        "end_tokens": sorted(setup.eos),
-        "generation_config": setup.inherited.taken,
-        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
-        "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
-        "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
-    }
 
 
 def load_drafters(config: DraftingConfig, target: Any, **placed: Unpack[Placed]) -> Drafters:

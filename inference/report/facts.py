@@ -1,4 +1,5 @@
-"""A report's facts about drafters: draft vocabularies, training times, and whether their training text has the prompts.
+"""A report's facts: what identifies its run; of the drafters their vocabularies, training times, and whether their
+training text has the prompts.
 
 Contamination, prompts that occur in a drafter's training text, makes its figures unrepresentative.
 """
@@ -6,24 +7,71 @@ Contamination, prompts that occur in a drafter's training text, makes its figure
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from outrider.base.errors import UserError
+import torch
+import transformers
+
+from outrider.base.errors import UserError, reason, require
+from outrider.base.files import code_version
+from outrider.base.machine import describe_machine
 from outrider.base.settings import construct
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.inference.doctor.scores import table
+from outrider.inference.loading.targets import TargetSetup
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import coverage
 from outrider.inference.report.tables import Report
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
 
 RUN = 8  # consecutive words; a run this long rarely occurs twice by chance
 CHARACTERS = 8_000_000  # limit on the training text searched, for a search of seconds
 
 Run = tuple[str, ...]
+
+
+def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
+    versions must not be mixed."""
+    asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
+    target = {
+        key: value for key, value in asdict(setup.target.fingerprint).items() if key not in ("target", "revision")
+    }
+    drafters: dict[str, object] = {}
+    for kind in KINDS.values():
+        drafters |= kind.load_plugin().identity(config.where(kind))
+    return {
+        **config.deciding(),
+        "target": target,
+        **drafters,
+        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "end_tokens": sorted(setup.eos),
+        "generation_config": setup.inherited.taken,
+        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
+        "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
+    }
+
+
+def heldout_fraction(config: EvaluateConfig) -> float:
+    """The held-out share of `python_stdlib`: that of the checkpoint's training, if it was trained on that."""
+    default = DataConfig.heldout_fraction
+    if config.early_exit is None or config.held is None:
+        return default
+    data: Any = EARLY_EXIT.load_plugin().trained(config.early_exit).data or {}
+    try:
+        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
+        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
+        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
+        ) from None
+    return fraction
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:

@@ -19,10 +19,10 @@ from outrider.draft_models.formats.gguf_config import FAMILIES, gguf_config
 from outrider.draft_models.formats.gguf_file import open_gguf
 from outrider.draft_models.formats.gguf_model import GgufModel
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
-from outrider.draft_models.targets.fingerprint import tokenizer_digest
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.targets.vocabulary import tokenizer_digest
 from tests.gguf_files import (
     TEMPLATE,
     UNQUANTISABLE,

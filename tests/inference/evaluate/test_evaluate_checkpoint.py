@@ -16,7 +16,8 @@ from outrider.draft_models.targets.open_target import load_config, load_tokenize
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.evaluate_checkpoint import main
-from outrider.inference.loading.targets import end_tokens, heldout_fraction
+from outrider.inference.loading.targets import end_tokens
+from outrider.inference.report.facts import heldout_fraction
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
