@@ -66,27 +66,26 @@ def by_transformers(model: Any, prompt: str, **options: Any) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_importing_is_quick() -> None:
-    code = "import sys, outrider; print({'torch', 'transformers', 'hydra'} & set(sys.modules), outrider.UserError)"
+def test_importing_is_quick_and_decoding_loads_the_runtime_alone(folder: Path) -> None:
+    """No report, no doctor, no command, no plots, before a text and after; of measuring what "auto" sizes ask for."""
+    code = f"""import sys, outrider
+def tell(): print(*(name for name, of in sys.modules.items() if not hasattr(of, '__path__') or '.' not in name))
+tell()
+load = outrider.load
+tell()
+load({str(folder / EARLY_EXIT)!r}, device="cpu").generate({PROMPT!r}, max_new_tokens=4)
+tell()"""
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "set() <class 'outrider.base.errors.UserError'>\n"
+    first, *told = (line.split() for line in run.stdout.splitlines() if "outrider.base.errors" in line)
+    assert {"torch", "transformers", "hydra"}.isdisjoint(first)
+    away = r"(outrider\.(commands|cli|inference\.(measure|report|doctor|evaluate))|matplotlib)\b"
+    found = [[name for name in names if re.match(away, name)] for names in told]
+    assert found == [[], ["outrider.inference.measure.probe"]]
+    before, after = (sum(name.startswith("outrider.") for name in names) for names in told)
+    assert 50 < before <= 62
+    assert before + 20 < after <= 92
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         outrider.lode  # noqa: B018
-
-
-def test_the_runtime_alone_is_imported_to_decode() -> None:
-    """No report, no doctor, no measuring, no command; they are loaded for what asks for them."""
-    code = "import sys, outrider.api.model\nfor one, of in sys.modules.items(): print(one, hasattr(of, '__path__'))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    ours = [name for name, folder in map(str.split, run.stdout.splitlines()) if folder == "False"]
-    ours = [name for name in ours if name.startswith("outrider.")]
-    assert 50 < len(ours) <= 70
-    away = (
-        "outrider.commands",
-        "outrider.cli",
-        *(f"outrider.inference.{name}" for name in ("measure", "report", "doctor")),
-    )
-    assert [name for name in ours if name.startswith(away)] == []
 
 
 def test_a_script_beside_a_folder_called_outrider_imports_the_package(tmp_path: Path) -> None:
@@ -238,14 +237,13 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
         with pytest.raises(UserError, match=message):
             model.generate(PROMPT, **options)
     target = str(tiny_models / TARGET)
-    for given, message in (
-        ({"method": "eesd"}, "method=eesd: no such method; did you mean 'eesd_.*'. There are aded, "),
-        ({"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
+    for source, given, message in (
+        (target, {"method": "eesd"}, "method=eesd: no such method; did you mean 'eesd_.*'. There are aded, "),
+        (target, {"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
+        ("nowhere", {"target": target}, r"target=.*nowhere is no drafter"),
     ):
         with pytest.raises(UserError, match=message):
-            outrider.load(target, **given)
-    with pytest.raises(UserError, match=r"target=.*nowhere is no drafter"):
-        outrider.load("nowhere", target=target)
+            outrider.load(source, **given)
 
 
 MESSAGE = {"role": "user", "content": "hi"}
