@@ -355,7 +355,7 @@ def test_an_option_is_read_or_refused_by_its_name(model: Any, name: str) -> None
             asked("x", max_neww_tok=3)
 
 
-@pytest.mark.parametrize("name", [*[*inspect.signature(outrider.load).parameters][1:], "metod"])
+@pytest.mark.parametrize("name", [*[*inspect.signature(outrider.load).parameters][1:], "metod", "cls"])
 def test_so_is_one_of_loading(folder: Path, name: str) -> None:
     for odd in ([1], {"a": 1}, 1.5, object()):
         with pytest.raises(UserError, match=name):
