@@ -39,7 +39,7 @@ def one_by_one(model, prompt, draws, greedy_tokens, sampling, ends):
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.3, top_k=9, top_p=0.8)]
 )
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", [True, False])
 def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampling, layers):
     path = save_target(tmp_path, architecture, peak=0.5)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
@@ -97,7 +97,7 @@ def test_uniforms_are_a_function_of_seed_prompt_and_turn():
         assert not torch.equal(other, numbers)
 
 
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", [True, False])
 def test_the_kept_distribution_is_the_targets_own(model, target, layers):
     prompts = [random_prompt(5, seed=1), random_prompt(17, seed=2)]
     hot = Sampler(SamplingConfig(temperature=2.0, top_k=3))  # decides what is emitted, not what is kept
@@ -115,7 +115,7 @@ def test_the_kept_distribution_is_the_targets_own(model, target, layers):
         torch.testing.assert_close(top.tail, 1 - expected.values.exp().sum(-1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", [True, False])
 def test_a_distribution_is_float32_and_whole_whatever_the_model_and_k(target, layers):
     half = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
     half = layers_of(target, torch.bfloat16) if layers else half
@@ -128,7 +128,7 @@ def test_a_distribution_is_float32_and_whole_whatever_the_model_and_k(target, la
     assert 0 <= tail.min() <= tail.max() < 1e-5
 
 
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", [True, False])
 def test_a_batch_too_large_for_memory_is_halved(model, target, monkeypatch, layers):
     generator = Generator(
         layers_of(target) if layers else model, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=2
@@ -152,7 +152,7 @@ def test_a_batch_too_large_for_memory_is_halved(model, target, monkeypatch, laye
     assert max(sizes) == 1  # what did not fit once is not tried again
 
 
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", [True, False])
 def test_logits_that_are_no_numbers_fail_their_prompt_alone(target, layers):
     broken = layers_of(target) if layers else AutoModelForCausalLM.from_pretrained(target).eval()
     (broken.embed_tokens if layers else broken.get_input_embeddings()).weight.data[7] = float("nan")
