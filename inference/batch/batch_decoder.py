@@ -1,7 +1,7 @@
 """Continuation of many prompts by a target: the first tokens greedy, the rest sampled."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -19,6 +19,9 @@ from outrider.inference.core.sampling import Sampler, invert, largest
 from outrider.inference.core.token_selector import TokenSelector
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
+
+# Takes an answer to the prompt at a place; returns the next prompt there and its numbers, None if there is none.
+After = Callable[[int, Answer], tuple[Sequence[int], Tensor] | None]
 
 
 class Generator:
@@ -46,20 +49,22 @@ class Generator:
         self.sampler, self.eos = sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
         self._fits = sys.maxsize  # largest batch that fits in memory, in prompts
-        if isinstance(model, LayerStack):
-            self._decode = partial(self._by_loops, model)
-        else:
-            self._decode = partial(self._padded, Forward(model))
+        self.model = model
+        self._forward = None if isinstance(model, LayerStack) else Forward(model)
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
 
-        draws: uniform numbers in [0, 1), one per token it may emit. A batch too large for the device's memory is
-        halved, as are all later batches. A single prompt that is too large fails alone.
+        draws: uniform numbers in [0, 1), one per token it may emit. A single prompt that is too large for the device's
+        memory fails alone. A padded batch that is too large is halved, as are all later batches.
         """
+        if self._forward is None:
+            found = [Answer()] * len(prompts)
+            self.converse(prompts, draws, found.__setitem__)
+            return found
         if len(prompts) <= self._fits:
             try:
-                return self._answer(prompts, draws)
+                return self._padded(self._forward, prompts, draws)
             except torch.OutOfMemoryError:
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
@@ -68,34 +73,36 @@ class Generator:
         half = len(prompts) // 2
         return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
 
-    def _answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
-        texts = [_Continuation(self, numbers) for numbers in draws]
-        self._decode(prompts, texts)
-        return [text.finish() for text in texts]
-
-    def _by_loops(self, stack: LayerStack, prompts: Sequence[Sequence[int]], texts: "Sequence[_Continuation]") -> None:
-        """Decode each text by a loop of its own."""
-        stage = Stage(f"a batch of {len(texts)}", max(len(text.numbers) for text in texts), "tokens each at most")
+    def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], after: After) -> None:
+        """`answer` for layers, and answer what follows as soon as an answer has ended, beside the others."""
+        stage = Stage(f"a batch of {len(prompts)}", 0, "tokens at most")
         with closing(Batch()) as batch, stage:
-            for prompt, text in zip(prompts, texts, strict=True):
+
+            def begin(place: int, prompt: Sequence[int], numbers: Tensor) -> None:
+                assert isinstance(self.model, LayerStack)
+                selector, most = _Continuation(self, numbers), len(numbers)
+                stage.total = (stage.total or 0) + most
                 rounds = autoregressive(
-                    stack,
-                    prompt,
-                    max_new_tokens=len(text.numbers),
-                    eos=self.eos,
-                    selector=text,
-                    runtime=batch,
+                    self.model, prompt, max_new_tokens=most, eos=self.eos, selector=selector, runtime=batch
                 )
-                batch.add(Text(rounds, lambda _: None, text.done))
+                batch.add(Text(rounds, lambda _: stage.advance(), partial(end, place, selector)))
+
+            def end(place: int, selector: _Continuation, error: Exception | None) -> None:
+                following = after(place, selector.finish(error))
+                if following is not None:
+                    begin(place, *following)
+
+            for place, given in enumerate(zip(prompts, draws, strict=True)):
+                begin(place, *given)
             while batch.texts:
                 batch.step()
-                stage.done = max(len(text.tokens) for text in texts)
 
     @torch.inference_mode()
-    def _padded(self, forward: Forward, prompts: Sequence[Sequence[int]], texts: "Sequence[_Continuation]") -> None:
-        """Decode the texts in steps, in rows of a batch."""
-        device, rows, longest = forward.model.device, [*texts], max(len(text.numbers) for text in texts)
-        uniform = torch.nn.utils.rnn.pad_sequence([text.numbers for text in texts], batch_first=True).to(device)
+    def _padded(self, forward: Forward, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+        """The answers, decoded in steps: each is a row of a batch."""
+        texts = [_Continuation(self, numbers) for numbers in draws]
+        device, rows, longest = forward.model.device, [*texts], max(map(len, draws))
+        uniform = torch.nn.utils.rnn.pad_sequence([*draws], batch_first=True).to(device)
         ids, mask = (part.to(device) for part in left_pad(prompts))
         batch, logits = begin_batch(forward, ids, mask, longest)
         for step in counted(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
@@ -105,13 +112,14 @@ class Generator:
                     text.take(token, [part[row : row + 1] for part in top])
             left = [row for row, text in enumerate(rows) if text.open]
             if not left:
-                return
+                break
             tokens = tokens.clamp(min=0)
             if batch.should_shrink(len(rows), len(left)):
                 kept = torch.tensor(left, device=device)
                 batch.keep(kept)
                 tokens, uniform, rows = tokens[kept], uniform[kept], [rows[row] for row in left]
             logits = batch.feed(tokens)
+        return [text.finish() for text in texts]
 
     def choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
         """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where a row has NaN logits."""
@@ -153,15 +161,14 @@ class _Continuation(TokenSelector):
         self.take(int(token), self._generator.top_of(logits))
         return token
 
-    def done(self, error: Exception | None) -> None:
-        """See `Text`. Raises `error`, unless it is the target's NaN, which `_FAILED` marks."""
-        if error is not None and self.tokens[-1:] != [_FAILED]:
-            raise error
-
-    def finish(self) -> Answer:
-        """The answer as it is now."""
-        if self.tokens[-1] == _FAILED:
+    def finish(self, error: Exception | None = None) -> Answer:
+        """The answer as it is now. error: what ended it; raised unless it is a lack of memory, or the target's NaN."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return Answer(failure="memory")
+        if self.tokens[-1:] == [_FAILED]:
             return Answer(failure="not_a_number")
+        if error is not None:
+            raise error
         parts = [torch.cat(part) for part in zip(*self._top, strict=True)]
         ended = self.tokens[-1] in self._generator.eos
         return Answer(tuple(self.tokens), ended, TopK(torch.tensor(self.tokens), *parts) if parts else None)

@@ -195,21 +195,32 @@ class Responder:
     ):
         self.config, self.tokenizer = config, target.tokenizer
         self.generator: Generator | Server
+        self.by_layers: Generator | None = None  # the same, if it can `converse`
         if server is not None:
             self.context, self.generator = server.context, server
             return
         self.context = context_length(target.config)
-        self.generator = Generator(
-            load_target(config, target, dtype, device),
+        model = load_target(config, target, dtype, device)
+        self.generator = generator = Generator(
+            model,
             Sampler(config.sampling),
             end_tokens(target),
             greedy_tokens=config.greedy_tokens,
             top_k_logits=config.top_k_logits,
         )
+        self.by_layers = generator if isinstance(model, LayerStack) else None
 
     def answer(self, tasks: Iterable[Task]) -> None:
-        """Answer all turns of the tasks, one turn of all tasks at a time."""
+        """Answer all turns of the tasks: one turn of all tasks at a time, or over layers each when it can be asked."""
         waiting = list(tasks)
+
+        def take(place: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
+            task = waiting[place]
+            return (task.prompt, self._draws(task)) if self._take(task, answer) else None
+
+        if self.by_layers is not None:
+            self.by_layers.converse([task.prompt for task in waiting], [*map(self._draws, waiting)], take)
+            return
         while waiting:
             answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
             waiting = [task for task, answer in zip(waiting, answers, strict=True) if self._take(task, answer)]

@@ -153,6 +153,15 @@ def test_two_processes_give_what_one_gives(make):
     assert numbers == {0, 1}  # each process has written shards of its own
 
 
+def test_a_next_turn_waits_for_no_other_answer(make, monkeypatch):
+    """Over layers; in padded batches all prompts of a turn are answered together."""
+    real, turns = Responder._take, []
+    monkeypatch.setattr(Responder, "_take", lambda *given: turns.append(len(given[1].answers)) or real(*given))
+    generate_responses(make(batch_size=10))
+    assert turns != sorted(turns)
+    assert 10 < len(turns) <= 20
+
+
 @pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
 def test_other_kernels_do_not_go_on(make, monkeypatch):
     """They round otherwise: a machine with AMX leaves half of the answers to one without, or the contrary."""
@@ -364,14 +373,14 @@ def test_data_without_a_prompt_is_an_error(make):
 
 
 def test_the_longest_prompts_come_first_and_answers_stay_within_the_context(make, monkeypatch):
-    real, lengths = Generator.answer, []
+    real, lengths = Generator.converse, []
 
-    def answer(self, prompts, draws):
+    def converse(self, prompts, draws, after):
         assert all(len(prompt) + len(numbers) <= 160 for prompt, numbers in zip(prompts, draws, strict=True))
         lengths.extend(map(len, prompts))
-        return real(self, prompts, draws)
+        return real(self, prompts, draws, after)
 
-    monkeypatch.setattr(Generator, "answer", answer)
+    monkeypatch.setattr(Generator, "converse", converse)
     generate_responses(make([talk("x" * n) for n in (20, 140, 80, 148, 30)], max_new_tokens=30, batch_size=2))
     assert lengths == [153, 145, 85, 35, 25]
 
