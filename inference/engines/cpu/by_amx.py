@@ -27,6 +27,7 @@ from outrider.inference.engines.cpu.vectors import (
     PANEL,
     PARTS,
     Outputs,
+    Tile,
     arrays_of,
     ask_for,
     distances_ahead,
@@ -150,12 +151,13 @@ def _add_block(builder, weights, source, line, depth, panel, ahead_of, work, pan
 
 
 @intrinsic
-def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns, work, at):
-    """Sums of a block of x's rows from `row` on for panels from output `panel` on, into `work` from row `at` on."""
+def _multiply_block(context, weights, x, depth, tile, work, at):
+    """The sums of a block of x's rows for a tile's panels, into `work` from row `at` on."""
 
     def make(context, builder, signature, given):
         of_weights, of_x = arrays_of(context, builder, (weights, x), given[:2])
-        depth, row, panel, panels, turn, turns, work, at = given[2:]
+        depth, tile, work, at = given[2:]
+        row, _, panel, panels, turn, turns = cgutils.unpack_tuple(builder, tile)
         bytes_of = builder.bitcast(of_weights.data, BYTE.as_pointer())
         source, line = row_of(builder, of_x, row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
         into = builder.gep(builder.bitcast(work, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
@@ -169,22 +171,21 @@ def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns,
         switch_between(builder, (1, _MOST), panels, add)
         return context.get_dummy_value()
 
-    return types.void(weights, x, *[types.int64] * 6, _POINTER, types.int64), make
+    return types.void(weights, x, depth, tile, _POINTER, types.int64), make
 
 
 @intrinsic
-def _put_sums(context, scales, biases, out, work, row, rows, panel, parts, apart, halves):
-    """Write a panel's outputs for rows from `row` on, from the sums of all parts, which are `apart` rows apart."""
-    kinds = {"scales": scales, "biases": biases, "out": out}
+def _put_sums(context, linear, out, work, row, rows, panel, apart, halves):
+    """Write a panel's outputs for rows from `row` on, from the sums of parts that are `apart` rows apart; 0: of one."""
 
     def make(context, builder, signature, given):
-        outputs = Outputs.of(context, builder, kinds, given[:3], given[-1])
-        work, row, rows, panel, parts, apart = given[3:-1]
+        outputs = Outputs.of(context, builder, (linear, out), given[:2], given[-1])
+        work, row, rows, panel, apart = given[2:-1]
         scaled = outputs.scaled(builder, panel)
-        several = builder.icmp_signed(">", parts, LONG(1))
+        several = builder.icmp_signed(">", apart, LONG(0))
 
         def sums_of(row, part):
-            place = builder.add(row, builder.select(several, builder.mul(apart, LONG(part)), LONG(0)))
+            place = builder.add(row, builder.mul(apart, LONG(part)))
             return loaded(builder, work, builder.mul(place, LONG(LANES)), types.float32)
 
         def put(number, nothing):
@@ -197,8 +198,7 @@ def _put_sums(context, scales, biases, out, work, row, rows, panel, parts, apart
         loop(builder, rows, [], put)
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(*kinds.values(), _POINTER, whole, whole, whole, whole, whole, types.boolean), make
+    return types.void(linear, out, _POINTER, *[types.int64] * 4, types.boolean), make
 
 
 @intrinsic
@@ -214,11 +214,10 @@ def _sums_of_panel(context, work, place):
 @kernel
 def by_amx(linear, x, rows, first, last, halves, out):
     """`products.product` for uint64 weights."""
-    weights, inputs, scales, biases = linear
     parts = x.shape[0] // rows
     turns = -(-rows // BLOCK)
     at_once = parts if parts * rows <= BLOCK else 1  # parts of the same rows in one block
-    blocks = parts // at_once
+    blocks, depth = parts // at_once, linear.inputs // STEP
     panels = min(_MOST, (last - first) // PANEL)
     panels = _MOST if panels == _MOST else 1
     work = _work_of_sums()
@@ -230,14 +229,10 @@ def by_amx(linear, x, rows, first, last, halves, out):
             if turns > 1 or group == first:
                 set_up(at_once * some, panels)
             for block in range(blocks):
-                _multiply_block(
-                    weights, x, inputs // STEP, block * rows + row, panel, panels, turn * blocks + block,
-                    turns * blocks, work, block * BLOCK,
-                )  # fmt: skip
+                tile = Tile(block * rows + row, some, panel, panels, turn * blocks + block, turns * blocks)
+                _multiply_block(linear.weights, x, depth, tile, work, block * BLOCK)
+            apart = 0 if parts == 1 else some if at_once > 1 else BLOCK
             for place in range(panels):
-                _put_sums(
-                    scales, biases, out, _sums_of_panel(work, place), row, some, panel + place * PANEL, parts,
-                    some if at_once > 1 else BLOCK, halves,
-                )  # fmt: skip
+                _put_sums(linear, out, _sums_of_panel(work, place), row, some, panel + place * PANEL, apart, halves)
             row += some
     set_down()

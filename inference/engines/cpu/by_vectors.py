@@ -4,6 +4,7 @@
 from typing import NamedTuple
 
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from outrider.inference.engines.cpu.numbers import kernel
@@ -16,6 +17,7 @@ from outrider.inference.engines.cpu.vectors import (
     PANEL,
     ZEROS,
     Outputs,
+    Tile,
     added,
     arrays_of,
     ask_for,
@@ -52,17 +54,14 @@ _TILES = sorted(
 
 
 class _Sides(NamedTuple):
-    """The operands of a tile as LLVM values: arrays, their numba types, and the tile's position in them."""
+    """The operands of a tile as LLVM values: arrays, their numba types, and where the tile is in them."""
 
     weights: object
     x: object
     outputs: Outputs
     kinds: dict
     depth: object
-    row: object
-    panel: object
-    turn: object
-    turns: object
+    tile: Tile
 
 
 def _add_tile(builder, sides, rows, panels):
@@ -74,13 +73,13 @@ def _add_tile(builder, sides, rows, panels):
     weights, x = sides.kinds["weights"], sides.kinds["x"]
     widens = weights == types.uint32 and x == types.float32
     number = FLOAT if x == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
-    numbers = [builder.add(sides.row, LONG(place)) for place in range(rows)]
+    numbers = [builder.add(sides.tile.row, LONG(place)) for place in range(rows)]
     sources = [row_of(builder, sides.x, one) for one in numbers]
     size = builder.mul(sides.depth, LONG(LANES))
-    first = builder.mul(builder.sdiv(sides.panel, LONG(LANES)), size)
+    first = builder.mul(builder.sdiv(sides.tile.panel, LONG(LANES)), size)
     offsets = [builder.add(first, builder.mul(size, LONG(place))) for place in range(panels)]
     starts = [builder.gep(sides.weights.data, [offset]) for offset in offsets]
-    ahead = distances_ahead(builder, size, panels, sides.turn, sides.turns)
+    ahead = distances_ahead(builder, size, panels, sides.tile.turn, sides.tile.turns)
 
     def multiply(k, sums):
         at = builder.mul(k, LONG(LANES))
@@ -96,7 +95,7 @@ def _add_tile(builder, sides, rows, panels):
         return sums
 
     sums = loop(builder, sides.depth, [ZEROS] * (rows * panels), multiply)
-    columns = [builder.add(sides.panel, LONG(place * LANES)) for place in range(panels)]
+    columns = [builder.add(sides.tile.panel, LONG(place * LANES)) for place in range(panels)]
     scaled = [sides.outputs.scaled(builder, column) for column in columns]
     for place, total in enumerate(sums):
         row, column = divmod(place, panels)
@@ -104,30 +103,27 @@ def _add_tile(builder, sides, rows, panels):
 
 
 @intrinsic
-def _multiply_tile(context, weights, scales, biases, x, out, depth, row, rows, panel, panels, turn, turns, halves):
-    """One of `_TILES`: rows from `row` on and the outputs of panels from output `panel` on; see `by_vectors`."""
-    kinds = {"scales": scales, "biases": biases, "out": out}
+def _multiply_tile(context, linear, x, out, depth, tile, halves):
+    """One of `_TILES`; see `by_vectors`."""
 
     def make(context, builder, signature, given):
-        of_weights, of_x = arrays_of(context, builder, (weights, x), (given[0], given[3]))
-        depth, row, rows, panel, panels, turn, turns, halves = given[5:]
-        outputs = Outputs.of(context, builder, kinds, (given[1], given[2], given[4]), halves)
-        of = {"weights": weights.dtype, "x": x.dtype}
-        sides = _Sides(of_weights, of_x, outputs, of, depth, row, panel, turn, turns)
-        tiles = {tile[0] * (_MOST + 1) + tile[1]: tile for tile in _TILES}
-        number = builder.add(builder.mul(rows, LONG(_MOST + 1)), panels)
+        weights = cgutils.unpack_tuple(builder, given[0])[0]
+        of_weights, of_x = arrays_of(context, builder, (linear.types[0], x), (weights, given[1]))
+        outputs = Outputs.of(context, builder, (linear, out), (given[0], given[2]), given[5])
+        kinds = {"weights": linear.types[0].dtype, "x": x.dtype}
+        sides = _Sides(of_weights, of_x, outputs, kinds, given[3], Tile(*cgutils.unpack_tuple(builder, given[4])))
+        tiles = {rows * (_MOST + 1) + panels: (rows, panels) for rows, panels in _TILES}
+        number = builder.add(builder.mul(sides.tile.rows, LONG(_MOST + 1)), sides.tile.panels)
         switch_between(builder, tiles, number, lambda case: _add_tile(builder, sides, *tiles[case]))
         return context.get_dummy_value()
 
-    return types.void(weights, scales, biases, x, out, *[types.int64] * 7, types.boolean), make
+    return types.void(linear, x, out, depth, tile, types.boolean), make
 
 
 @kernel
 def by_vectors(linear, x, rows, first, last, halves, out):
     """`products.product` for weights other than uint64."""
-    weights, inputs, scales, biases = linear
-    depth = inputs // weights_in(weights)
-    turns = -(-rows // TILE)
+    depth, turns = linear.inputs // weights_in(linear.weights), -(-rows // TILE)
     panels = _panels_of(-(-rows // turns))
     if last - first < panels * PANEL:  # very few outputs: use the smallest tile
         turns, panels = rows, 1
@@ -136,5 +132,5 @@ def by_vectors(linear, x, rows, first, last, halves, out):
         row = 0
         for turn in range(turns):
             some = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
-            _multiply_tile(weights, scales, biases, x, out, depth, row, some, panel, panels, turn, turns, halves)
+            _multiply_tile(linear, x, out, depth, Tile(row, some, panel, panels, turn, turns), halves)
             row += some

@@ -20,7 +20,7 @@ from outrider.inference.engines.cpu.by_amx import STEP
 from outrider.inference.engines.cpu.elementwise import norm_row
 from outrider.inference.engines.cpu.likeliest import first_largest, likeliest_children
 from outrider.inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
-from outrider.inference.engines.cpu.passes import Layers, LayerShape, Workspace, part, product, run
+from outrider.inference.engines.cpu.passes import Layers, LayerShape, PassRows, Workspace, part, product, run
 from outrider.inference.engines.cpu.vectors import LANES, PARTS, Linear
 
 Numbers = type  # a numpy type that compiled code supports
@@ -93,8 +93,10 @@ def workspace_sizes(shape, rows, threads, positions, parts):
 
 
 @_inlined
-def _workspace_at(at, sizes, shape, rows, most, positions, arrived, read, parts):
-    """The workspace at an address; see `workspace_sizes`. read: the type of operands of products."""
+def _workspace_of(table, shape, read, parts):
+    """The workspace of a table; see `workspace_sizes`. read: the type of operands of products."""
+    at, rows, most, positions = table[WORK], table[ROWS], table[MOST], table[POSITIONS]
+    sizes = workspace_sizes(shape, rows, most, positions, parts)
     heads = _floats(at, rows, sizes[0] // rows)
     at += 4 * sizes[0]
     mixed = carray(array_at(at, read), (parts * rows, shape.heads * shape.width))
@@ -112,7 +114,17 @@ def _workspace_at(at, sizes, shape, rows, most, positions, arrived, read, parts)
     near = carray(array_at(at, np.float32), (most, NEAR, shape.width))
     at += 4 * sizes[7]
     hidden = _floats(at, rows, shape.hidden)
-    return Workspace(heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
+    rank, threads = _team(table)
+    arrived = table[ARRIVED : ARRIVED + 1]
+    return Workspace(rank, threads, heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
+
+
+@_inlined
+def _linear_at(table, stored, in_one):
+    """The layer of a table. stored: the type of its weights; in_one: see `_WEIGHTS_IN`."""
+    inputs, outputs = table[INPUTS], table[OUTPUTS]
+    weights = carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one)
+    return Linear(weights, inputs, _floats(table[SCALES], 1, outputs)[0], _floats(table[BIASES], 1, outputs)[0])
 
 
 def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
@@ -125,20 +137,13 @@ def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = 
     @_entry
     def entry(given):
         table = _table(given, sources)
-        rank, threads = _team(table)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
-        first, last = part(outputs, rank, threads)
-        linear = Linear(
-            carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
-            inputs,
-            _floats(table[SCALES], 1, outputs)[0],
-            _floats(table[BIASES], 1, outputs)[0],
-        )
+        first, last = part(outputs, *_team(table))
         x, out = (
             carray(array_at(table[X], read), (parts * rows, inputs)),
             carray(array_at(table[OUT], kept), (rows, outputs)),
         )
-        product(linear, x, rows, first, last, False, out)
+        product(_linear_at(table, stored, in_one), x, rows, first, last, False, out)
 
     return entry
 
@@ -215,12 +220,7 @@ def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SO
             for i in range(inputs):
                 work[1, i] = wide(x[row, i])
             norm_row(work, 1, row, work[0], eps, halves, normed)
-        linear = Linear(
-            carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
-            inputs,
-            _floats(table[SCALES], 1, outputs)[0],
-            _floats(table[BIASES], 1, outputs)[0],
-        )
+        linear = _linear_at(table, stored, in_one)
         first, last = part(outputs, rank, threads)
         product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], kept), (rows, outputs)))
 
@@ -259,11 +259,10 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
     @_entry
-    def entry(given):
-        table = _table(given, sources)
-        rank, threads = _team(table)
+    def entry(address):
+        table = _table(address, sources)
         size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
-        inner, count, rows, most = table[INNER], table[LAYERS], table[ROWS], table[MOST]
+        inner, count, rows = table[INNER], table[LAYERS], table[ROWS]
         shape, every = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = every + 2 * size + 2 * inner
         layers = Layers(
@@ -273,22 +272,16 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
             carray(array_at(table[NORMS], np.float32), (count, 2, size)),
             carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
-        positions = table[POSITIONS]
-        sizes = workspace_sizes(shape, rows, most, positions, parts)
-        arrived = table[ARRIVED : ARRIVED + 1]
-        work = _workspace_at(table[WORK], sizes, shape, rows, most, positions, arrived, read, parts)
+        work = _workspace_of(table, shape, read, parts)
         cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
-        texts = carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7))
+        given = PassRows(cos, sin, carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7)))
         x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
         # Every thread writes the same values. None changes them before all threads have arrived once.
         for row in range(rows):
             for i in range(size):
                 work.hidden[row, i] = wide(x[row, i])
-        run(
-            rank, threads, shape, layers, table[START], table[STOP], work.hidden, cos, sin, texts, kept,
-            _floats(table[EPS], 1, 3)[0], work,
-        )  # fmt: skip
-        begin, end = part(size, rank, threads)
+        run(shape, layers, table[START], table[STOP], given, _floats(table[EPS], 1, 3)[0], work)
+        begin, end = part(size, work.rank, work.threads)
         for row in range(rows):
             for i in range(begin, end):
                 put(out[row], i, work.hidden[row, i], halves)

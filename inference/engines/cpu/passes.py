@@ -23,22 +23,16 @@ from outrider.inference.engines.cpu.numbers import array_of, kernel, put, rounde
 from outrider.inference.engines.cpu.vectors import PANEL, Linear, weights_in
 
 
-@kernel
 def product(linear, x, rows, first, last, halves, out):
     """Compute out[r, c] for outputs first … last − 1: scale of c · (x[r] · weights of c) + bias of c.
 
     x [rows, inputs]: float32, or bfloat16 if the weights are pairs. For AMX it is bfloat16, and with [3 · rows, inputs]
     row r is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of `PANEL`. halves: round
-    to bfloat16.
+    to bfloat16. In compiled code: see `_product_of`.
     """
-    _multiply(linear, x, rows, first, last, halves, out)
 
 
-def _multiply(linear, x, rows, first, last, halves, out):
-    """`product` by the kernel for these weights. In compiled code: see `_product_of`."""
-
-
-@overload(_multiply)
+@overload(product)
 def _product_of(linear, x, rows, first, last, halves, out):
     way = by_amx if linear.types[0].dtype == types.uint64 else by_vectors
     return lambda linear, x, rows, first, last, halves, out: way(linear, x, rows, first, last, halves, out)
@@ -77,9 +71,17 @@ class Layers(NamedTuple):
     head_norms: np.ndarray
 
 
+class PassRows(NamedTuple):
+    """The rows of a pass, those of several texts, one text after another: cos, sin [R, D]; texts int64 [texts, 7]."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+    texts: np.ndarray
+
+
 class Workspace(NamedTuple):
-    """The workspace of threads, float32. The operands of products, mixed, inner and normed, may be bfloat16, or have
-    3R rows, see `put_read`.
+    """The workspace of thread `rank` of `threads`, float32. The operands of products, mixed, inner and normed, may be
+    bfloat16, or have 3R rows, see `put_read`.
 
     Shared: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
     in `AttentionTask`.
@@ -87,6 +89,8 @@ class Workspace(NamedTuple):
     arrived int64 [1]: a counter, 0 before a pass.
     """
 
+    rank: int
+    threads: int
     heads: np.ndarray
     mixed: np.ndarray
     joined: np.ndarray
@@ -126,26 +130,27 @@ def rotate(head, cos, sin, weight, eps, halves):
 
 
 @kernel
-def add(linear, x, hidden, halves, rank, threads, work):
+def add(linear, x, hidden, halves, work):
     """hidden += the linear layer's outputs for x, in this thread's columns."""
     rows = hidden.shape[0]
-    begin, end = part(hidden.shape[1], rank, threads)
+    begin, end = part(hidden.shape[1], work.rank, work.threads)
     product(linear, x, rows, begin, end, halves, work.joined)
     for row in range(rows):
         if begin < end:
             add_row(hidden, work.joined, row, begin, end, halves)
 
 
-# Columns of `texts`: the text's first row and number of rows; the address of layer 0's keys, the bytes from them to the
-# values and from these to the next layer's keys, and the positions of each head; the number of positions before the
-# first row; the address of the mask, or 0.
+# Columns of `texts`: the text's first row and number of rows, one without a mask; the address of layer 0's keys, the
+# bytes from them to the values and from these to the next layer's keys, and the positions of each head; the number of
+# positions before the first row; the address of the mask, or 0.
 BEGIN, ROWS, KEYS, APART, CAPACITY, PAST, MASK = range(7)
 
 
 @kernel
-def place(shape, layer, cos, sin, weight, head_eps, texts, kept, rank, threads, work):
+def place(shape, layer, given, weight, head_eps, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
+    (cos, sin, texts), rank, threads = given, work.rank, work.threads
     halves, every, text = cos.itemsize == 2, heads + 2 * key_heads, 0
     items = every * work.heads.shape[0]
     for item in range(items * rank // threads, items * (rank + 1) // threads):
@@ -158,7 +163,7 @@ def place(shape, layer, cos, sin, weight, head_eps, texts, kept, rank, threads, 
                 text += 1
             of_values = np.int64(head >= heads + key_heads)
             address = texts[text, KEYS] + (2 * layer + of_values) * texts[text, APART]
-            stored = array_of(address, (key_heads, texts[text, CAPACITY], width), kept)
+            stored = array_of(address, (key_heads, texts[text, CAPACITY], width), cos)
             line = stored[(head - heads) % key_heads, texts[text, PAST] + row - texts[text, BEGIN]]
             for i in range(width):
                 put(line, i, own[i], halves)
@@ -183,8 +188,9 @@ def _way_of(weights, task, first, last, halves, out):
 
 
 @kernel
-def attend_all(weights, shape, layer, texts, kept, scale, halves, rank, threads, work):
+def attend_all(weights, shape, layer, given, scale, halves, work):
     """Write the attention outputs of this thread's part of all rows' query heads to `work.mixed`."""
+    (kept, _, texts), rank, threads = given, work.rank, work.threads
     queries, near = work.heads[:, : shape.heads * shape.width], work.near[rank]
     heads, rows, width = shape.heads, work.heads.shape[0], shape.width
     first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
@@ -201,18 +207,16 @@ def attend_all(weights, shape, layer, texts, kept, scale, halves, rank, threads,
         seen = texts[text, PAST] + together
         masked = (together, seen if texts[text, MASK] != 0 else np.int64(0))
         mask = array_of(texts[text, MASK], masked, kept)
-        task = AttentionTask(
-            queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, together
-        )  # fmt: skip
+        task = AttentionTask(queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, together)
         _attend(weights, task, first - begin, end - begin, halves, work.mixed)
         first = end
 
 
 @kernel
-def gate(linear, inner, halves, rank, threads, work):
+def gate(linear, inner, halves, work):
     """work.inner = silu(gate) · up, in this thread's columns; the linear layer has the gates first."""
-    rows, normed = work.joined.shape[0], work.normed[rank]
-    begin, end = part(inner, rank, threads)
+    rows, normed = work.joined.shape[0], work.normed[work.rank]
+    begin, end = part(inner, work.rank, work.threads)
     product(linear, normed, rows, begin, end, halves, work.joined)
     product(linear, normed, rows, inner + begin, inner + end, halves, work.joined)
     for row in range(rows):
@@ -221,17 +225,17 @@ def gate(linear, inner, halves, rank, threads, work):
 
 
 @kernel
-def run(rank, threads, shape, layers, start, stop, hidden, cos, sin, texts, kept, numbers, work):
-    """Run thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
+def run(shape, layers, start, stop, given, numbers, work):
+    """Run a thread: layers start … stop − 1 over work.hidden, in place.
 
-    The rows are those of several texts, one text after another. texts int64 [texts, 7]: see `BEGIN`. cos, sin [R, D],
-    masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are all of type `kept`, float32 or the
-    bits of bfloat16; with these, hidden is rounded to bfloat16. A text without a mask has one row. numbers float32:
-    eps, head_eps, scale; head_eps < 0: queries and keys have no norms.
+    Masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are of the type of cos and sin of the
+    rows `given`, float32 or the bits of bfloat16; with these, hidden is rounded to bfloat16. numbers float32: eps,
+    head_eps, scale; head_eps < 0: queries and keys have no norms.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
-    rows, halves, normed = hidden.shape[0], cos.itemsize == 2, work.normed[rank]
+    rank, threads, hidden = work.rank, work.threads, work.hidden
+    rows, halves, normed = hidden.shape[0], given.cos.itemsize == 2, work.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
     # offsets of the second, third and fourth product of a layer, in weights and in outputs
     pair = weights_in(layers.weights)
@@ -246,18 +250,18 @@ def run(rank, threads, shape, layers, start, stop, hidden, cos, sin, texts, kept
         begin, end = part(every, rank, threads)
         product(joint, normed, rows, begin, end, halves, work.heads)
         wait(work.arrived, threads, turn + 1)
-        place(shape, layer, cos, sin, layers.head_norms[layer], head_eps, texts, kept, rank, threads, work)
+        place(shape, layer, given, layers.head_norms[layer], head_eps, work)
         wait(work.arrived, threads, turn + 2)
-        attend_all(weights, shape, layer, texts, kept, scale, halves, rank, threads, work)
+        attend_all(weights, shape, layer, given, scale, halves, work)
         wait(work.arrived, threads, turn + 3)
         out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
-        add(out, work.mixed, hidden, halves, rank, threads, work)
+        add(out, work.mixed, hidden, halves, work)
         wait(work.arrived, threads, turn + 4)
         norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)
         up = Linear(weights[up_at:down_at], size, scales[out_to:up_to], biases[out_to:up_to])
-        gate(up, inner, halves, rank, threads, work)
+        gate(up, inner, halves, work)
         wait(work.arrived, threads, turn + 5)
         down = Linear(weights[down_at:], inner, scales[up_to:], biases[up_to:])
-        add(down, work.inner, hidden, halves, rank, threads, work)
+        add(down, work.inner, hidden, halves, work)
         wait(work.arrived, threads, turn + 6)
         turn += 6

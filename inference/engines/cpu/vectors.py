@@ -216,6 +216,17 @@ def _weights_of(weights):
     return lambda weights: count
 
 
+class Tile(NamedTuple):
+    """Outputs of rows from `row` on, of panels from output `panel` on, in one of the turns that read these panels."""
+
+    row: int
+    rows: int
+    panel: int
+    panels: int
+    turn: int
+    turns: int
+
+
 class Outputs(NamedTuple):
     """LLVM values to turn sums into outputs: scales, biases, and `out` of numba type `kind`, rounded if `halves`."""
 
@@ -227,9 +238,10 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, context, builder, kinds, given, halves):
-        """From arguments of an intrinsic, which are arrays of these kinds."""
-        arrays = dict(zip(kinds, arrays_of(context, builder, kinds.values(), given), strict=True))
-        return cls(**arrays, kind=kinds["out"].dtype, halves=halves)
+        """From the arguments of an intrinsic that are a `Linear` and `out`, of these kinds."""
+        arrays = *cgutils.unpack_tuple(builder, given[0])[2:], given[1]
+        found = arrays_of(context, builder, (*kinds[0].types[2:], kinds[1]), arrays)
+        return cls(*found, kind=kinds[1].dtype, halves=halves)
 
     def scaled(self, builder, column):
         """(biases, scales) of the panel that begins at output `column`."""
