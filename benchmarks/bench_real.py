@@ -7,8 +7,7 @@
 
 Methods are named as for evaluate-checkpoint, which measures them and writes its report to --work. Peers with the same
 weights: transformers' `generate`, its prompt lookup, and its assisted generation by the same small LM and by the same
-early exit, put together as a model; each of those with K tokens and with its defaults. With --llama-python also
-llama.cpp, in a separate process (see peer_llamacpp.py).
+early exit, put together as a model; each of those with K tokens and with its defaults. bench_batch.py has llama.cpp.
 
 The result of every prompt is saved. The same command resumes a run that was stopped, or whose --minutes are over. A run
 replaces the entry of its dtype in --out and keeps the others.
@@ -18,7 +17,7 @@ import argparse
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import torch
 from categories import read_categories
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
 from transformers_arms import as_model, assisted_arms, widened
 
@@ -49,7 +47,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
 HERE = Path(__file__).parent
-PEERS = ("transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py")  # whose code decides what is measured
+PEERS = HERE / "transformers_arms.py"  # whose code decides what is measured
 # Options of evaluate-checkpoint that this command sets itself or does not use.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
                   "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
@@ -114,32 +112,16 @@ def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
     return None if config.small_lm is None else KINDS["small_lm"].load_plugin().known_tokens(config.small_lm)
 
 
-def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig, held: ExitStack) -> Peers:
-    """All peers but those of --without; `held` ends llama.cpp's process. Raises `UserError`."""
-    code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
-    version = llama_version(options.llama_python) if options.llama_python else None
-    identity = {"code": code, "draft_tokens": options.draft_tokens, "llama_cpp": version}
+def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
+    """All peers but those of --without."""
+    code = hashlib.sha256(PEERS.read_bytes()).hexdigest()[:12]
+    identity = {"code": code, "draft_tokens": options.draft_tokens}
     identity |= {"without": sorted(options.without)} if options.without else {}
 
     def make(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
         require(not setup.stops, "stop_strings", setup.stops, "none: not every peer knows them")
         ours = transformers_peers(config, options.draft_tokens, setup, models)
-        if not options.llama_python:
-            return lambda count: left_of(ours(count), options.without)
-        require(not setup.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model")
-        asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
-        where, dtype = setup.target, setup.dtype
-        target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be repacked
-        small = None if config.small_lm is None else load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
-        folder = Path(config.out_dir)
-        server = held.enter_context(
-            llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
-        )
-
-        def every(count: int) -> dict[str, Arm]:
-            return {**ours(count), **{name: server.arm(name, setup.eos, count) for name in server.arms}}
-
-        return lambda count: left_of(every(count), options.without)
+        return lambda count: left_of(ours(count), options.without)
 
     return Peers(make, identity)
 
@@ -212,10 +194,9 @@ def record(options: argparse.Namespace) -> None:
     """Measure the remaining prompts, write the entry and print the tables. Raises `UserError`."""
     config = evaluation(options)
     prompts = read_categories(options.prompts, options.per_category)
-    with ExitStack() as held:
-        peers = arms_of_peers(options, config, held)
-        with suppress(SystemExit):  # a method that is not lossless is in the record as such
-            evaluate_checkpoint(config, prompts, peers=peers)
+    peers = arms_of_peers(options, config)
+    with suppress(SystemExit):  # a method that is not lossless is in the record as such
+        evaluate_checkpoint(config, prompts, peers=peers)
     entry = entry_of(Path(config.out_dir), options, config.seed, peers)
     out = options.out or options.work / "record.json"
     write_entry(out, entry)
@@ -231,8 +212,7 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
     parser.add_argument("--minutes", type=float, help="as of evaluate-checkpoint; the same command goes on")
     parser.add_argument("--work", type=Path, default=Path("runs/record"), help="where all results are kept")
-    parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' and llama.cpp's drafts")
-    parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' drafts")
     parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")

@@ -11,10 +11,10 @@ from pathlib import Path
 from outrider.base.errors import UserError, reason, require
 from outrider.base.progress import Stage
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.serving import engine_worker
 from outrider.inference.serving.engine_worker import Json
 from outrider.inference.settings.engine import MODULES
 
+WORKER = Path(__file__).with_name("engine_worker.py")
 _SHOWN = 600  # characters of an engine's last words in an error
 _PATIENCE = 60  # seconds in which a Python starts
 
@@ -36,7 +36,7 @@ class EngineProcess:
     counts: tuple[int, ...] | None = None  # its rounds are seen
 
     def __init__(self, process: "subprocess.Popen[str]", job: Mapping[str, object], log: Path):
-        self._process, self._engine, self._log = process, job["engine"], log
+        self.process, self._engine, self._log = process, job["engine"], log
         self.warm = 0  # the concurrency that it was last warmed up with
         self.version = str(self._ask(job)["version"])
 
@@ -55,12 +55,12 @@ class EngineProcess:
         return tuple(generation(one["tokens"], one["times"], drafted) for one in answer["requests"]), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # its last words say why
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
         if not line:
             raise self._failed("it ended")
         answer: Json = json.loads(line)
@@ -73,16 +73,16 @@ class EngineProcess:
 
 @contextmanager
 def running(
-    python: str, job: Mapping[str, object], log: Path, environment: Mapping[str, str]
+    python: str, job: Mapping[str, object], log: Path, environment: Mapping[str, str], worker: Path = WORKER
 ) -> Iterator[EngineProcess]:
     """An engine while the context lasts; afterwards no process of it is left.
 
-    python: of the engine's environment. job: as `engine_worker` reads it. log: what the engine prints. Raises
+    python: of the engine's environment. job: as `worker` reads it. log: what the engine prints. Raises
     `UserError` with its last words if the process ends.
     """
     with open(log, "wb") as errors:
         process = subprocess.Popen(
-            [python, str(engine_worker.__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            [python, str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             text=True, env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
     try:

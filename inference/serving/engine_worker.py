@@ -9,10 +9,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 Json = dict[str, Any]
 
@@ -27,6 +27,14 @@ class Request:
         if len(tokens):
             self.tokens.append([int(token) for token in tokens])
             self.times.append(time.perf_counter())
+
+
+class Engine(Protocol):
+    """An engine that has loaded a target."""
+
+    version: str
+
+    def run(self, asked: Json) -> list[Request]: ...
 
 
 class VLLM:
@@ -193,14 +201,15 @@ class Transformers:
         return done
 
 
-def main() -> None:
-    """Answer the jobs on stdin, the first of which loads the engine, until stdin ends."""
+ENGINES: dict[str, Callable[[Json], Engine]] = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
+
+
+def main(engines: Mapping[str, Callable[[Json], Engine]]) -> None:
+    """Answer the jobs on stdin, the first of which loads one of `engines`, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the engine prints goes to the log
     job = json.loads(sys.stdin.readline())
-    kinds: dict[str, type[VLLM | OpenVINO | Transformers]]
-    kinds = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
-    engine = kinds[job["engine"]](job)
+    engine = engines[job["engine"]](job)
     print(json.dumps({"version": f"{job['engine']} {engine.version}"}), file=answers, flush=True)
     for line in sys.stdin:
         asked, started = json.loads(line), time.perf_counter()
@@ -210,4 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ENGINES)

@@ -1,4 +1,4 @@
-"""The record: every arm on every prompt, kept prompt by prompt, one entry a dtype; and llama.cpp's part of it."""
+"""The record: every arm on every prompt, kept prompt by prompt, one entry a dtype."""
 
 import json
 import sys
@@ -8,52 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
-
-# In the place of the package. Every model counts on from the last token, the one that drafts up to 4.
-STAND_IN = """
-import numpy as np
-__version__ = "0"
-class Llama:
-    def __init__(self, path, **options):
-        assert open(path, "rb").read(4) == b"GGUF"
-        self.drafts_for_another, self.fresh, self.drafter = "small_lm" in path, False, options["draft_model"]
-        assert options["logits_all"] == (self.drafter is not None)
-        assert options["n_threads"] == options["n_threads_batch"]
-        assert options["type_k"] == options["type_v"] == 0
-    def reset(self):
-        self.fresh = True
-    def eval(self, tokens):
-        print("noise on the standard output")
-    def generate(self, tokens, temp):
-        assert temp == 0.0
-        assert self.fresh or self.drafts_for_another
-        self.fresh, text, drafted = False, list(tokens), []
-        self.eval(text)
-        while True:
-            for token in [*drafted, None]:
-                text.append(min(text[-1] + 1, 4) if self.drafts_for_another else text[-1] + 1)
-                yield text[-1]
-                if token != text[-1]:
-                    break
-            drafted = [] if self.drafter is None else self.drafter(np.array(text)).tolist()
-            self.eval([text[-1], *drafted])
-"""
-SPECULATIVE = """
-import numpy as np
-class LlamaDraftModel:
-    pass
-class LlamaPromptLookupDecoding(LlamaDraftModel):
-    def __init__(self, max_ngram_size, num_pred_tokens):
-        assert (max_ngram_size, num_pred_tokens) == (3, 4)
-    def __call__(self, text):
-        return text[-1] + np.array([1, 2, 9])
-"""
 
 
 def models(folder: Path) -> list[str]:
@@ -122,37 +81,6 @@ def test_a_judgement_says_whose_faults_it_found() -> None:
             for name, faults in (("vanilla", ["off"]), ("gsd", ["off"]), ("eesd", []))}  # fmt: skip
     assert "off (vanilla, gsd)" in judgement(arms)
     assert judgement({"vanilla": {"judged": None}}) == ""
-
-
-@pytest.mark.slow
-def test_llama_cpp_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peer_llamacpp import llama_server, llama_version
-
-    from outrider.base.streams import Streams
-
-    with pytest.raises(UserError, match=r"llama_cpp.*pip install llama-cpp-python"):
-        llama_version(sys.executable)
-    (tmp_path / "llama_cpp").mkdir()
-    (tmp_path / "llama_cpp" / "__init__.py").write_text(STAND_IN)
-    (tmp_path / "llama_cpp" / "llama_speculative.py").write_text(SPECULATIVE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert llama_version(sys.executable) == "0"
-    target, _ = open_stack(save_target(tmp_path / "target"))
-    asked = {"positions": 64, "threads": 1, "draft_tokens": 4}
-    ids = [10, 11, 12, 14]  # of the target, that the small LM's 0 to 3 stand for
-    with llama_server(sys.executable, tmp_path / "files", target, target, ids, **asked) as server:
-        assert server.arms == ["llama_cpp", "llama_cpp_prompt_lookup", "llama_cpp_small_lm"]
-        plain, looking, drafted = (server.arm(name, (15,), 9)([5, 9], Streams(0)) for name in server.arms)
-        short = server.arm("llama_cpp", (), 3)([5, 9], Streams(0))
-    assert plain.tokens == looking.tokens == drafted.tokens == (10, 11, 12, 13, 14, 15)
-    assert [r.tokens for r in plain.rounds] == [(11,), (12,), (13,), (14,), (15,)]
-    assert [r.tokens for r in looking.rounds] == [(11, 12, 13), (14, 15)]
-    assert [r.tokens for r in drafted.rounds] == [(11, 12, 13), (14,), (15,)]  # 13 is none of its, nor is what follows
-    assert short.tokens == (10, 11, 12)
-    assert plain.prefill_seconds > 0
-    assert plain.decode_seconds == pytest.approx(sum(r.seconds for r in plain.rounds))
-    assert server.process.poll() == 0
-    assert not list((tmp_path / "files").iterdir())
 
 
 @torch.no_grad()
