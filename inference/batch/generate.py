@@ -68,6 +68,7 @@ from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
 Facts = dict[str, Any]
+_TOGETHER = 4  # batches, at most, whose prompts join each other as places become free
 
 
 @rehearsable
@@ -211,15 +212,22 @@ class Responder:
         self.by_layers = generator if isinstance(model, LayerStack) else None
 
     def answer(self, tasks: Iterable[Task]) -> None:
-        """Answer all turns of the tasks: one turn of all tasks at a time, or over layers each when it can be asked."""
+        """Answer all turns of the tasks: one turn of all tasks at a time.
+
+        Over layers each turn when it can be asked, and of `batch_size` tasks at a time: others join as these end.
+        """
         waiting = list(tasks)
-
-        def take(place: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
-            task = waiting[place]
-            return (task.prompt, self._draws(task)) if self._take(task, answer) else None
-
         if self.by_layers is not None:
-            self.by_layers.converse([task.prompt for task in waiting], [*map(self._draws, waiting)], take)
+            asked, others = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
+
+            def take(place: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
+                if not self._take(asked[place], answer):
+                    if (task := next(others, None)) is None:
+                        return None
+                    asked[place] = task
+                return asked[place].prompt, self._draws(asked[place])
+
+            self.by_layers.converse([task.prompt for task in asked], [*map(self._draws, asked)], take)
             return
         while waiting:
             answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
@@ -331,8 +339,15 @@ def respond(
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
     with Stage("answering", len(todo.tasks), "prompts", left=left) as stage:
-        for number, batch in enumerate(batches(todo.tasks, config), 1):
+        made, number = batches(todo.tasks, config), 0
+        while number < len(made):
             assert responder is not None
+            several = 1
+            if number and responder.by_layers is not None:  # as many as a kill may lose, and half the time holds
+                most = min(_TOGETHER, (config.shard_size - len(shard)) // config.batch_size)
+                several = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
+            batch = [task for one in made[number : number + several] for task in one]
+            number = min(number + several, len(made))
             responder.answer(batch)
             done = [task for task in batch if task.problem != UNANSWERED]
             shard.responses += [responder.response(task) for task in done if task.answers]
@@ -351,7 +366,7 @@ def respond(
                 if shown and answered < len(todo.tasks):
                     alone = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
                     print(f"{limit.minutes:.3g} minutes hold no further batch: {answered} of {len(todo.tasks)} prompts "
-                          f"are answered{alone if answered == len(batch) else ''}", flush=True)  # fmt: skip
+                          f"are answered{alone if number == 1 else ''}", flush=True)  # fmt: skip
                 break
     if len(shard):
         save()
