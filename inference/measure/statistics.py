@@ -24,15 +24,18 @@ from outrider.inference.core.rounds import Generation
 
 
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM).
+    """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM), and what other papers report.
 
     tau: tokens per target pass, bonus included, prefill excluded.
     acceptance_rate v_d: accepted / drafted.
     draft_share r_d: accepted / all output tokens.
     harmonic_mean: of the two.
+    tau_of_requests: the mean over requests of each one's τ; `tau` pools all rounds instead, so that long answers count
+    for more. accepted_per_round: accepted draft tokens per round, that is τ without the bonus, pooled.
+    accepted_per_round_of_requests: its mean over requests. Requests that the prefill ended have no rounds.
     """
     generations = list(generations)
-    rounds = [r for g in generations for r in g.rounds]
+    rounds, requests = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
     v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
@@ -42,7 +45,14 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
         "draft_share": r,
         "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
         "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
+        "tau_of_requests": _mean([sum(len(r.tokens) for r in own) / len(own) for own in requests]),
+        "accepted_per_round": accepted / len(rounds) if rounds else 0.0,
+        "accepted_per_round_of_requests": _mean([sum(r.accepted for r in own) / len(own) for own in requests]),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
 
 
 def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
@@ -105,25 +115,6 @@ def acceptance_by_position(
             share = sum(r.accepted >= position for r in reached) / len(reached)
             table.append({"position": position, "rounds": len(reached), "accepted": share})
     return table
-
-
-def request_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """The variants of τ that other papers and benchmarks report, over generations of one method.
-
-    tau_of_requests: the mean over requests of each one's τ; `decode_statistics` pools all rounds instead, so that long
-    answers count for more. accepted_per_round: accepted draft tokens per round, that is τ without the bonus, pooled.
-    accepted_per_round_of_requests: its mean over requests. Requests that the prefill ended have no rounds.
-    """
-    requests = [g.rounds for g in generations if g.rounds]
-    emitted = [sum(len(r.tokens) for r in rounds) / len(rounds) for rounds in requests]
-    accepted = [sum(r.accepted for r in rounds) for rounds in requests]
-    own = [count / len(rounds) for count, rounds in zip(accepted, requests, strict=True)]
-    total = sum(map(len, requests))
-    return {
-        "tau_of_requests": statistics.fmean(emitted) if requests else 0.0,
-        "accepted_per_round": sum(accepted) / total if total else 0.0,
-        "accepted_per_round_of_requests": statistics.fmean(own) if requests else 0.0,
-    }
 
 
 def bootstrap_median(

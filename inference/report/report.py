@@ -32,7 +32,6 @@ from outrider.inference.measure.statistics import (
     acceptance_by_position,
     chosen_sizes,
     decode_statistics,
-    request_statistics,
     share_of_loops,
     structure_statistics,
     verdict,
@@ -78,15 +77,12 @@ def build_report(
         **facts,
         "machine": describe_machine(facts["device"]),
         "made_with": provenance(),
-        "prompts": conversations(results),
-        "turns": len(results),
+        **_figures(results, method, streams),
         "tokens": sum(len(g.tokens) for g in mine),
         "seed": seed,
         "lossless": lossless_section(
             results, method, sampled=facts["temperature"] > 0, exact=facts.get("computes_in") in EXACT
         ),
-        **decode_statistics(mine),
-        **request_statistics(mine),
         "structure": structure_statistics(mine),
         "acceptance_by_candidates": acceptance_by_candidates(mine),
         "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
@@ -95,7 +91,6 @@ def build_report(
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
         "speedup": speedups_over_baselines(results, method, streams),
         "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),
-        **_loops(results, method, streams),
         "autoregressive": time_of_a_plain_token(results),
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
@@ -120,26 +115,19 @@ def _parts(
     results: Sequence[PromptResult], groups: Mapping[str, str], method: str, streams: Streams, purpose: str
 ) -> dict[str, Report]:
     """The figures of groups of the prompts. groups: by category."""
-    found = {}
-    for name in sorted(set(groups.values())):
-        some, own = [r for r in results if groups[r.category] == name], streams.within(purpose, name)
-        mine = [r.generations[method] for r in some]
-        found[name] = {
-            "prompts": conversations(some),
-            "turns": len(some),
-            **decode_statistics(mine),
-            **request_statistics(mine),
-            "speedup": speedup(some, method, AUTOREGRESSIVE, own),
-            **_loops(some, method, own),
-        }
-    return found
+    named = {name: [r for r in results if groups[r.category] == name] for name in sorted(set(groups.values()))}
+    return {name: _figures(some, method, streams.within(purpose, name)) for name, some in named.items()}
 
 
-def _loops(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
-    """How much of a method's texts repeats itself, and its speed-up without such texts."""
-    others = without_loops(results, method, AUTOREGRESSIVE)
+def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
+    """The figures of a method on some prompts, how much of its texts repeats itself, and its speed-up without these."""
+    mine, others = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
     return {
-        "loops": share_of_loops([r.generations[method].tokens for r in results]),
+        "prompts": conversations(results),
+        "turns": len(results),
+        **decode_statistics(mine),
+        "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
+        "loops": share_of_loops([g.tokens for g in mine]),
         "speedup_without_loops": speedup(others, method, AUTOREGRESSIVE, streams),
     }
 

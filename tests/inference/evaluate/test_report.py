@@ -25,7 +25,6 @@ from outrider.inference.measure.statistics import (
     bootstrap_median,
     chosen_sizes,
     decode_statistics,
-    request_statistics,
     structure_statistics,
     verdict,
 )
@@ -69,11 +68,11 @@ def test_acceptance_by_position_by_hand() -> None:
 def test_requests_and_rounds_are_counted_by_hand() -> None:
     """Two answers, of rounds that gave 5 and 2 tokens, and of one that gave 1; and one that its prefill ended."""
     ended = Generation((7,), 0.5, 0.0)
-    found = request_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0), ended])
+    found = decode_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0), ended])
     assert found["tau_of_requests"] == pytest.approx((7 / 2 + 1) / 2)
     assert found["accepted_per_round"] == pytest.approx(5 / 3)
     assert found["accepted_per_round_of_requests"] == pytest.approx((5 / 2 + 0) / 2)
-    assert set(request_statistics([ended]).values()) == {0.0}
+    assert set(decode_statistics([ended]).values()) == {0.0}
 
 
 def test_conditional_acceptance_by_hand() -> None:
