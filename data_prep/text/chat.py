@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,9 +27,10 @@ PROMPT_TEMPLATES = get_args(PromptTemplate)
 TEMPLATE = "data.template"  # the option of most commands that train
 _MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
 _CHARS_A_TOKEN = 16  # of a beginning that is tokenised first, for each token of the context
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # part of a character, decoded together with the bytes beside it
+_BYTE = re.compile("<0x..>")  # part of a character, decoded together with the bytes beside it
 _SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # what clean-up brings together
-_REACH = 19  # how far from its end cleaned-up text may still change: what its ten patterns can span together
+_CLEANED = " .?!,'ntmsver"  # all characters of its patterns: text divides after any other one, before or after it
+_LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_is_local`
 MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
 
@@ -301,37 +303,71 @@ class StreamedText:
     which are all that came, less the last one if it is of `ends`: an end token need not be a special one.
 
     A piece is text that no later token changes. Held back are an incomplete character, bytes that may be part of one
-    (byte fallback), and the last characters where the tokenizer cleans up spaces.
+    (byte fallback), and what follows the last character that the tokenizer's clean-up of spaces, if any, never reads.
+    Each piece is decoded together with the one before (see `_is_local`); by other tokenizers, with all tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
-        self._tokenizer, self._ends, self._said, self.tokens = tokenizer, ends, "", list[int]()
+        self._tokenizer, self._ends, self.tokens = tokenizer, ends, list[int]()
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
-        plain = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self._reach = 0 if self._decoded(ids) == plain else _REACH
+        self._cleans = self._decoded(ids) != tokenizer.decode(ids, skip_special_tokens=True)
+        self._local = _is_local(tokenizer)
+        self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
+        self._seen, self._waiting = 0, ""  # characters since `before` that were seen; those that are no piece yet
 
     def add(self, tokens: Iterable[int]) -> str:
         """The piece that is known with these tokens; it may be empty."""
         self.tokens += tokens
         end = len(self.tokens)
-        while end and self._is_open(self.tokens[end - 1]):
+        while end > self._end and self._is_open(self.tokens[end - 1]):
             end -= 1
-        text = self._decoded(self.tokens[:end]).rstrip("\ufffd")
-        return self._until(text[: max(0, len(text) - self._reach)])
+        if end > self._end:
+            text = self._decoded(self.tokens[self._before : end])
+            self._see(text.rstrip("\ufffd"))
+            own = self._decoded(self.tokens[self._end : end]) if self._local and not text.endswith("\ufffd") else ""
+            if own:
+                self._before, self._end, self._seen = self._end, end, len(own)
+        return self._cleaned(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))
 
     def rest(self) -> str:
         """What was held back."""
-        return self._until(self._decoded(self.tokens))
+        end = len(self.tokens) - (self.tokens[-1:] != [] and self.tokens[-1] in self._ends)
+        self._see(self._decoded(self.tokens[self._before : end]))
+        return self._cleaned(len(self._waiting))
 
-    def _until(self, text: str) -> str:
-        piece = text[len(self._said) :] if text.startswith(self._said) else ""
-        self._said += piece
-        return piece
+    def _see(self, text: str) -> None:
+        self._waiting += text[self._seen :]
+        self._seen = max(self._seen, len(text))
+
+    def _cleaned(self, size: int) -> str:
+        """The next `size` characters, cleaned up."""
+        piece, self._waiting = self._waiting[:size], self._waiting[size:]
+        return self._tokenizer.clean_up_tokenization(piece) if self._cleans else piece
 
     def _is_open(self, token: int) -> bool:
-        """Whether it may be part of a character that is not complete, or is not shown."""
-        return bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token)))) or not self._decoded([token])
+        """Whether it may be part of a character that is not complete, or the last one, or is not shown."""
+        shown = token not in self._ends and self._decoded([token])
+        return not shown or bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
 
     def _decoded(self, tokens: list[int]) -> str:
-        shown = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
-        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _is_local(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether tokens after a piece of text give the same text after that piece alone as after the whole text.
+
+    A piece ends with a whole character. These decoders read no further back than to the start of a character, but for
+    what they do to the first token of all.
+    """
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, Fast) or (kind.decode, kind._decode) != (Fast.decode, Fast._decode):
+        return False
+    try:
+        state = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
+    except Exception:  # none, or one written in Python
+        return False
+    steps = state.get("decoders", [state])
+    replaced = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]
+    return all(step["type"] in _LOCAL for step in steps) and all(len(text) == 1 for text in replaced)
