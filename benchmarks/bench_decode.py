@@ -29,7 +29,7 @@ from outrider.inference.core.rounds import Generation
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, make_runtime, prepare
-from outrider.inference.measure.arms import make_arms, measure
+from outrider.inference.measure.arms import Asked, make_arms, measure
 from outrider.inference.settings.evaluate import RUNTIMES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
@@ -101,7 +101,7 @@ def run(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     def generations(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Mapping[str, Generation]]:
         arms = make_arms(subject.stack, subject.drafters, methods, None, TextSettings(new_tokens), runtime=runtime)
         results = [
-            measure(arms, prompt, prompt_id=str(turn), category="", repeats=1, turn=turn)
+            measure(arms, [Asked(str(turn), "", prompt)], repeats=1, turn=turn)[0]
             for turn, prompt in enumerate(prompts)
         ]
         return [result.generations for result in results]

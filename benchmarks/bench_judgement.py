@@ -31,7 +31,7 @@ from outrider.inference.core.rounds import Generation
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, end_tokens, load_plain, prepare
-from outrider.inference.measure.arms import make_arms, measure, measure_deviations, transformers_generate
+from outrider.inference.measure.arms import Asked, make_arms, measure, measure_deviations, transformers_generate
 from outrider.inference.measure.lossless import BULK, GAP, PEAK, Deviation, Judgement, judge
 from outrider.inference.measure.results import Arm, Choosing
 from outrider.inference.settings.method import TRANSFORMERS, MethodConfig, StructureConfig
@@ -105,9 +105,9 @@ class Subject:
 
         with planted(fault, seed, self.stack):
             for prompt, text in texts.items():
-                result = measure({**arms(), TRANSFORMERS: lambda *_, known=text: known}, prompt, prompt_id="",
-                                 category="", repeats=1, turn=0)  # fmt: skip
-                for name, found in measure_deviations(self.plain, result, judges, Streams(0)).items():
+                every = {**arms(), TRANSFORMERS: lambda *_, known=text: known}
+                (result,) = measure(every, [Asked("", "", prompt)], repeats=1, turn=0)
+                for name, found in measure_deviations(self.plain, [result], judges, [Streams(0)])[0].items():
                     deviations[name].append(found)
                     identical[name] += result.identical(name)
         return {name: (judge(deviations[name]), identical[name]) for name in reached}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.inference.core.sampling import top_tokens
 from outrider.inference.core.session import Session
+from outrider.inference.core.target_session import Runtime
 
 CPU = torch.device("cpu")
 
@@ -150,7 +151,7 @@ class TableSession(Session):
         return pass_(x, view)
 
 
-class TableRuntime:
+class TableRuntime(Runtime):
     """A `Runtime` of such sessions."""
 
     name, captures = "table", 0

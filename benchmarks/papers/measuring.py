@@ -36,6 +36,7 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter
+from outrider.inference.measure.arms import Asked as Prompted
 from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
 from outrider.inference.settings.kinds import KINDS
@@ -185,8 +186,8 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
             arms |= make_arms(bench.stack, drafters, mine, None, text, runtime=bench.runtime)
         for arm in arms.values() if cold else ():
             arm(asked.ids, Streams(0, asked.id))
-        named = {"prompt_id": asked.id, "category": asked.category}
-        done = measure(arms, asked.ids, repeats=1, turn=turn, **named).generations
+        (result,) = measure(arms, [Prompted(asked.id, asked.category, asked.ids)], repeats=1, turn=turn)
+        done = result.generations
         plain = done[AUTOREGRESSIVE]
         each = plain.decode_seconds / max(1, len(plain.tokens) - 1)
         for name in own:

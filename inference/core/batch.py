@@ -147,10 +147,10 @@ class Batch(Runtime):
             return self.runtime.session(target, split, capacity, context)
         return eager_session(target, split, capacity, context, _wait)
 
-    @property
-    def sharing(self) -> int:
-        """The number of texts whose passes run as one."""
-        return max(1, len(self.texts)) if self.runtime.name == Runtime.name else 1
+    def sharing(self, target: Target) -> int:
+        """The number of texts whose passes over `target` run as one."""
+        together = self.runtime.name == Runtime.name and target.layered is not None
+        return max(1, len(self.texts)) if together else 1
 
     def add(self, text: Text) -> None:
         """Decode `text` too, from the next step on."""

@@ -18,7 +18,8 @@ class Round:
     depth: the draft's depth, which is the largest possible `accepted`.
 
     Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: the drafter's
-    other work. verify: the target's pass and its transfer; in plain decoding the pass alone.
+    other work. verify: the target's pass and its transfer; in plain decoding the pass alone. In a batch they include
+    the wait for the passes and the work of other texts: they are no times of this text (but see `arms.decode_all`).
     """
 
     tokens: tuple[int, ...]

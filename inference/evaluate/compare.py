@@ -29,6 +29,7 @@ from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.draft_models.card import add_report
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.core.rounds import Clock
+from outrider.inference.core.target_session import Runtime
 from outrider.inference.doctor.scores import refuse, table
 from outrider.inference.evaluate.served import require_served, serve_methods
 from outrider.inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
@@ -46,9 +47,10 @@ from outrider.inference.loading.targets import (
 from outrider.inference.measure.bench import (
     Peers,
     Prepared,
+    Talk,
     longest_text,
     make_bench,
-    measure_prompt,
+    measure_talks,
     peak_memory,
     prepare_methods,
     render,
@@ -137,6 +139,10 @@ def _evaluate(
     require_own_device(setup.device, state)
     if isinstance(config, EngineConfig):
         require_served(config, setup, len(prompts), state.num_processes)
+    each = config.batch
+    require(len(prompts) % each == 0, "batch", each, f"a divisor of the {len(prompts)} prompts (num_prompts)")
+    alone = each == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
+    require(alone, "batch", each, "1 with CUDA graphs, where texts take turns, or runtime=eager")
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
@@ -150,12 +156,13 @@ def _evaluate(
 
     def open_results() -> tuple[Any, list[int], float, int]:
         earlier = open_run(out_dir, settings, config.resume, config)
-        done = read_results(out_dir)
+        done = _finished(out_dir, each)
         return earlier, list(done), max((one.spent for one in done.values()), default=0.0), next_number(out_dir)
 
     earlier, done, spent, number = from_main(state, open_results)
     limit = replace(limit, earlier=spent)
-    todo, must = limit.to_do(len(prompts), done)
+    groups = [one // each for one in done if one % each == 0]
+    todo, must = limit.to_do(len(prompts) // each, groups)
     share, taken = todo[state.process_index :: state.num_processes], 0
     known = None if earlier is None else construct(Prepared, earlier).products
     waits = known is None and setup.device.type == "cpu" and not state.is_main_process  # for the main one's kernels
@@ -177,19 +184,22 @@ def _evaluate(
         models = models or load_models(config, setup, drafters, prepared.products)
         models.runtime.prepare(positions, prepared.kernels)
         others = {"peers": peers.make(setup, models, positions)} if peers else {}
-        bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts), **others)
+        bench = make_bench(config, setup, models, prepared, rendered[each * share[0]], len(prompts), **others)
 
-        def measure(position: int) -> float:
+        def measure(group: int) -> float:
             assert models is not None
-            asked = prompts[position], rendered[position], position
-            results, skipped = measure_prompt(config, *asked, setup, models, bench)
+            own = range(each * group, each * (group + 1))
+            talks = [Talk(prompts[position], rendered[position], position) for position in own]
+            measure_talks(config, talks, setup, models, bench)
             spent = limit.spent()
             peak, got, threads = peak_memory(setup.device), bench.watch.take(), torch.get_num_threads()
-            made = (results, skipped, threads, spent, peak, got, load_average())
-            append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, *made))
+            for talk in talks:
+                made = (tuple(talk.results), talk.skipped, threads, spent, peak, got, load_average())
+                measured = Measured(talk.position, state.num_processes, *made)
+                append_result(out_dir, number + state.process_index, measured)
             return spent
 
-        taken = _in_time(measure, share, limit, todo[:must], len(done), state)
+        taken = each * _in_time(measure, share, limit, todo[:must], len(groups), state, each)
         del bench
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))
@@ -199,7 +209,7 @@ def _evaluate(
         drafters = {}
         gc.collect()
         torch.cuda.empty_cache()
-        ours = {place: measured.turns[0] for place, measured in read_results(out_dir).items() if measured.turns}
+        ours = {place: measured.turns[0] for place, measured in _finished(out_dir, each).items() if measured.turns}
         served = serve_methods(config, setup, rendered, ours, out_dir)
     with Stage("writing the report"):
         return from_main(state, lambda: report(config, setup, prepared, prompts, settings, expected, out_dir, served))
@@ -212,22 +222,32 @@ def _in_time(
     must: Collection[int],
     done: int,
     state: PartialState,
+    each: int,
 ) -> int:
-    """Measure the positions in `share` while `limit` leaves time, those in `must` in any case; returns how many.
+    """Measure the groups in `share` while `limit` leaves time, those in `must` in any case; returns how many.
 
-    measure: returns the seconds that are spent after it. done: the number of prompts that earlier runs measured.
+    measure: returns the seconds that are spent after it. done: the number of groups, of `each` prompts, that earlier
+    runs measured.
     """
     began, taken = limit.spent(), 0
     spent = began
-    for position in counted(share, "measuring", "prompts", most=limit.left(spent)):
-        if position not in must and not limit.holds(spent, (spent - began) / max(1, taken)):
+    for group in counted(share, "measuring", "prompts" if each == 1 else "groups", most=limit.left(spent)):
+        if group not in must and not limit.holds(spent, (spent - began) / max(1, taken)):
             break
         if limit.is_over(spent) and state.is_main_process:
             least = done + len(must)
-            made = f"{min(least, done + taken * state.num_processes)} of at least {least} prompts are done"
+            now = min(least, done + taken * state.num_processes)
+            made = f"{each * now} of at least {each * least} prompts are done"
             print(f"{limit.minutes:.3g} minutes are over: {made}", flush=True)
-        spent, taken = measure(position), taken + 1
+        spent, taken = measure(group), taken + 1
     return taken
+
+
+def _finished(folder: Path, each: int) -> dict[int, Measured]:
+    """The results in `folder` by position, of groups of `each` prompts that are whole."""
+    found = read_results(folder)
+    whole = Counter(position // each for position in found)
+    return {position: one for position, one in found.items() if whole[position // each] == each}
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:
@@ -271,15 +291,20 @@ def report(
 
     Returns the names of the methods that were not lossless; `OWN_RUN` in their place if plain decoding was not.
     """
-    done = read_results(out_dir)
+    done = _finished(out_dir, config.batch)
     missing = expected - len(done)
     if missing:
         raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
-    facts = _facts(config, setup, prepared, prompts, done) | {
-        "digests": digests(settings),
-        "draft_vocabularies": draft_vocabularies(config, results),
-    }
+    together = {"texts_at_once": config.batch} if config.batch > 1 else {}
+    facts = (
+        _facts(config, setup, prepared, prompts, done)
+        | together
+        | {
+            "digests": digests(settings),
+            "draft_vocabularies": draft_vocabularies(config, results),
+        }
+    )
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))
         | dict(served.get(name, {}))

@@ -1,7 +1,7 @@
 """The target of a run and its drafters: located and identified by digests, loaded, and prepared for decoding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -274,11 +274,15 @@ def new_drafter(
     streams: Streams,
     drawn: bool = False,
     tuning: Tuning | None = None,
+    texts: int = 1,
 ) -> Drafter:
     """A new drafter of `method`, for the generation of `streams`.
 
-    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`).
+    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`). texts: so many
+    share passes: these sizes are those that pay beside the others, unless drawn, as what is drawn depends on them.
     """
+    if tuning is not None and texts > 1 and not drawn:
+        tuning = replace(tuning, costs=tuning.costs.of_one(texts))
     kind = KINDS[method.source]
     return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
 

@@ -13,6 +13,7 @@ from outrider.base.progress import Stage
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.target import Target
+from outrider.inference.core.batch import Batch, Text
 from outrider.inference.core.decode import autoregressive, cut, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
@@ -77,11 +78,11 @@ class _Ours:
         return self._run(partial(autoregressive, self.stack), prompt, streams.within(AUTOREGRESSIVE))
 
     def draft(
-        self, name: str, make: Callable[[Streams], Drafter], naive: bool, prompt: Sequence[int], streams: Streams
+        self, name: str, make: Callable[..., Drafter], naive: bool, prompt: Sequence[int], streams: Streams
     ) -> Generation:
-        """Decoding with the drafter that `make` makes of random streams: an `Arm` once `naive` and before are given."""
+        """Decoding with what `make` makes (see `new_drafter`): an `Arm` once `naive` and before are given."""
         own = streams.within(name)
-        drafter = make(own)
+        drafter = make(own, texts=1 if self.runtime is None else self.runtime.sharing(self.stack))
         generation = self._run(partial(speculative, self.stack, drafter), prompt, own, naive=naive)
         return replace(generation, totals=dict(drafter.totals))
 
@@ -156,78 +157,151 @@ def transformers_generate(
     return Generation(tokens, first.at - started, ended - first.at)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt that the arms continue; the other fields are those of its `PromptResult`."""
+
+    prompt_id: str
+    category: str
+    prompt: Sequence[int]
+    conversation: str | None = None
+    group: str | None = None
+
+
 def measure(
     arms: Mapping[str, Arm],
-    prompt: Sequence[int],
+    asked: Sequence[Asked],
     *,
-    prompt_id: str,
-    category: str,
     repeats: int,
     turn: int,
-    conversation: str | None = None,
     seed: int = 0,
     profilers: Mapping[str, Arm] | None = None,
-) -> PromptResult:
-    """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
+    batch: Batch | None = None,
+    alone: Collection[str] = (),
+) -> list[PromptResult]:
+    """Continue prompts with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
     An arm's result is the repeat with the median decoding time. `profilers` run the first repeat again, untimed.
+    batch: all arms but those in `alone` decode the prompts together (see `decode_all`).
     """
-    streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
+    prompts = [one.prompt for one in asked]
+    streams = [[Streams(seed, one.prompt_id, repeat) for one in asked] for repeat in range(repeats)]
     names = list(arms)
-    runs: dict[str, list[Generation]] = {name: [] for name in names}
+    runs: dict[str, list[list[Generation]]] = {name: [] for name in names}
     for repeat in range(repeats):
         shift = (turn + repeat) % len(names)
         for place, name in enumerate(names[shift:] + names[:shift], 1):
             with Stage(f"arm {place}/{len(names)} {name}"):
-                runs[name].append(arms[name](prompt, streams[repeat]))
-    median = {
-        name: sorted(range(repeats), key=lambda repeat: done[repeat].decode_seconds)[(repeats - 1) // 2]
+                together = None if name in alone else batch
+                runs[name].append(decode_all(arms[name], prompts, streams[repeat], together))
+    middle = {
+        name: sorted(done, key=lambda texts: sum(text.decode_seconds for text in texts))[(repeats - 1) // 2]
         for name, done in runs.items()
     }
-    middle = {name: runs[name][repeat] for name, repeat in median.items()}
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
-    profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
-    answer = runs[AUTOREGRESSIVE][0].tokens
-    return PromptResult(
-        prompt_id, category, tuple(prompt), middle, reference, profiles, answer=answer, conversation=conversation
-    )
+    profiles = {name: decode_all(profiler, prompts, streams[0]) for name, profiler in (profilers or {}).items()}
+    return [
+        PromptResult(
+            one.prompt_id, one.category, tuple(one.prompt), {name: texts[place] for name, texts in middle.items()},
+            reference, {name: texts[place] for name, texts in profiles.items()},
+            answer=runs[AUTOREGRESSIVE][0][place].tokens, conversation=one.conversation, group=one.group,
+        )
+        for place, one in enumerate(asked)
+    ]  # fmt: skip
+
+
+def decode_all(
+    arm: Arm, prompts: Sequence[Sequence[int]], streams: Sequence[Streams], batch: Batch | None = None
+) -> list[Generation]:
+    """`arm` on all prompts: one after another, or together in the `batch` that is its runtime.
+
+    Together a text's seconds are its part of the time of all: of its prompt, and of the decoding by its share of the
+    tokens. So all texts have one rate, that of all their tokens. Parts of rounds keep their proportions.
+    """
+    if batch is None:
+        return [arm(*one) for one in zip(prompts, streams, strict=True)]
+    found: dict[int, Generation] = {}
+    ended: list[Exception | None] = []
+
+    def text(place: int) -> Iterator[Round]:
+        found[place] = arm(prompts[place], streams[place])  # its passes wait for those of the others
+        yield from ()
+
+    for place in range(len(prompts)):
+        batch.add(Text(text(place), lambda _: None, ended.append))
+    started = time.perf_counter()
+    try:
+        while batch.texts:
+            batch.step()
+    finally:
+        batch.close()
+    seconds = time.perf_counter() - started
+    for error in filter(None, ended):
+        raise error
+    return _shared_out([found[place] for place in range(len(prompts))], seconds)
+
+
+def _shared_out(texts: Sequence[Generation], seconds: float) -> list[Generation]:
+    """`texts`, decoded together in so many seconds, each with its part of them."""
+    decoding = seconds - sum(text.prefill_seconds for text in texts)
+    each = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))
+    made = []
+    for text in texts:
+        own, waited = each * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
+        part = own / waited if waited else 0.0
+        rounds = [
+            replace(r, seconds=part * r.seconds, draft_seconds=part * r.draft_seconds,
+                    structure_seconds=part * r.structure_seconds, verify_seconds=part * r.verify_seconds)
+            for r in text.rounds
+        ]  # fmt: skip
+        made.append(replace(text, decode_seconds=own, rounds=tuple(rounds)))
+    return made
 
 
 def measure_deviations(
-    plain: PreTrainedModel, result: PromptResult, make: MakeArms, streams: Streams
-) -> dict[str, Deviation]:
-    """The deviations of this runtime's arms on the reference's text of `result`, by name (see `lossless`).
+    plain: PreTrainedModel,
+    results: Sequence[PromptResult],
+    make: MakeArms,
+    streams: Sequence[Streams],
+    batch: Batch | None = None,
+) -> list[dict[str, Deviation]]:
+    """The deviations of this runtime's arms on the reference's text of each result, by name (see `lossless`).
 
-    plain: the target as transformers runs it; streams: those of the result's generations.
+    plain: the target as transformers runs it; streams, batch: those of the results' generations.
     """
-    text = result.generations[result.reference].tokens
-    reference = make_reference(plain, result.prompt, text)
+    references = [make_reference(plain, r.prompt, r.generations[r.reference].tokens) for r in results]
     made: list[Forced] = []
 
     def force(selector: TokenSelector) -> TokenSelector:
-        made.append(Forced(selector, reference))
+        made.append(Forced(selector, references[len(made) % len(references)]))  # a text after another begins
         return made[-1]
 
-    found: dict[str, Deviation] = {}
+    found: list[dict[str, Deviation]] = [{} for _ in results]
     for name, arm in make(force).items():
-        arm(result.prompt, streams)
-        found[name] = made[-1].deviation(result.generations[name].tokens)
+        decode_all(arm, [r.prompt for r in results], streams, batch)
+        for own, result, forced in zip(found, results, made[-len(results) :], strict=True):
+            own[name] = forced.deviation(result.generations[name].tokens)
     return found
 
 
 def show_rounds(
-    make: MakeArms, methods: Collection[str], prompt: Sequence[int], streams: Streams
-) -> dict[str, tuple[ShownRound, ...]]:
-    """The rounds of every method on `prompt`, by name: an extra untimed run that records the trees."""
+    make: MakeArms,
+    methods: Collection[str],
+    prompts: Sequence[Sequence[int]],
+    streams: Sequence[Streams],
+    batch: Batch | None = None,
+) -> list[dict[str, tuple[ShownRound, ...]]]:
+    """The rounds of every method on each prompt, by name: an extra untimed run that records the trees."""
     made: list[Noting] = []
 
     def note(selector: TokenSelector) -> TokenSelector:
         made.append(Noting(selector))
         return made[-1]
 
-    found: dict[str, tuple[ShownRound, ...]] = {}
+    found: list[dict[str, tuple[ShownRound, ...]]] = [{} for _ in prompts]
     for name, arm in make(note).items():
         if name in methods:
-            generation = arm(prompt, streams)
-            found[name] = shown_rounds(generation.tokens[0], generation.rounds, made[-1].verified)
+            texts = decode_all(arm, prompts, streams, batch)
+            for own, text, noted in zip(found, texts, made[-len(prompts) :], strict=True):
+                own[name] = shown_rounds(text.tokens[0], text.rounds, noted.verified)
     return found

@@ -18,16 +18,17 @@ from outrider.data_prep.text.prompt_records import Prompt
 from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.vocabulary import UnusableTextError
+from outrider.inference.core.batch import Batch
 from outrider.inference.core.rounds import Clock, synchronized_clock
 from outrider.inference.loading.targets import Models, TargetSetup, context_length
-from outrider.inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
+from outrider.inference.measure.arms import Asked, decode_all, make_arms, measure, measure_deviations, show_rounds
 from outrider.inference.measure.lossless import HALF
 from outrider.inference.measure.probe import NEW_TOKENS, tune
 from outrider.inference.measure.results import Arm, Choosing, MakeArms, PromptResult, Skipped
 from outrider.inference.measure.threads import CpuWatch
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.sizing.policy import Tuning
 
 WARM_UP_TOKENS = 8
@@ -118,10 +119,11 @@ class Bench:
     """The warmed-up arms of an evaluation.
 
     profilers: our arms with a clock that synchronises with the device.
-    judged: indices of the prompts that are judged, in addition to those with a mismatch (see `lossless`).
+    judged: indices of the groups of prompts that are judged, besides those with a mismatch (see `lossless`).
     judge: makes the arms for judging; None if only equal texts count.
     shown: indices of the prompts whose first turn is decoded again by the arms of `show`, for display.
     watch: measures the CPU time of plain decoding.
+    batch: decodes the prompts of a group together, for all arms but those in `alone`; None: each is a group.
     """
 
     arms: dict[str, Arm]
@@ -131,6 +133,8 @@ class Bench:
     shown: frozenset[int]
     show: MakeArms
     watch: CpuWatch
+    batch: Batch | None
+    alone: frozenset[str]
 
 
 def make_bench(
@@ -147,7 +151,8 @@ def make_bench(
     peers: further arms, for a number of new tokens (see `Peers`).
     """
     ours = models.stack, models.drafters, prepared.methods
-    make = partial(make_arms, *ours, runtime=models.runtime, tunings=prepared.tunings)
+    batch = Batch(models.runtime) if config.batch > 1 else None
+    make = partial(make_arms, *ours, runtime=batch or models.runtime, tunings=prepared.tunings)
     reference, text = models.plain if config.compare_transformers else None, setup.text
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
@@ -157,22 +162,24 @@ def make_bench(
         return make(None, text(config.max_new_tokens, config.sampling), choosing=choosing)
 
     few = min(WARM_UP_TOKENS, config.max_new_tokens)
-    warm_ups = [*arms_for(few).values(), *peers(few).values()]
-    for warm_up in counted(warm_ups, "warming up, compiling what is new", "methods"):
-        warm_up(prompt, Streams(config.seed).within("warm-up"))
+    warm_ups, alone = arms_for(few) | dict(peers(few)), frozenset({TRANSFORMERS, *peers(few)})
+    for name, arm in counted(warm_ups.items(), "warming up, compiling what is new", "methods"):
+        streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
+        decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
     profilers: dict[str, Arm] = {}
-    if setup.device.type == "cuda":
+    if setup.device.type == "cuda" and batch is None:
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
-    judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
+    count = -(-JUDGED // config.batch)
+    judged = frozenset(place * (prompts // config.batch) // count for place in range(count))
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
     arms, watch = {**arms_for(config.max_new_tokens), **peers(config.max_new_tokens)}, CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
-    return Bench(arms, profilers, judged, judge, shown, arms_with, watch)
+    return Bench(arms, profilers, judged, judge, shown, arms_with, watch, batch, alone)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -190,57 +197,74 @@ def peak_memory(device: torch.device) -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def measure_prompt(
-    config: EvaluateConfig,
-    prompt: Prompt,
-    first: Sequence[int],
-    position: int,
-    setup: TargetSetup,
-    models: Models,
-    bench: Bench,
-) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
-    """Run every turn of a prompt through every arm, and return the results and the skipped turns.
+@dataclass
+class Talk:
+    """A prompt whose turns are measured. first: the ids of its first turn. position: its index in the run."""
 
-    first: the ids of the first turn. A later turn follows the target's own answers to the earlier ones.
-    position: the index of the prompt. Index and turn determine which arm runs first, in any process.
-    """
-    results: list[PromptResult] = []
-    names = prompt.turn_ids
-    texts: list[str] = []
-    sampled = config.sampling.temperature > 0
-    context = context_length(setup, models.drafters)
-    for number, turn in enumerate(prompt.turns):
-        texts.append(turn)
+    prompt: Prompt
+    first: Sequence[int]
+    position: int
+    results: list[PromptResult] = field(default_factory=list)
+    skipped: tuple[Skipped, ...] = ()
+    texts: list[str] = field(default_factory=list)
+
+    def ask(self, number: int, config: EvaluateConfig, setup: TargetSetup, context: int) -> Asked | None:
+        """Turn `number`, which follows the target's own answers to the earlier ones.
+
+        None if there is none, or if it is skipped, as are those after it. context: of the models.
+        """
+        if self.skipped or number >= len(self.prompt.turns):
+            return None
+        names, ids, why = self.prompt.turn_ids, self.first, ""
+        known = [result.answer for result in self.results]
+        self.texts += [*(spoken(answer, setup.tokenizer) for answer in known[-1:]), self.prompt.turns[number]]
         try:
-            known = [result.answer for result in results]
-            ids, why = render(setup, prompt, texts, known) if results else first, ""
+            ids = render(setup, self.prompt, self.texts, known) if known else ids
         except UnusableTextError as error:  # by what the target has answered
             ids, why = [], str(error)
         if len(ids) + config.max_new_tokens > context:
             why = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
         if why:
-            print(f"skipped prompt={prompt.id} turn={number + 1}: {why}", flush=True)
+            print(f"skipped prompt={self.prompt.id} turn={number + 1}: {why}", flush=True)
             reasons = itertools.chain([why], itertools.repeat("a turn before it was left out"))
-            return tuple(results), tuple(map(Skipped, names[number:], reasons))
-        result = measure(
-            bench.arms,
-            ids,
-            prompt_id=names[number],
-            category=prompt.category,
-            conversation=prompt.id,
-            repeats=config.repeats,
-            turn=position + number,
-            seed=config.seed,
-            profilers=bench.profilers,
-        )
-        differs = not sampled and not all(map(result.identical, (AUTOREGRESSIVE, *config.methods)))
-        if bench.judge is not None and (differs or position in bench.judged):
-            streams = Streams(config.seed, result.prompt_id)
-            with Stage(f"judging prompt {result.prompt_id}"):
-                result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
-        if number == 0 and position in bench.shown:
-            shown = show_rounds(bench.show, config.methods, ids, Streams(config.seed, result.prompt_id, 0))
-            result = replace(result, shown=shown)
-        results.append(result)
-        texts.append(spoken(result.answer, setup.tokenizer))
-    return tuple(results), ()
+            self.skipped = tuple(map(Skipped, names[number:], reasons))
+            return None
+        return Asked(names[number], self.prompt.category, ids, self.prompt.id)
+
+
+def measure_talks(
+    config: EvaluateConfig, talks: Sequence[Talk], setup: TargetSetup, models: Models, bench: Bench
+) -> None:
+    """Run every turn of the talks, which are decoded together if they are several, through every arm.
+
+    The index of the first and the turn determine which arm runs first, in any process.
+    """
+    place, sampled = talks[0].position // config.batch, config.sampling.temperature > 0
+    group = None if bench.batch is None else f"{place} {talks[0].prompt.id}"
+    context = context_length(setup, models.drafters)
+    for number in range(max(len(talk.prompt.turns) for talk in talks)):
+        turns = [(talk, one) for talk in talks if (one := talk.ask(number, config, setup, context)) is not None]
+        if not turns:
+            return
+        asked = [replace(one, group=group) for _, one in turns]
+        results = measure(
+            bench.arms, asked, repeats=config.repeats, turn=place + number, seed=config.seed,
+            profilers=bench.profilers, batch=bench.batch, alone=bench.alone,
+        )  # fmt: skip
+        names = (AUTOREGRESSIVE, *config.methods)
+        differs = not sampled and not all(result.identical(name) for result in results for name in names)
+        if bench.judge is not None and (differs or place in bench.judged):
+            streams = [Streams(config.seed, one.prompt_id) for one in asked]
+            with Stage(f"judging prompt {asked[0].prompt_id}"):
+                found = measure_deviations(models.plain, results, bench.judge, streams, bench.batch)
+            results = [replace(result, deviations=own) for result, own in zip(results, found, strict=True)]
+        shown = {talk.position for talk, _ in turns} & bench.shown
+        if number == 0 and shown:
+            streams = [Streams(config.seed, one.prompt_id, 0) for one in asked]
+            rounds = show_rounds(bench.show, config.methods, [one.prompt for one in asked], streams, bench.batch)
+            results = [
+                replace(result, shown=own) if talk.position in shown else result
+                for result, own, (talk, _) in zip(results, rounds, turns, strict=True)
+            ]
+        for (talk, _), result in zip(turns, results, strict=True):
+            talk.results.append(result)

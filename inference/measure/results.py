@@ -79,7 +79,7 @@ class PromptResult:
     profiles: runs of our arms with a clock that synchronises with the device, if the timed ones do not (CUDA), for the
     split of a round's time. deviations: of the judged arms (see `lossless`). answer: plain decoding's first repeat.
     conversation: the id of the prompt that this is a turn of. shown: recorded rounds by method, if this text was chosen
-    for display.
+    for display. group: of the texts that were decoded together, if there were several; see `unit`.
     """
 
     prompt_id: str
@@ -92,15 +92,21 @@ class PromptResult:
     answer: tuple[int, ...] = ()
     conversation: str | None = None
     shown: Mapping[str, tuple[ShownRound, ...]] = field(default_factory=dict)
+    group: str | None = None
 
     @property
-    def unit(self) -> str:
-        """The unit of resampling: the conversation, as its turns are correlated.
+    def talk(self) -> str:
+        """Its conversation.
 
-        Results of several runs may have the same ids for different prompts, which are then different units.
+        Results of several runs may have the same ids for different prompts, which are then different ones.
         """
         own = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
         return f"{self.category}/{own}"
+
+    @property
+    def unit(self) -> str:
+        """The unit of resampling: the conversation or the group, as times of its turns and texts are correlated."""
+        return self.talk if self.group is None else self.group
 
     def identical(self, arm: str) -> bool:
         """Whether `arm` emitted exactly the reference arm's tokens."""

@@ -1,6 +1,7 @@
 """Timing statistics: speed-ups with confidence intervals, prefill times, and the parts of a token's time.
 
-Turns of one conversation are correlated, so the bootstrap resamples whole conversations. Statements about a baseline
+Turns of one conversation are correlated, and texts that were decoded together have the same rate. So the bootstrap
+resamples whole conversations, or whole groups of texts. Statements about a baseline
 are measured like everything else, so that they can be checked.
 """
 
@@ -154,7 +155,7 @@ def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Stre
 
 def conversations(results: Sequence[PromptResult]) -> int:
     """The number of conversations that these results are turns of."""
-    return len({r.unit for r in results})
+    return len({r.talk for r in results})
 
 
 def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Generation], float]) -> float:
@@ -162,8 +163,8 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Gen
 
 
 def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> Speedup:
-    """The median of `values`, one per result, and its interval, resampled by conversation."""
+    """The median of `values`, one per result, and its interval, resampled by unit; prompts: the number of units."""
     if not values:
         return {"median": None, "ci95": None, "prompts": 0}
     median, interval = bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])
-    return {"median": median, "ci95": interval, "prompts": conversations(results)}
+    return {"median": median, "ci95": interval, "prompts": len({r.unit for r in results})}

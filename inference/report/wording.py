@@ -114,10 +114,12 @@ def conditions(reports: Sequence[Report]) -> str:
     numbers = dtype if floats == dtype else f"{dtype} weights and {floats} activations"
     turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
     together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
+    each = first.get("texts_at_once", 1)
+    by = "prompt by prompt" if each == 1 else f"by groups of {each} texts at once (generate: one after another)"
     sentences = [
         f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
         f"{numbers} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
-        f"prompt by prompt{together}."
+        f"{by}{together}."
     ]
     if first["dtype"] == "int8":
         sentences.append(INT8)

@@ -96,7 +96,7 @@ class EngineConfig(EvaluateConfig):
         engine, own = self.engine, self.engine_options.get("speculative_config", {})
         of_urls = ("engine_plain", "server_model") if engine in MODULES else ()
         of_many = ("concurrency",) if engine in ("openvino", "transformers") else ()
-        for name in ("stop_strings", "debug", *of_urls, *of_many):
+        for name in ("stop_strings", "debug", "batch", *of_urls, *of_many):
             require_default(self, name, f"engine={engine} does not read it")
         chosen = isinstance(own, Mapping) and not own.keys() & {"method", "model", "num_speculative_tokens"}
         plain = not any(map(SECRET_NAME.search, self.engine_options))

@@ -160,6 +160,7 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
     repeats: Count = 1
     """timed passes over every prompt, which draw anew when sampling; the one of median time counts"""
     compare_transformers: bool = opt(True, "also time model.generate")
+    batch: Count = opt(1, "prompts that each method decodes at once; model.generate takes one after another")
     plan: bool = free(False, "only say what every device would hold; needs no weights")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     reading: ReadingChanges = field(default_factory=ReadingChanges)

@@ -333,13 +333,9 @@ class Decoder:
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _draft(self, streams: Streams, sampled: bool, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
-        """`speculative` with a new drafter, whose sizes pay beside the texts that are decoded then; if sampled, alone.
-
-        What is drawn depends on the sizes, and is a function of the seed."""
-        tuning = self._tuning
-        if tuning is not None and self.stack.layered is not None and not sampled:
-            tuning = replace(tuning, costs=tuning.costs.of_one(self._worker.batch.sharing))
-        drafter = new_drafter(self.method, self.drafters, streams, sampled, tuning)
+        """`speculative` with a new drafter, made beside the texts that are decoded then."""
+        texts = self._worker.batch.sharing(self.stack)
+        drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning, texts)
         yield from speculative(self.stack, drafter, prompt, **options)
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:

@@ -134,7 +134,8 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 def cleaning() -> PreTrainedTokenizerFast:
     """A Unigram model whose decoding cleans up spaces."""
-    pieces = ["<unk>", "</s>", "▁", *"abcdefghiklmnorstuvwxyz.?!,'", "▁the", "▁cat", "▁is", "▁'", "▁.", "▁n", "'t", "'s"]
+    words = ["▁the", "▁cat", "▁is", "▁'", "▁.", "▁n", "'t", "'s"]
+    pieces = ["<unk>", "</s>", "▁", *"abcdefghiklmnorstuvwxyz.?!,'", *words]
     vocabulary = [(piece, -1.0 - len(pieces) / 100 * (len(piece) == 1)) for piece in pieces]
     backend = Tokenizer(models.Unigram(vocabulary, unk_id=0))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

@@ -13,7 +13,7 @@ from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.measure.arms import make_arms, measure, transformers_generate, without_captures
+from outrider.inference.measure.arms import Asked, make_arms, measure, transformers_generate, without_captures
 from outrider.inference.measure.results import Arm
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -45,7 +45,7 @@ def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE, [3, 1, 2]), "m": arm("m", [5, 6, 4])}
     profilers = {"m": lambda *_: Generation((9,), 0, 0)}
-    result = measure(arms, [1], prompt_id="p", category="c", repeats=3, turn=1, profilers=profilers)
+    (result,) = measure(arms, [Asked("p", "c", [1])], repeats=3, turn=1, profilers=profilers)
     assert calls == ["m", AUTOREGRESSIVE, AUTOREGRESSIVE, "m", "m", AUTOREGRESSIVE]
     assert result.generations[AUTOREGRESSIVE].decode_seconds == 2
     assert result.generations["m"].decode_seconds == 5
@@ -65,7 +65,7 @@ def test_every_repeat_has_its_streams() -> None:
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE), "m": arm("m")}
     options = {"repeats": 3, "turn": 1, "seed": 5, "profilers": {"m": arm("profile")}}
-    result = measure(arms, [1], prompt_id="p", category="c", **options)
+    (result,) = measure(arms, [Asked("p", "c", [1])], **options)
     assert sorted(given, key=lambda pair: (pair[0], pair[1].repeat)) == [
         *((AUTOREGRESSIVE, Streams(5, "p", repeat)) for repeat in range(3)),
         *(("m", Streams(5, "p", repeat)) for repeat in range(3)),
@@ -121,7 +121,7 @@ def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "number", noted)
     arms = sampled_arms(*METHODS)
     for turn, prompt in enumerate(("a", "b")):
-        measure(arms, [0], prompt_id=prompt, category="", repeats=2, turn=turn)
+        measure(arms, [Asked(prompt, "", [0])], repeats=2, turn=turn)
     assert len(set(given)) == len(given)
     drawn = 1 + len(METHODS)  # those that verify, and
     drawn += 6 + 1 + 1 + 2 + 1  # chains and trees that draw from q, those with Beta's coins, and a search

@@ -337,7 +337,7 @@ def test_a_process_that_fails_in_its_share_ends_the_others(
             raise UserError("this device is broken")
 
         if rank == 1:
-            compare.measure_prompt = measure
+            compare.measure_talks = measure
 
     statuses = together(made, 2, failing)
     assert statuses[1] == 2
