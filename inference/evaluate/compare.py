@@ -161,7 +161,7 @@ def _evaluate(
 
     earlier, done, spent, number = from_main(state, open_results)
     limit = replace(limit, earlier=spent)
-    groups = [one // each for one in done if one % each == 0]
+    groups = {one // each for one in done}
     todo, must = limit.to_do(len(prompts) // each, groups)
     share, taken = todo[state.process_index :: state.num_processes], 0
     known = None if earlier is None else construct(Prepared, earlier).products

@@ -86,7 +86,7 @@ def refused(config: EvaluateConfig, why: str, prompts: Sequence[Prompt] = QUESTI
         evaluate(config, prompts)
 
 
-def killed_after(config: EvaluateConfig, prompts: int) -> None:
+def killed_after(config: EvaluateConfig, prompts: int, asked: Sequence[Prompt] = QUESTIONS) -> None:
     """`evaluate`, whose process is killed as by SIGKILL when that many prompts are done: nothing is cleaned up."""
 
     def run() -> None:
@@ -96,7 +96,7 @@ def killed_after(config: EvaluateConfig, prompts: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         compare.append_result = append  # in a fork
-        evaluate(config)
+        evaluate(config, asked)
 
     job = multiprocessing.get_context("fork").Process(target=run)
     job.start()
