@@ -310,18 +310,20 @@ class StreamedText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
         self._tokenizer, self._ends, self.tokens = tokenizer, ends, list[int]()
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
-        self._cleans = self._decoded(ids) != tokenizer.decode(ids, skip_special_tokens=True)
+        plain, shown = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
+        unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(plain) == plain
+        self._cleans = shown != plain or unsure  # no text of such tokens may be like `_SPACED`
         self._local = _is_local(tokenizer)
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
+        self._closed = 0  # the number of tokens up to the last one that `_is_open` is false of
         self._seen, self._waiting = 0, ""  # characters since `before` that were seen; those that are no piece yet
 
     def add(self, tokens: Iterable[int]) -> str:
         """The piece that is known with these tokens; it may be empty."""
-        self.tokens += tokens
-        end = len(self.tokens)
-        while end > self._end and self._is_open(self.tokens[end - 1]):
-            end -= 1
-        if end > self._end:
+        for token in tokens:
+            self.tokens.append(token)
+            self._closed = self._closed if self._is_open(token) else len(self.tokens)
+        if (end := self._closed) > self._end:
             text = self._decoded(self.tokens[self._before : end])
             self._see(text.rstrip("\ufffd"))
             own = self._decoded(self.tokens[self._end : end]) if self._local and not text.endswith("\ufffd") else ""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,25 +71,10 @@ def tokenizer_of(tokens: Sequence[str], decoder: object, **options: object) -> P
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-def word_pieces(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    return tokenizer_of(tokens, decoders.WordPiece(prefix="##", cleanup=True))
-
-
-def cleaned_up(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    return tokenizer_of(tokens, decoders.Fuse(), clean_up_tokenization_spaces=True)
-
-
-def byte_level(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    return tokenizer_of(tokens, decoders.ByteLevel())
-
-
-def sentence_pieces(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    return tokenizer_of(tokens, decoders.Sequence(steps))
-
-
-def metaspace(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    return tokenizer_of(tokens, decoders.Metaspace())
+cleaned_up = partial(tokenizer_of, decoder=decoders.Fuse(), clean_up_tokenization_spaces=True)
+SPACES = partial(tokenizer_of, decoder=decoders.Metaspace())
+BYTES = partial(tokenizer_of, decoder=decoders.ByteLevel())
+STEPS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
 
 def spelled(piece: str) -> str:
@@ -100,16 +86,17 @@ def spelled(piece: str) -> str:
 LETTERS = ("a", "t", "tp", "p", " n", "'t", "do", "n", ".", " .", "ta", "at", "é", " a", " t", "\n", "\n\n", "...", "…")
 KINDS: dict[str, tuple[Callable[[Sequence[str]], PreTrainedTokenizerFast], list[str]]] = {
     # Halves of "é" and thirds of "…" are tokens of their own, too.
-    "byte_level": (byte_level, [*map(spelled, LETTERS), "Ã", "©", "â", "Ģ", "¦", "©t", "tÃ"]),
+    "byte_level": (BYTES, [*map(spelled, LETTERS), "Ã", "©", "â", "Ģ", "¦", "©t", "tÃ"]),
     "sentence_pieces": (
-        sentence_pieces,
+        partial(tokenizer_of, decoder=decoders.Sequence(STEPS)),
         [*(piece.replace(" ", "▁") for piece in LETTERS), "<0x0A>", "<0xC3>", "<0xA9>", "▁", "▁▁"],
     ),
-    "metaspace": (metaspace, [*(piece.replace(" ", "▁") for piece in LETTERS), "▁", "▁▁", "<s>", "ttt", ""]),
-    "word_pieces": (word_pieces, ["do", "##n", "n", "'", "##'t", "n't", ".", ",", "a", "##t", "t", "##tp", "p", "at",
+    "metaspace": (SPACES, [*(piece.replace(" ", "▁") for piece in LETTERS), "▁", "▁▁", "<s>", "ttt", ""]),
+    "word_pieces": (partial(tokenizer_of, decoder=decoders.WordPiece(prefix="##", cleanup=True)),
+                    ["do", "##n", "n", "'", "##'t", "n't", ".", ",", "a", "##t", "t", "##tp", "p", "at",
                                   "##a", "##.", "!", "?", "##p", "'s", "is", "##is", "##n't", "not"]),
     "cleaned_up": (cleaned_up, [*LETTERS, " n't", "'s", " '", " ,", ",", "  "]),
-    "spaced": (lambda tokens: tokenizer_of(tokens, None), [*LETTERS, "##n", "b", "c", "nn", "pp", ""]),
+    "spaced": (partial(tokenizer_of, decoder=None), [*LETTERS, "##n", "b", "c", "nn", "pp", ""]),
 }  # fmt: skip
 
 

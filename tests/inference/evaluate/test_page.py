@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -277,47 +277,23 @@ def test_a_browser_draws_the_tree_of_a_round_that_is_clicked(alone: EvaluateConf
     assert hidden == {f"{n}/{m}" for n in range(4) for m in alone.methods} - {"0/tree"}
 
 
-class FakeWandb:
-    """Notes what it is told, as JSON-able values."""
-
-    def __init__(self) -> None:
-        self.started: list[dict[str, Any]] = []
-        self.logged: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
-        self.finished = 0
-
-    def init(self, **options: Any) -> Any:
-        self.started.append(options)
-        return SimpleNamespace(id="r1", summary=self.summary, log=self.logged.append, finish=self._finish)
-
-    def _finish(self) -> None:
-        self.finished += 1
-
-    @staticmethod
-    def Table(columns: list[str], data: list[list[Any]]) -> Any:  # noqa: N802
-        return columns, data
-
-    @staticmethod
-    def Html(text: str, inject: bool) -> Any:  # noqa: N802
-        assert not inject
-        return text
-
-
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    wandb = FakeWandb()
-    wandb.__spec__ = object()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+def fake(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Notes what it is told."""
+    wandb = MagicMock(__spec__=object(), Table=lambda columns, data: (columns, data))
+    wandb.init.return_value = MagicMock(id="r1", summary={})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     return wandb
 
 
-def test_an_evaluation_is_one_run_with_its_table_and_page(tmp_path: Path, tiny_models: Path, fake: FakeWandb) -> None:
+def test_an_evaluation_is_one_run_with_its_table_and_page(tmp_path: Path, tiny_models: Path, fake: MagicMock) -> None:
     config = EvaluateConfig(
         target=str(tiny_models / "target"), checkpoint=str(tiny_models / EARLY_EXIT), methods=METHODS, max_new_tokens=6,
         out_dir=str(tmp_path / "out"), wandb=WandbConfig(mode="offline", project="p", name="n"), show_prompts=1,
     )  # fmt: skip
     evaluate(config)
-    [started], [logged] = fake.started, fake.logged
+    started, run = fake.init.call_args.kwargs, fake.init.return_value
+    (logged,) = run.log.call_args.args
     assert {key: started[key] for key in ("project", "name", "mode", "id", "resume", "job_type")} == {
         "project": "p", "name": "n", "mode": "offline", "id": None, "resume": None, "job_type": "evaluate",
     }  # fmt: skip
@@ -326,16 +302,16 @@ def test_an_evaluation_is_one_run_with_its_table_and_page(tmp_path: Path, tiny_m
     assert columns == list(COLUMNS)
     assert [row[0] for row in rows] == list(METHODS)
     assert all(dict(zip(columns, row, strict=True))["identical"] == "7/7" for row in rows)
-    assert logged["report"] == (tmp_path / "out/report.html").read_text()
-    assert fake.summary["tree/tau"] == rows[1][columns.index("tau")]
-    assert fake.finished == 1
+    fake.Html.assert_called_once_with((tmp_path / "out/report.html").read_text(), inject=False)
+    assert run.summary["tree/tau"] == rows[1][columns.index("tau")]
+    assert (fake.init.call_count, run.log.call_count, run.finish.call_count) == (1, 1, 1)
     log_reports(config.wandb, tmp_path / "out", [], {})  # a resumed evaluation
-    assert (fake.started[1]["id"], fake.started[1]["resume"]) == ("r1", "allow")
+    assert (fake.init.call_args.kwargs["id"], fake.init.call_args.kwargs["resume"]) == ("r1", "allow")
 
 
-def test_nothing_is_asked_of_it_where_it_is_disabled(tmp_path: Path, fake: FakeWandb) -> None:
+def test_nothing_is_asked_of_it_where_it_is_disabled(tmp_path: Path, fake: MagicMock) -> None:
     log_reports(EvaluateConfig(target="t", methods={"m": METHODS["chain"]}, checkpoint="c").wandb, tmp_path, [], {})
-    assert not fake.started
+    fake.init.assert_not_called()
 
 
 def test_without_the_package_it_is_refused_before_anything_is_loaded(
