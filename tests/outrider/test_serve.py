@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import httpx
 import openai
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider.base.errors import UserError
@@ -31,6 +31,7 @@ from outrider.inference.settings.sampling import GREEDY
 from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app
 from outrider.server.workers import Job, until, write
+from tests.inference.evaluate.test_page import Page
 from tests.tiny import save_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -217,10 +218,11 @@ def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
 
 def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:
     asked = {"max_tokens": 12, "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
+    transformers = AutoModelForCausalLM.from_pretrained(model.setup.target.source).requires_grad_(False)
     for more in ({}, SAMPLED, {"temperature": 0.5, "seed": 1}):
         text = client.completions.create(model="tiny", prompt="aaaa", logprobs=2, **asked, **more).choices[0]
         ids = torch.tensor([[*model.ids("aaaa"), *text.token_ids]])
-        reference = transformers_of(model)(ids).logits[0, -13:-1].log_softmax(-1)
+        reference = transformers(ids).logits[0, -13:-1].log_softmax(-1)
         assert text.logprobs.token_logprobs == pytest.approx(reference[range(12), text.token_ids].tolist(), abs=1e-3)
         for token, row, top in zip(text.token_ids, reference, text.logprobs.top_logprobs, strict=True):
             best = {f"token_id:{one}" for one in row.topk(2).indices.tolist()}
@@ -244,12 +246,6 @@ def test_steps_of_a_graph_are_scored_too(model: Any) -> None:
         own, other = ([score.own for r in one.rounds("a", **asked) for score in r.scores] for one in (stepping, model))
         assert own == pytest.approx(other, abs=1e-3)
         assert len(own) == 8
-
-
-def transformers_of(model: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model.setup.target.source).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -454,31 +450,14 @@ def test_nothing_is_left_of_clients_that_leave(model: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- the page
 
 
-class Tags(HTMLParser):
-    def __init__(self, page: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.names: list[str] = []
-        self.addresses: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names += [str(value) for name, value in attrs if name == "id"]
-        self.addresses += [str(value) for name, value in attrs if name in ("src", "href", "action")]
-        if tag not in ("meta", "link", "input"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(url: str) -> None:
     answer = httpx.get(url)
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-    page, tags = answer.text, Tags(answer.text)
-    assert tags.open == []
-    assert tags.addresses == ["data:,"]
+    page, read = answer.text, Page(answer.text)
+    assert read.open == []
+    found = [(key, value) for _, one in read.elements for key, value in one.items()]
+    assert [value for key, value in found if key in ("src", "href", "action")] == ["data:,"]
     assert not re.search(r"https?://|@import|url\(", page)
-    assert set(re.findall(r'\bat\("(\w+)"\)', page)) <= {*tags.names}
+    assert set(re.findall(r'\bat\("(\w+)"\)', page)) <= {value for key, value in found if key == "id"}
     assert set(re.findall(r'fetch\("([^"]+)"', page)) == {"v1/models", "v1/chat/completions"}
     assert "innerHTML" not in page  # the model's text is no markup

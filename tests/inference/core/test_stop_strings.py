@@ -93,8 +93,8 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], PreTrainedTokenizerFast], list[
     ),
     "metaspace": (SPACES, [*(piece.replace(" ", "▁") for piece in LETTERS), "▁", "▁▁", "<s>", "ttt", ""]),
     "word_pieces": (partial(tokenizer_of, decoder=decoders.WordPiece(prefix="##", cleanup=True)),
-                    ["do", "##n", "n", "'", "##'t", "n't", ".", ",", "a", "##t", "t", "##tp", "p", "at",
-                                  "##a", "##.", "!", "?", "##p", "'s", "is", "##is", "##n't", "not"]),
+                    ["do", "##n", "n", "'", "##'t", "n't", ".", ",", "a", "##t", "t", "##tp", "p", "at", "##a",
+                     "##.", "!", "?", "##p", "'s", "is", "##is", "##n't", "not"]),
     "cleaned_up": (cleaned_up, [*LETTERS, " n't", "'s", " '", " ,", ",", "  "]),
     "spaced": (partial(tokenizer_of, decoder=None), [*LETTERS, "##n", "b", "c", "nn", "pp", ""]),
 }  # fmt: skip

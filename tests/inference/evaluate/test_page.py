@@ -55,7 +55,7 @@ class Page(HTMLParser):
     def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
         found = dict(attributes)
         self.elements.append((name, found))
-        if name not in ("meta", "input"):
+        if name not in ("meta", "input", "link"):
             self.open.append(name)
         if name == "article":
             self._article = found["data-text"]
