@@ -282,14 +282,8 @@ def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: 
 
 def test_what_changes_nothing_is_allowed(client: Any, model: Any) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
-    none = {
-        "tool_choice": "none",
-        "presence_penalty": 0,
-        "user": "me",
-        "response_format": {"type": "text"},
-        "tools": [],
-    }
-    assert text_of(ask(client, messages=parts, n=1, stop=None, logit_bias={}, **none)) == said(model)
+    none = {"tool_choice": "none", "response_format": {"type": "text"}, "tools": [], "stop": None, "logit_bias": {}}
+    assert text_of(ask(client, messages=parts, n=1, user="me", presence_penalty=0, **none)) == said(model)
 
 
 def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,9 @@ def test_equals_generate(target: SimpleNamespace, kind: str) -> None:
         try:
             expected = generate(target, prompt, stop_strings=stops, tokenizer=tokenizer)
         except ValueError:  # no token ends like that
-            with pytest.raises(UserError, match="stop_strings="):
+            with pytest.raises(
+                UserError, match=r"stop_strings=.*: transformers cannot look for them with this tokenizer"
+            ):
                 StopStrings(stops, tokenizer)
             return
         found = run_arms(target, prompt, stops, tokenizer)
@@ -146,8 +148,3 @@ def test_a_round_is_one_question_at_most() -> None:
     assert asked == [6, 1, 1, 1, 2]
     assert stops.first_end([2, 0] * 8, 6) is None
     assert asked == [6, 1, 1, 1, 2]
-
-
-def test_stops_that_no_token_can_end_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"stop_strings=\['ß'\]: transformers cannot look for them with this tokenizer"):
-        StopStrings(["ß"], cleaned_up([BASE, "x", "y"]))

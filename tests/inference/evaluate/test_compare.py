@@ -17,11 +17,7 @@ from outrider.inference.measure.results import Arm, read_results
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.inference.evaluate.evaluating import (
-    METHODS,
-    QUESTIONS,
-    evaluate,
-)
+from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
 from tests.tiny import unproven
 
 

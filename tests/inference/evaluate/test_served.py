@@ -434,6 +434,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         ({"engine": "vllm", "stop_strings": ["a"]}, "stop_strings"),
         ({"engine": "http://a", "engine_options": {"seed": 1}}, "engine_options"),
         ({"engine": "vllm", "debug": True}, "debug"),
+        ({"engine": "vllm", "batch": 2}, "batch"),
         ({"engine": "vllm", "concurrency": (2, 2)}, "concurrency"),
         ({"engine": "vllm", "concurrency": ()}, "concurrency"),
         (

@@ -53,18 +53,11 @@ def compared(tmp_path: Path, *folders: str, **options: Any) -> Any:
 
 def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> None:
     """All of the second run took three times as long; over its own baseline the method is twice as fast as before."""
-    first = run(
-        "a",
-        [result(f"p{n}", 4.0 + n, 2.0 + n / 2, 2) for n in range(6)],
-        dtype="float32",
-        kernels={"layers": "at once"},
-    )
-    second = run(
-        "b",
-        [result(f"p{n}", 3 * (4.0 + n), 3 * (1.0 + n / 4), 1) for n in range(5)],
-        dtype="bfloat16",
-        kernels={"layers": "one by one"},
-    )
+    kernels = [{"layers": "at once"}, {"layers": "one by one"}]
+    before = [result(f"p{n}", 4.0 + n, 2.0 + n / 2, 2) for n in range(6)]
+    after = [result(f"p{n}", 3 * (4.0 + n), 3 * (1.0 + n / 4), 1) for n in range(5)]
+    first = run("a", before, dtype="float32", kernels=kernels[0])
+    second = run("b", after, dtype="bfloat16", kernels=kernels[1])
     found = compared(tmp_path, first, second)
     assert found["prompts"] == [6, 5, 5]
     [row] = found["methods"]
@@ -72,7 +65,6 @@ def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> N
     assert row["seconds"]["median"] == pytest.approx(2 / 3)
     assert row["tau"]["median"] == pytest.approx(2.0)
     assert (row["same_text"], row["verdict"]) == (5, "faster")
-    kernels = [{"layers": "at once"}, {"layers": "one by one"}]
     assert found["differences"] == {"dtype": ["float32", "bfloat16"], "kernels": kernels}
     table = (tmp_path / "out/compare.md").read_text()
     assert "Not the same in both: dtype, kernels." in table
@@ -82,8 +74,7 @@ def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> N
         compared(tmp_path, first, second)
     assert compared(tmp_path, first, second, resume=True) == found
     load = {"busy": "The machine was busy: so it was."}
-    third = run("c", [result(f"p{n}", 3 * (4.0 + n), 3 * (1.0 + n / 4), 1) for n in range(5)], load=load)
-    assert compared(tmp_path, first, third, resume=True)["methods"][0]["verdict"] == "undecided"
+    assert compared(tmp_path, first, run("c", after, load=load), resume=True)["methods"][0]["verdict"] == "undecided"
     assert load["busy"] in (tmp_path / "out/compare.md").read_text()
 
 

@@ -11,10 +11,7 @@ import torch
 
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
-from outrider.inference.measure.threads import (
-    CpuWatch,
-    load_average,
-)
+from outrider.inference.measure.threads import CpuWatch, load_average
 from outrider.inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 
