@@ -24,22 +24,7 @@ from tests.forked import Fork
 from tests.tiny import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
-WORDS = [
-    "def",
-    "add",
-    "first,",
-    "second.",
-    "return",
-    "(hello)",
-    "there",
-    "how",
-    "don't",
-    "12",
-    "ä",
-    "漢字",
-    "</s>",
-    "x",
-]
+WORDS = ["def", "add", "first,", "second.", "return", "(hello)", "there", "how", "don't", "12", "ä", "漢字", "</s>"]
 SEPARATORS = ["\n", "  ", " ", "\n\n", "\n", "\t", " \n    "]
 
 
