@@ -14,12 +14,11 @@ class Round:
     """The tokens committed by one pass of the target. The first round of a generation is the prefill.
 
     tokens: committed ids, never beyond the first EOS or the budget.
-    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
-    depth: the draft's depth, which is the largest possible `accepted`.
+    drafted: proposed tokens. accepted: how many of `tokens` came from the draft. depth: the draft's depth, which is the
+    largest possible `accepted`.
 
-    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: the drafter's
-    other work. verify: the target's pass and its transfer; in plain decoding the pass alone. In a batch they include
-    the wait for the passes and the work of other texts: they are no times of this text (but see `arms.decode_all`).
+    Seconds are of the round and of its parts. draft: the drafter's forward passes. structure: its other work. verify: the
+    target's pass and its transfer; in plain decoding the pass alone. In a batch they include the wait for other texts.
     """
 
     tokens: tuple[int, ...]
