@@ -18,7 +18,7 @@ class Round:
     largest possible `accepted`.
 
     Seconds are of the round and of its parts. draft: the drafter's forward passes. structure: its other work. verify:
-    the target's pass and its transfer; in plain decoding the pass alone. In a batch they include the wait for other texts.
+    the target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for other texts.
     """
 
     tokens: tuple[int, ...]
