@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable, write_atomically
 from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
@@ -62,22 +63,14 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     write, options, engines = _KINDS[name]
     able = f"an engine of {name}, which {config.checkpoint} holds: {', '.join(engines)}"
     require(config.engine in engines, "engine", config.engine, able)
-    _require_read(config, name, options)
+    unread = {"reading", "dtype"} - {*options}
+    if name == NGRAMS.name and config.target is None:
+        unread.add("revision")  # of no target
+    for option in sorted(unread):
+        require_default(config, option, f"{config.checkpoint} holds {name}, which does not read it; leave it out")
     said = write(config, out_dir)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
     print(f"export out_dir={out_dir} {said}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
-
-
-def _require_read(config: ExportConfig, kind: str, options: tuple[str, ...]) -> None:
-    """Raise `UserError` for an option that another kind of drafter reads, and this one does not."""
-    plain, unread = ExportConfig(checkpoint=config.checkpoint), {"reading", "dtype"} - {*options}
-    if kind == NGRAMS.name and config.target is None:
-        unread.add("revision")  # of no target
-    for option in sorted(unread):
-        given = getattr(config, option)
-        if given != getattr(plain, option):
-            said = str(given) if option == "reading" else f"{option}={given}"
-            raise UserError(f"{said}: {config.checkpoint} holds {kind}, which does not read it; leave it out")
 
 
 def _require_writable(config: ExportConfig, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -94,11 +94,6 @@ class AuditArm:
     draws: list[Draws] = field(default_factory=list)
     simulated: dict[str, list[Draws]] = field(default_factory=dict)
 
-    @property
-    def simulated_tokens(self) -> int:
-        """In whose places draws were simulated."""
-        return sum(len(draws.tail) for draws in next(iter(self.simulated.values()), ()))
-
 
 def audit(config: AuditConfig) -> None:
     """Judge `config.answers`, write report.md and report.json to `config.out_dir`, and print the first.
@@ -213,7 +208,8 @@ def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate
         if not len(rows := some[inside[some]]):
             continue
         log_p, rounded = log_p[inside[some]], rounded[inside[some]]
-        missing = simulate and arm.simulated_tokens < SIMULATED
+        tried = sum(len(draws.tail) for draws in next(iter(arm.simulated.values()), ()))
+        missing = simulate and tried < SIMULATED
         drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=missing)
         arm.draws.append(drawn)
         arm.sampled += part.named(rows, best, drawn.tail)

@@ -205,10 +205,10 @@ class ReplayConfig(DraftingConfig):
 
     def _check_methods(self) -> None:
         for name, method in self.methods.items():
-            blind = KINDS[method.source].sees_tokens_only
+            blind = not KINDS[method.source].shaped
             require(blind, f"methods.{name}", method.source, "a drafter of tokens: a recording has no hidden states")
             recycled = method.ngrams.recycle
             require(recycled == 0, f"methods.{name}.ngrams.recycle", recycled, "0: a recording has no logits")
         for kind in KINDS.values():
-            unread = not kind.sees_tokens_only and self.where(kind) is not None
+            unread = kind.shaped and self.where(kind) is not None
             require(not unread, f"drafters.{kind.option}", self.where(kind), "null: no model runs")

@@ -155,7 +155,8 @@ class Kind:
     needs: what must be at that path; "": it has no model.
     file: a file in its model's directory; None: `checkpoint` does not accept it.
     preset: the method of conf/method/ that is used for such a model by default.
-    shaped: whether a structure and a stop rule shape its drafts.
+    shaped: whether a structure and a stop rule shape its drafts; of others, which see tokens only, a recording can
+    replace the target.
     own: further fields that only this kind reads: of a method, or of its stop rule, as in "stop.max_draft".
     calibration: the folder of a calibration head in its model's directory, "" for the directory itself; None: it has no
     hidden states that a head could read, or no directory. Other engines read every *.safetensors file in a model's
@@ -186,11 +187,6 @@ class Kind:
     measured: tuple[str, ...] = ()
     layers: bool = False
     own_sessions: bool = False
-
-    @property
-    def sees_tokens_only(self) -> bool:
-        """Whether a recording can replace the target."""
-        return not self.shaped
 
     def head_folder(self, where: str) -> Path | None:
         """The folder of a calibration head for the model in `where`; None: the kind has none."""

@@ -97,11 +97,6 @@ class StopConfig(Settings):
         return self.rule in (*_THOMPSON, "rejection_risk") or self.score == "head"
 
     @property
-    def needs_costs(self) -> bool:
-        """Whether the rule weighs what passes cost."""
-        return self.rule == "survival" or self.max_draft == AUTO
-
-    @property
     def bound(self) -> float:
         """The threshold of a rule that has one."""
         return THRESHOLDS[self.rule] if self.threshold is None else self.threshold
@@ -256,8 +251,8 @@ class MethodConfig(Settings):
     @property
     def adapts(self) -> bool:
         """Whether something is chosen by costs measured here."""
-        tree = self.structure
-        return self.stop.needs_costs or AUTO in (tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
+        tree, sizes = self.structure, (self.stop.max_draft, self.ngrams.nodes)
+        return self.stop.rule == "survival" or AUTO in (tree.nodes, tree.max_depth, tree.widths, *sizes)
 
     @property
     def lacks_delta(self) -> bool:

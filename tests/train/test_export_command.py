@@ -154,10 +154,10 @@ def test_the_page_of_a_table_has_the_line_that_serves_it(
 @pytest.mark.parametrize(
     ("kind", "given", "named"),
     [
-        (EARLY_EXIT, {"reading": ReadingChanges(taps=(1, 2))}, r"reading\.taps=\[1,2\]"),
-        (TABLE, {"reading": ReadingChanges(rope="plain")}, r"reading\.rope=plain"),
-        (TABLE, {"dtype": "float16"}, "dtype=float16"),
-        (TABLE, {"revision": "v1"}, "revision=v1"),
+        (EARLY_EXIT, {"reading": ReadingChanges(taps=(1, 2))}, r"reading\.taps=\(1, 2\)"),
+        (TABLE, {"reading": ReadingChanges(rope="plain")}, "reading.rope='plain'"),
+        (TABLE, {"dtype": "float16"}, "dtype='float16'"),
+        (TABLE, {"revision": "v1"}, "revision='v1'"),
     ],
 )
 def test_an_option_that_a_kind_does_not_read_is_refused(
