@@ -1,6 +1,5 @@
 """Records → packed token rows on disk, built once, then memory-mapped."""
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.base.errors import UserError, require
 from outrider.base.files import digest_of, write_json
 from outrider.base.locks import system_lock
-from outrider.base.progress import Stage
+from outrider.base.progress import Stage, speaks
 from outrider.base.settings import read_as
 from outrider.data_prep.text.chat import warn_of_template
 from outrider.data_prep.text.documents import Document, batches, encode
@@ -103,7 +102,7 @@ def load_rows(
     counts = [_counts_of(meta.counts, rows) for meta, rows in zip(metas, taken, strict=True)]
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
     key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
-    if config.mix and _is_main():
+    if config.mix and speaks():
         shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
         named = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
         print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {named}", flush=True)
@@ -116,10 +115,6 @@ def _counts_of(counts: dict[str, int], rows: int) -> dict[str, int]:
     """The counts of a source reduced to a part of its rows."""
     scaled = {name: round(counts[name] * rows / counts["rows"]) for name in ("tokens", "supervised")}
     return {**counts, **scaled, "rows": rows}
-
-
-def _is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 # ------------------------------------------------------------------------------------------------- packing
@@ -322,7 +317,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
                 f"cache_dir={config.cache}: cannot be written ({error.strerror or error}); free space there or choose "
                 "another with data.cache_dir=DIRECTORY"
             ) from error
-    if _is_main():
+    if speaks():
         found = _read_meta(folder)
         counts = " ".join(f"{name}={found.counts[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)

@@ -131,14 +131,10 @@ def config_for(script: str, words: Sequence[str]) -> Any:
     """
     (found,) = (one for one in COMMANDS.values() if one.script == script)
     import_module(f"outrider.{found.module}")
-    return _config_of(found.name, words)
-
-
-def _config_of(name: str, words: Sequence[str]) -> Any:
-    schema, complete = _ENTRIES[name]
+    schema, complete = _ENTRIES[found.name]
     overrides = complete(words)
     try:
-        return build(schema, compose_defaults(name, overrides), overrides)
+        return build(schema, compose_defaults(found.name, overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from None
 
@@ -154,7 +150,7 @@ def value_of(word: str) -> object:
 def is_whole(name: str) -> bool:
     """Whether the command needs to be told nothing."""
     try:
-        _config_of(name, ())
+        config_for(COMMANDS[name].script, ())
     except UserError:
         return False
     return True
