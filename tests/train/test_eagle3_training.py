@@ -180,6 +180,7 @@ def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig)
         torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-9)
     for changes, message in (
         ({"draft_vocabulary": 50}, "draft_vocabulary=50: expected None, its default: start="),
+        ({"taps": (1, 2, 3)}, r"taps=\(1, 2, 3\): expected \(\), its default: start="),
         ({"start": str(sure)}, "no tensor midlayer.hidden_norm.weight"),
     ):
         with pytest.raises(UserError, match=message):
