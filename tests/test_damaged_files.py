@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import save_file
 
 from outrider.base.errors import UserError
-from outrider.base.files import parse_json, require_writable, sealed, unsealed
+from outrider.base.files import parse_json, require_writable
 from outrider.commands import reported
 from outrider.data_prep.ngrams.token_shards import passages, tokenise
 from outrider.data_prep.text.chat import render_prompt
@@ -39,6 +39,7 @@ from outrider.inference.loading.targets import (
 )
 from outrider.inference.measure import bench
 from outrider.inference.measure.replay import read_transcripts
+from outrider.inference.measure.results import sealed, unsealed
 from outrider.inference.report.facts import heldout_fraction, run_settings
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig

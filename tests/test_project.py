@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.base.files import FOLDERS
+from outrider.base.run_dirs import FOLDERS
 from outrider.cli import COMMANDS
 
 LATER = {  # files whose strings name modules above them, and why

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.base.files import FOLDERS
+from outrider.base.run_dirs import FOLDERS
 
 ROOT = Path(__file__).parent.parent
 BARS = ROOT / "tests" / "shape.json"  # at most; lower one whenever it is beaten

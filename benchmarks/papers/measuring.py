@@ -102,7 +102,7 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
         return replayed(bench, drafter, asked, row.sampling)
     assert bench.stack is not None
     coins = streams.of("verify") if row.sampling.temperature else None
-    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, naive=row.method.verify == "naive")
+    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, row.method.verify)
     options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
     decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=bench.budget(asked), **options))
     return replace(decoded, totals=dict(drafter.totals))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
 
 from outrider.base.errors import UserError, require, warn, warn_once
-from outrider.base.files import is_text, parse_json
+from outrider.base.files import parse_json
 from outrider.base.settings import construct
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 
@@ -197,7 +197,7 @@ def text_record(text: str, identity: str) -> TextRecord:
 
 def encodable(text: str) -> str:
     """Replace lone surrogates, valid in JSON but not in UTF-8 or a tokenizer, by question marks."""
-    return text if is_text(text) else text.encode(errors="replace").decode()
+    return text.encode(errors="replace").decode()
 
 
 def require_encodable(text: str, where: str) -> str:
@@ -370,3 +370,12 @@ def _typed(value: object, kind: type[Typed], layout: FileLayout, where: str) -> 
             f"layout={layout.name} needs {kind.__name__}"
         )
     return value
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be encoded as UTF-8: JSON escapes and file names may contain lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

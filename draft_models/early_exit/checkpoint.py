@@ -19,13 +19,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, warn
 from outrider.base.files import (
-    code_version,
     package_version,
     read_mapping,
     require_writable,
     write_atomically,
     write_json,
 )
+from outrider.base.run_dirs import code_version
 from outrider.base.settings import Count, construct
 from outrider.base.words import listed
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers

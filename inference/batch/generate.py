@@ -11,9 +11,10 @@ from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
-from outrider.base.files import code_version, require_writable, write_json
+from outrider.base.files import require_writable, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.progress import Stage
+from outrider.base.run_dirs import code_version
 from outrider.data_prep.text.chat import parting, spoken, warn_of_template
 from outrider.data_prep.text.documents import written_by
 from outrider.data_prep.text.records import HELDOUT_BY, Written, text_digest

@@ -15,6 +15,7 @@ from outrider.inference.core.rounds import Round
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
+from outrider.inference.settings.sampling import Verification
 
 
 class TokenScores(NamedTuple):
@@ -34,8 +35,8 @@ class ScoredRound(Round):
 class ScoringSelector(TokenSelector):
     """A `TokenSelector` that also scores the tokens that it selects, with the `top` likeliest in the place of each."""
 
-    def __init__(self, sampler: Sampler | None, generator: random.Random | None, *, naive: bool, top: int):
-        super().__init__(sampler, generator, naive=naive)
+    def __init__(self, sampler: Sampler | None, generator: random.Random | None, rule: Verification, *, top: int):
+        super().__init__(sampler, generator, rule)
         self.plain = False  # else plain decoding would bypass the selector
         self._top, self._found = top, deque[TokenScores]()  # of tokens in the order of the text, until they are taken
 

@@ -10,7 +10,16 @@ from outrider.inference.core.ops import likeliest
 from outrider.inference.core.sampling import Sampler, branches
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.core.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
+from outrider.inference.core.verify import (
+    Matching,
+    NodeRule,
+    RandomChance,
+    Rejection,
+    verify_block,
+    verify_greedy,
+    verify_sampled,
+)
+from outrider.inference.settings.sampling import Verification
 
 
 class TokenSelector:
@@ -18,19 +27,21 @@ class TokenSelector:
 
     sampler: logits → probabilities; None: plain greedy.
     generator: the source of random numbers; required if the sampler samples.
-    naive: verify sampled candidates by sampling from p and matching (MCNS) instead of rejection sampling.
+    rule: how sampled candidates are verified (see `MethodConfig.verify`).
     plain: tokens are the argmax of unprocessed logits.
 
     The text is kept only for processors that read it. For non-finite target logits the chosen id is outside the
     vocabulary.
     """
 
-    def __init__(self, sampler: Sampler | None = None, generator: random.Random | None = None, *, naive: bool = False):
+    def __init__(
+        self, sampler: Sampler | None = None, generator: random.Random | None = None, rule: Verification = "exact"
+    ):
         self.sampler = sampler
         self.plain = sampler is None
         self.greedy = sampler is None or sampler.greedy
         self.reads_context = sampler is not None and sampler.reads_context
-        self.naive = naive
+        self.rule = rule
         if not self.greedy:
             if generator is None:
                 raise ValueError("sampling needs a generator")
@@ -69,9 +80,13 @@ class TokenSelector:
         else:
             tokens = tree.tokens.tolist()
             p = self.probabilities(logits, contexts)
-            rule: NodeRule = Rejection(replace=bool(tree.draws)) if tree.q and not self.naive else Matching()
-            draws = None if self.naive else tree.draws
-            nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
+            if tree.q and self.rule == "block":
+                nodes, bonus = verify_block(tokens, tree.q, p, self.chance)
+            else:
+                naive = self.rule == "naive"
+                rule: NodeRule = Rejection(replace=bool(tree.draws)) if tree.q and not naive else Matching()
+                draws = None if naive else tree.draws
+                nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
             following = self._token(bonus)
         if self.reads_context and 0 <= bonus < logits.shape[-1]:
             self._extend_text(tree.tokens[nodes], following)

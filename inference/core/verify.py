@@ -13,8 +13,9 @@ The rules differ in their choice of q_i:
 - naive: q_i = the point mass on x_i, so r loses one token at a time. That is sampling from p and accepting the sample
   if it is among the candidates. It needs no q and is the rule for candidates that were chosen, not drawn.
 
-(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only operations that torch tensors and
-numpy arrays share. So tests run this code on arrays of fractions and sum over every random branch.
+(MCSD §3.) `verify_block` decides about all tokens of a chain together. The arrays are torch tensors in production.
+The sampled rules use only operations that torch tensors and numpy arrays share. So tests run this code on arrays of
+fractions and sum over every random branch.
 """
 
 import random
@@ -212,6 +213,28 @@ def verify_sampled(
         # If p ≤ q up to rounding, rejection has probability 1e-7 instead of 0 and may leave a residual of zero mass.
         weights = rest + (rest.sum() == 0) * weights
     return accepted, chance.choose(weights)
+
+
+def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance[Rows]) -> tuple[list[int], int]:
+    """Block verification of a chain (arXiv 2403.10444, Algorithm 2).
+
+    tokens [n]; q, p, what is returned, and the distribution: as of `verify_sampled`. No rule of a chain accepts more
+    tokens in expectation: i or more with probability c_i = min(1, c_{i−1} p(x_i) / q(x_i)), c_0 = 1, where token by
+    token it is Π min(1, p / q). After i tokens the next one comes from max(0, c_i p − q), of mass S_i. The longest
+    prefix for which a coin falls is accepted: the whole with c_n, i tokens with S_i / (S_i + 1 − c_i).
+    """
+    drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
+    c: list[float] = [1]
+    for ratio in _ratio(p[:-1], drawn_from, tokens).tolist():
+        c.append(min(1, c[-1] * ratio))
+    if chance.accept(c[-1]):
+        return [*range(len(tokens))], chance.choose(p[len(tokens)])
+    rest = (_module(p).stack([c[i] * p[i] for i in range(len(tokens))]) - drawn_from).clip(min=0)
+    left: list[float] = rest.sum(-1).tolist()
+    count: int = len(tokens) - 1
+    while count and not (left[count] > 0 and chance.accept(left[count] / (left[count] + 1 - c[count]))):
+        count -= 1
+    return [*range(count)], chance.choose(rest[count] + (left[count] == 0) * p[count])  # 0 by rounding alone
 
 
 def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:

@@ -25,6 +25,7 @@ from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.lossless import Deviation, Forced, make_reference
 from outrider.inference.measure.results import Arm, Choosing, MakeArms, Noting, PromptResult, ShownRound, shown_rounds
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
+from outrider.inference.settings.sampling import Verification
 from outrider.inference.sizing.policy import Tuning
 
 
@@ -53,7 +54,7 @@ def make_arms(
     for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
         make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
-        arms[name] = partial(ours.draft, name, make, method.verify == "naive")
+        arms[name] = partial(ours.draft, name, make, method.verify)
     if runtime is not None:
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
@@ -78,20 +79,24 @@ class _Ours:
         return self._run(partial(autoregressive, self.stack), prompt, streams.within(AUTOREGRESSIVE))
 
     def draft(
-        self, name: str, make: Callable[..., Drafter], naive: bool, prompt: Sequence[int], streams: Streams
+        self, name: str, make: Callable[..., Drafter], rule: Verification, prompt: Sequence[int], streams: Streams
     ) -> Generation:
-        """Decoding with what `make` makes (see `new_drafter`): an `Arm` once `naive` and before are given."""
+        """Decoding with what `make` makes (see `new_drafter`): an `Arm` once `rule` and before are given."""
         own = streams.within(name)
         drafter = make(own, texts=1 if self.runtime is None else self.runtime.sharing(self.stack))
-        generation = self._run(partial(speculative, self.stack, drafter), prompt, own, naive=naive)
+        generation = self._run(partial(speculative, self.stack, drafter), prompt, own, rule)
         return replace(generation, totals=dict(drafter.totals))
 
     def _run(
-        self, decode: Callable[..., Iterator[Round]], prompt: Sequence[int], streams: Streams, naive: bool = False
+        self,
+        decode: Callable[..., Iterator[Round]],
+        prompt: Sequence[int],
+        streams: Streams,
+        rule: Verification = "exact",
     ) -> Generation:
         text, most = self.text, self.text.max_new_tokens
         coins = streams.of("verify") if text.sampling.temperature > 0 else None
-        selector = self.choosing(TokenSelector(text.sampler(prompt, self.stack.device), coins, naive=naive))
+        selector = self.choosing(TokenSelector(text.sampler(prompt, self.stack.device), coins, rule))
         options = {"max_new_tokens": most, "eos": text.eos, "runtime": self.runtime, "clock": self.clock}
         rounds = decode(prompt, selector=selector, **options)
         if text.stops and text.tokenizer is not None:

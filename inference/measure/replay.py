@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import is_text, require_writable, write_atomically, write_json
+from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
 from outrider.base.progress import counted
 from outrider.base.run_dirs import only_run
@@ -32,6 +32,7 @@ from outrider.base.words import Columns, filled
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.data_prep.text.records import is_text
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest

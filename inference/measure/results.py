@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import parse_json, read_json, sealed, unsealed, write_json
+from outrider.base.files import digest_of, parse_json, read_json, write_json
 from outrider.base.run_dirs import check_identity
 from outrider.base.settings import Settings, construct
 from outrider.base.streams import Streams
@@ -27,6 +27,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.measure.lossless import Deviation
 
+_SEAL = "sha256"
 NODES_KEPT = 1000  # of a text's trees together: a page of some texts by ten methods stays below a megabyte
 
 _Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # a tree's tokens and parents, the accepted nodes
@@ -226,3 +227,19 @@ def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
                 f"{path}:{number}: not a result of this version ({error}); remove the file and "
                 "resume=true measures what was in it again"
             ) from None
+
+
+def sealed(value: Mapping[str, object]) -> dict[str, object]:
+    """`value` with its digest, by which `unsealed` detects damage. Sets in it become sorted lists."""
+    plain = json.loads(json.dumps(dict(value), default=sorted))
+    return {**plain, _SEAL: digest_of(plain)}
+
+
+def unsealed(value: object) -> dict[str, object]:
+    """The value that was `sealed`, without its digest. Raises `UserError` if the digest does not match."""
+    if not isinstance(value, dict) or _SEAL not in value:
+        raise UserError(f"no mapping with a {_SEAL}")
+    plain = {key: inner for key, inner in value.items() if key != _SEAL}
+    if value[_SEAL] != digest_of(plain):
+        raise UserError(f"its {_SEAL} does not fit the rest")
+    return plain

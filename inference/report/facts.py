@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from outrider.base.errors import UserError, reason, require
-from outrider.base.files import code_version
 from outrider.base.machine import describe_machine
+from outrider.base.run_dirs import code_version
 from outrider.base.settings import construct
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig

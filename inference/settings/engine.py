@@ -26,7 +26,7 @@ def why_not(engine: str, method: MethodConfig) -> str | None:
     if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
         return f"it does not draft by {method.source}"
     if method.verify != "exact":
-        return "it verifies exactly"
+        return "it verifies exactly, token by token"
     if kind.shaped and (method.structure.kind != "chain" or method.stop.rule != "fixed"):
         return "it drafts chains of fixed length"
     if method.stop.max_draft == AUTO:

@@ -18,6 +18,7 @@ from outrider.base.settings import Count, Positive, Settings, Share, construct, 
 from outrider.base.words import did_you_mean
 from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Kind
+from outrider.inference.settings.sampling import Verification
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
@@ -209,8 +210,9 @@ class MethodConfig(Settings):
     """early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)"""
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)
-    verify: Literal["exact", "naive"] = "exact"
-    """when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline"""
+    verify: Verification = "exact"
+    """when sampling; exact: token by token; block: all tokens of a chain together, which accepts more; naive: accept a
+    drawn candidate only if p draws it too (MCNS), a baseline"""
     max_ngram: Count = opt(3, "prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens")
     ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
     skip: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -237,6 +239,7 @@ class MethodConfig(Settings):
         self.require("stop.rule", counted, "another rule for a tree: survival counts the tokens of a chain")
         drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
         self.require("verify", self.verify == "exact" or drawn, "exact where no candidate is ever drawn")
+        self.require("verify", self.verify != "block" or shape == "chain", "exact or naive for a tree")
 
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""

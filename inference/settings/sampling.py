@@ -1,7 +1,7 @@
 """Settings of token selection from logits; they do not import torch, so that mistakes are reported quickly."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -29,3 +29,4 @@ class SamplingConfig(Settings):
 
 
 GREEDY = SamplingConfig()
+Verification = Literal["exact", "block", "naive"]  # see `MethodConfig.verify`

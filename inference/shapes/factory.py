@@ -37,7 +37,7 @@ def make_structure(
     settings = method.structure
     generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
-        by_chance = drawn and method.verify == "exact"  # naive verification accepts a token with probability p
+        by_chance = drawn and method.verify != "naive"  # naive verification accepts a token with probability p
         return Chain(make_rule(method.stop, streams, head, tuning, drawn=by_chance), generator)
     tree = make_tree(settings, generator, tuning)
     tree.rule = make_rule(method.stop, streams, head, tuning, levels=tree.max_depth)

@@ -1,10 +1,8 @@
-"""Files: atomic writing, JSON with errors that name the file and the damage, caches, and the version of the sources."""
+"""Files: atomic writing, JSON with errors that name the file and the damage, and caches."""
 
-import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +12,7 @@ from outrider.base.errors import UserError, reason
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
 MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
-_SEAL = "sha256"
 
 
 def write_atomically(path: Path, content: bytes, remedy: str = "free space or choose another place") -> None:
@@ -75,34 +71,9 @@ def parse_json(content: bytes | str) -> object:
         raise UserError(f"not valid JSON ({error})") from error
 
 
-def sealed(value: Mapping[str, object]) -> dict[str, object]:
-    """`value` with its digest, by which `unsealed` detects damage. Sets in it become sorted lists."""
-    plain = json.loads(json.dumps(dict(value), default=sorted))
-    return {**plain, _SEAL: digest_of(plain)}
-
-
-def unsealed(value: object) -> dict[str, object]:
-    """The value that was `sealed`, without its digest. Raises `UserError` if the digest does not match."""
-    if not isinstance(value, dict) or _SEAL not in value:
-        raise UserError(f"no mapping with a {_SEAL}")
-    plain = {key: inner for key, inner in value.items() if key != _SEAL}
-    if value[_SEAL] != digest_of(plain):
-        raise UserError(f"its {_SEAL} does not fit the rest")
-    return plain
-
-
 def digest_of(plain: object) -> str:
     """sha256 of a value as JSON, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def is_text(value: str) -> bool:
-    """Whether a string can be encoded as UTF-8: JSON escapes and file names may contain lone surrogates."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def is_local(source: str) -> bool:
@@ -161,13 +132,3 @@ def package_version() -> str:
         return version("outrider")
     except PackageNotFoundError:
         return "source tree"
-
-
-@functools.cache
-def code_version() -> str:
-    """The package's version and a digest of every Python source, as this process found them."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted({path for folder in (".", *FOLDERS) for path in (root / folder).rglob("*.py")}):
-        digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
-    return f"{package_version()}+{digest.hexdigest()[:12]}"

@@ -1,5 +1,7 @@
-"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings."""
+"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings; the version of the sources."""
 
+import functools
+import hashlib
 import json
 import os
 import shlex
@@ -14,12 +16,13 @@ from pathlib import Path
 from filelock import Timeout
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, write_json
+from outrider.base.files import package_version, read_mapping, write_json
 from outrider.base.locks import system_lock
 from outrider.base.settings import ABSENT, Settings, default_at, differences
 from outrider.base.words import listed, shown
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
 _NAMED = 12  # differences that an error shows
 
 
@@ -159,3 +162,13 @@ def _show(value: object) -> str:
     if value is ABSENT:
         return "absent"
     return "given" if isinstance(value, Mapping) else json.dumps(value)
+
+
+@functools.cache
+def code_version() -> str:
+    """The package's version and a digest of every Python source, as this process found them."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted({path for folder in (".", *FOLDERS) for path in (root / folder).rglob("*.py")}):
+        digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
+    return f"{package_version()}+{digest.hexdigest()[:12]}"

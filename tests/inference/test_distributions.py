@@ -9,7 +9,7 @@ such as how the round went, shows. Seeds are fixed, so a pass is a pass.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,8 +21,7 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.inference.core import token_selector, verify
-from outrider.inference.core.sampling import Sampler, invert
-from outrider.inference.core.tree import DraftTree
+from outrider.inference.core.sampling import Sampler
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
@@ -31,6 +30,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, Ngr
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes import shapes
 from outrider.inference.sizing.policy import Tuning
+from tests.faults import plant
 from tests.inference.ngram_cases import make_documents
 from tests.inference.priced import costs
 from tests.table_target import TableHead, TableModel, TableRuntime
@@ -94,6 +94,10 @@ def chain(rule: str, source: str = "small_lm", **settings: float) -> MethodConfi
     return MethodConfig(source, stop=StopConfig(rule, **settings))
 
 
+def block(rule: str = "fixed", source: str = "small_lm", **settings: float) -> MethodConfig:
+    return replace(chain(rule, source, **settings), verify="block")
+
+
 def tree(
     kind: str, verify: str = "exact", source: str = "small_lm", stop: str = "fixed", **settings: object
 ) -> MethodConfig:
@@ -114,6 +118,8 @@ class TableWithLayers(TableModel):
 
 CASES = {
     "chain, fixed": Case(chain("fixed", max_draft=3)),
+    "chain, block": Case(block(max_draft=3)),
+    "chain, block, confidence": Case(block("confidence", "eagle3", max_draft=4, threshold=0.28)),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
     "chain, beta": Case(chain("beta"), 5, CERTAIN, SHARED),
@@ -286,127 +292,46 @@ def test_distribution_after_processors_that_read_the_text(name: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- faults
 # Each is planted into what ships, and must be seen at a fraction of the draws.
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Fault = tuple[Any, str, str, str]  # a class or module, its function, and what stands there instead (see `plant`)
 
-
-def streams_known_by(*parts: str) -> Plant:
-    """Streams are told apart by these parts of their names only."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        number = Streams.number
-
-        def forgetful(streams: Streams, *purpose: str | int, bits: int = 256) -> int:
-            known = Streams(
-                streams.seed,
-                streams.prompt if "prompt" in parts else "",
-                streams.repeat if "repeat" in parts else 0,
-            )
-            return number(known, *(purpose if "purpose" in parts else ()), bits=bits)
-
-        patch.setattr(Streams, "number", forgetful)
-
-    return plant
-
-
-def choosing_by_the_same_words(patch: pytest.MonkeyPatch) -> None:
-    """The stop rule's coins are the verifier's, which chooses by 52 bits: so it was while two seeds were equal."""
-    stopping_by_the_verifiers_coins(patch)
-
-    def choose(chance: verify.RandomChance, weights: torch.Tensor) -> int:
-        return int(invert(weights[None], chance._random.getrandbits(52) * 2.0**-52))
-
-    patch.setattr(verify.RandomChance, "choose", choose)
-
-
-def stopping_by_the_verifiers_coins(patch: pytest.MonkeyPatch) -> None:
-    """As two generators seeded alike: the stop rule's coins are the verifier's."""
-    number = Streams.number
-
-    def one(streams: Streams, *purpose: str | int, bits: int = 256) -> int:
-        return number(streams, *("verify" if part == "stop" else part for part in purpose), bits=bits)
-
-    patch.setattr(Streams, "number", one)
-
-
-def withdrawing(patch: pytest.MonkeyPatch) -> None:
-    """A rule that stops takes back the token that made it stop."""
-
-    draft = shapes.Chain.draft
-
-    def shorter(chain: shapes.Chain, source: Any, root: torch.Tensor, limit: int) -> DraftTree:
-        made = draft(chain, source, root, limit)
-        if len(made) in (0, chain.steps(limit)):
-            return made
-        q = {node: row for node, row in made.q.items() if node < len(made) - 2}
-        return DraftTree(made.tokens[:-1], made.parents[:-1], (*made.rows[:-2], -1)[: len(made) - 1], q=q)
-
-    patch.setattr(shapes.Chain, "draft", shorter)
-
-
-def forgetting_the_residual(patch: pytest.MonkeyPatch) -> None:
-    """After a rejection the next token comes from p."""
-    patch.setattr(verify.Rejection, "residual", lambda self, family, q, p: p[family[0] + 1])
-
-
-def mirroring_the_residual(patch: pytest.MonkeyPatch) -> None:
-    """… from |p − q|."""
-    patch.setattr(verify.Rejection, "residual", lambda self, family, q, p: (p[family[0] + 1] - q[family[0]]).abs())
-
-
-def accepting_more(patch: pytest.MonkeyPatch) -> None:
-    """Half as much again as p / q."""
-    accept = verify.RandomChance.accept
-    patch.setattr(verify.RandomChance, "accept", lambda self, probability: accept(self, 1.5 * probability))
-
-
-def drawing_from_another_q(patch: pytest.MonkeyPatch) -> None:
-    """The draft is not drawn from the q that it comes with."""
-    patch.setattr(shapes, "invert", lambda weights, uniforms: invert(weights**1.5, uniforms))
-
-
-def taking_draws_for_independent(patch: pytest.MonkeyPatch) -> None:
-    """Draws without replacement are verified as with it."""
-    patch.setattr(token_selector, "Rejection", lambda replace: verify.Rejection(replace=True))
-
-
-def matching_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
-    """A deterministic draft that no token of p was in may be emitted after all."""
-    patch.setattr(verify.Matching, "residual", lambda self, family, q, p: p[family[0] + 1])
-
-
-def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
-    """The distribution after the last drafted token is taken from the pass's row before it."""
-    verify_sampled = verify.verify_sampled
-
-    def shifted(tokens: list, parents: list, q: dict, p: torch.Tensor, *rest: object, **options: object) -> object:
-        rows = p if len(p) == 1 else torch.cat([p[:-1], p[-2:-1]])
-        return verify_sampled(tokens, parents, q, rows, *rest, **options)  # type: ignore[arg-type]
-
-    patch.setattr(token_selector, "verify_sampled", shifted)
-
-
-WIDE = Case(tree("k_config", widths=(3,)))
-FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that show it
-    "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, SHARED),
-    "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, SHARED),
-    "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 1_500),
-    "all uses share": (Case(chain("fixed", max_draft=3), 7), streams_known_by("prompt", "repeat"), 1_500),
-    "all uses share, in a tree": (
-        Case(tree("k_config", widths=(2, 2)), 7),
-        streams_known_by("prompt", "repeat"),
-        1_500,
+STOPS: Fault = (Streams, "number", "*purpose]", '*("verify" if part == "stop" else part for part in purpose)]')
+# The verifier chooses by 52 bits, as it did while the seeds of two streams were equal.
+WORDS: Fault = (verify.RandomChance, "choose", "self._random.random()", "self._random.getrandbits(52) * 2.0**-52")
+ALIKE: Fault = (Streams, "number", "self.repeat, *self.path, *purpose", "self.repeat")
+NO_PROMPT: Fault = (Streams, "number", "self.prompt, self.repeat, *self.path", "'', self.repeat")
+NO_RESIDUAL: Fault = (verify.Rejection, "residual", "return r[0]", "return p[parent + 1]")
+EASY: Fault = (verify.RandomChance, "accept", "< probability", "< 1.5 * probability")
+WITHDRAWN: Fault = (
+    shapes.Chain, "draft", "n = len(tokens) - 1\n",
+    "tokens = tokens[: len(tokens) - (1 < len(tokens) <= steps)]\n    n = len(tokens) - 1\n"
+    "    q = {node: row for node, row in q.items() if node < n - 1}\n",
+)  # fmt: skip
+VERIFIES = (token_selector.TokenSelector, "verify")
+FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws that show it, and what
+    "stop and verification share, as they did": (CASES["chain, beta"], SHARED, STOPS, WORDS),
+    "stop and verification share": (CASES["chain, beta"], SHARED, STOPS),
+    "stop and verification share, calibrated": (CASES["chain, calibrated"], 1_500, STOPS),
+    "all uses share": (Case(chain("fixed", max_draft=3), 7), 1_500, ALIKE),
+    "all uses share, in a tree": (Case(tree("k_config", widths=(2, 2)), 7), 1_500, ALIKE),
+    "prompts share": (CASES["chain, beta"], 200, NO_PROMPT),
+    "the token that stops is withdrawn": (CASES["chain, confidence"], 1_000, WITHDRAWN),
+    "residual forgotten": (CASES["chain, fixed"], 1_000, NO_RESIDUAL),
+    "residual forgotten, in a tree": (CASES["k_config, without_replacement"], 1_500, NO_RESIDUAL),
+    "residual mirrored": (CASES["chain, fixed"], 500, (verify.Rejection, "_reject", ".clip(min=0)", ".abs()")),
+    "accepted too easily": (CASES["chain, fixed"], 1_500, EASY),
+    "drawn from another q": (CASES["k_config, with_replacement"], MORE, (shapes, "_draw", "(left, ", "(left**1.5, ")),
+    "draws taken for independent": (
+        Case(tree("k_config", widths=(3,))), MORE, (*VERIFIES, "replace=bool(tree.draws)", "replace=True"),
     ),
-    "prompts share": (CASES["chain, beta"], streams_known_by("repeat", "purpose"), 200),
-    "withdrawn": (CASES["chain, confidence"], withdrawing, 1_000),
-    "residual forgotten": (CASES["chain, fixed"], forgetting_the_residual, 1_000),
-    "residual forgotten, in a tree": (CASES["k_config, without_replacement"], forgetting_the_residual, 1_500),
-    "residual mirrored": (CASES["chain, fixed"], mirroring_the_residual, 500),
-    "accepted too easily": (CASES["chain, fixed"], accepting_more, 1_500),
-    "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, MORE),
-    "draws taken for independent": (WIDE, taking_draws_for_independent, MORE),
-    "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, 1_000),
-    "row above": (CASES["chain, fixed"], reading_the_row_above, 500),
-}
+    "matching forgets": (CASES["opt_tree"], 1_000, (verify.Matching, "residual", "r[list(tokens)] = 0", "")),
+    "block accepted too easily": (CASES["chain, block"], MORE, EASY),
+    "block by the first token's q": (
+        CASES["chain, block"], 1_500, (*VERIFIES, "(tokens, tree.q,", "(tokens, dict.fromkeys(tree.q, tree.q[-1]),"),
+    ),
+    "the last token by the row above": (
+        CASES["chain, fixed"], 500, (*VERIFIES, "tree.q, p, rule", "tree.q, torch.cat([p[:-1], p[-2:][:1]]), rule"),
+    ),
+}  # fmt: skip
 # The same mistake in a rule whose prior learns, which 1,500 draws of another rule show.
 DEAR_FAULTS = {"stop and verification share, as they did", "stop and verification share"}
 
@@ -416,6 +341,7 @@ DEAR_FAULTS = {"stop and verification share, as they did", "stop and verificatio
     typical_where(lambda name: name not in DEAR_FAULTS, quick_where(lambda name: name == "residual mirrored", FAULTS)),
 )
 def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, plant, draws = FAULTS[name]
-    plant(monkeypatch)
+    case, draws, *faults = FAULTS[name]
+    for fault in faults:
+        plant(monkeypatch, *fault)
     assert min(p_values(draw(make_arm(case), case.tokens, draws), table_distribution(case.tables))) < LEVEL

@@ -21,7 +21,7 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
+from outrider.inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_block, verify_sampled
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
@@ -362,6 +362,7 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
     methods = {name: replace(method_of(shape), source="small_lm") for name, shape in shapes.items()}
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
     methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
+    methods["block"] = replace(methods["chain"], verify="block")
     text, seen = TextSettings(8, sampling=SamplingConfig(temperature=1.0)), list[tuple]()
     arms = make_arms(stack, {"small_lm": drafter}, methods, None, text)
 
@@ -370,7 +371,12 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
             seen.append((rule, bool(q), bool(given["draws"])))
         return verify_sampled(tokens, parents, q, p, rule, chance, **given)
 
+    def block(tokens: list, q: dict, p: torch.Tensor, chance: Chance) -> tuple[list[int], int]:
+        seen.append(("block", bool(q)))
+        return verify_block(tokens, q, p, chance)
+
     monkeypatch.setattr("outrider.inference.core.token_selector.verify_sampled", noted)
+    monkeypatch.setattr("outrider.inference.core.token_selector.verify_block", block)
     used = {}
     for name in methods:
         seen.clear()
@@ -383,4 +389,5 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
         "chain": {(Rejection(replace=False), True, False)},
         "opt_tree": {(Matching(), False, False)},
         "naive": {(Matching(), True, False)},
+        "block": {("block", True)},
     }

@@ -160,6 +160,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and w
     ("verify='naive'", {"source": "small_lm", "structure": {"kind": "static"}, "verify": "naive"}),
     ("verify='naive'", {"structure": {"kind": "k_config", "draw": "top_k"}, "verify": "naive"}),
     ("verify='naive'", {"source": "prompt_lookup", "verify": "naive"}),
+    ("verify='block'", {"source": "ngrams", "verify": "block"}),
+    ("verify='block'", {"source": "small_lm", "structure": {"kind": "k_config"}, "verify": "block"}),
+    ("verify='block'", {"source": "small_lm", "structure": {"kind": "opt_tree"}, "verify": "block"}),
     # what does not go together
     ("max_draft=16", {"stop": {"rule": "survival", "max_draft": 16}}),
     ("stop.rule='survival'", {"structure": {"kind": "k_config"}, "stop": {"rule": "survival"}}),

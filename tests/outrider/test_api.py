@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
@@ -30,7 +30,7 @@ from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM,
 from outrider.inference.core.batch import Batch
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.sampling import SamplingConfig, Verification
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 
 ROOT = Path(__file__).parents[2]
@@ -158,9 +158,9 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -
 def test_drafts_are_verified_by_the_rule_of_the_method(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Mock(wraps=TokenSelector)
     monkeypatch.setattr(api, "TokenSelector", made)
-    for verify in ("exact", "naive"):
+    for verify in get_args(Verification):
         list(model.by(MethodConfig(verify=verify)).rounds(PROMPT, SamplingConfig(1.0)))
-    assert [one.kwargs["naive"] for one in made.call_args_list] == [False, True]
+    assert [one.args[2] for one in made.call_args_list] == list(get_args(Verification))
 
 
 def test_the_target_says_the_same_with_its_drafter_without_it_and_with_another(model: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from outrider.base.files import FOLDERS, code_version
+from outrider.base.run_dirs import FOLDERS, code_version
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -150,7 +150,7 @@ def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> No
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=unread)
 
     def version_now() -> str:
-        code = "from outrider.base.files import code_version; print(code_version())"
+        code = "from outrider.base.run_dirs import code_version; print(code_version())"
         return subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.draft_models.acceptance import tau_of_rounds
 from outrider.draft_models.eagle3.checkpoint import new_head
-from outrider.draft_models.eagle3.model import Steps, join
+from outrider.draft_models.eagle3.model import Steps
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
 from outrider.train.recipes.eagle3 import Eagle3Student
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.eagle3 import drafts_of, head_memory
+from outrider.train.students.eagle3 import HeadOnTarget, drafts_of, head_memory
 from tests.eagle3_heads import Facts, Row, reference
+from tests.faults import plant
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
 
@@ -45,13 +46,7 @@ def case(request: pytest.FixtureRequest, target: Path) -> Case:
     return make_case(target, request.param, TOKENS)
 
 
-def make_case(
-    target: Path,
-    version: str,
-    tokens: Tensor | None,
-    objective: str = "forward_kl",
-    kind: type[Eagle3Student] = Eagle3Student,
-) -> Case:
+def make_case(target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl") -> Case:
     model, stack = open_stack(target)
     size = None if tokens is None else len(tokens)
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
@@ -60,7 +55,7 @@ def make_case(
     for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
-    student = kind(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
+    student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
     positions, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
@@ -94,10 +89,6 @@ def boundaries(whole: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tenso
     for hook in hooks:
         hook.remove()
     return found, logits
-
-
-def causal(length: int) -> Tensor:
-    return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
 
 
 def drafts(case: Case, weights: dict[str, Tensor]) -> dict[tuple[int, int, int], Tensor]:
@@ -195,60 +186,6 @@ def test_every_objective_is_what_it_says(target: Path, objective: str, some: boo
         torch.testing.assert_close(case.student(**case.batch)["loss_sum"], wanted, rtol=1e-4, atol=1e-5)
 
 
-class _NoOffset(Eagle3Student):
-    """Every step has the positions of the first one."""
-
-    def _step(self, cache: Steps, step: int, mask: Any, positions: Tensor, *given: Tensor) -> Tensor:
-        return super()._step(cache, step, mask, positions - step, *given)
-
-
-class _NoDocuments(Eagle3Student):
-    """A document attends to the one before it."""
-
-    def _step(self, cache: Steps, step: int, mask: Any, positions: Tensor, *given: Tensor) -> Tensor:
-        return super()._step(cache, step, causal(positions.shape[1]) == 0, positions, *given)
-
-
-class _AcrossDocuments(Eagle3Student):
-    """A draft continues into the next document."""
-
-    def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
-        return torch.ones(len(kept), steps)
-
-
-class _OldMask(Eagle3Student):
-    """Labels and masks belong to the input token of step 0, not to the one that it predicts."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor, *given: Any, **named: Any) -> dict[str, Tensor]:
-        return super().forward(input_ids, labels.roll(1, 1), *given, **named)
-
-
-class _Entries(Steps):
-    """first, own: those of all entries that are attended to as the first step's, and as the position's own."""
-
-    first, own = 0, slice(1, None)
-
-    def attend(self, module: Any, query: Tensor, entry: Any, mask: Any, layer: int, scaling: float) -> Tensor:
-        steps = self._entries.setdefault(layer, {})
-        steps[self.now] = entry
-        if self.now == 0:
-            return super().attend(module, query, entry, mask, layer, scaling)
-        every = [steps[step] for step in range(self.now + 1)]
-        return join(module, query, every[self.first], every[self.own], mask, scaling)
-
-
-class _NoOwnEntries(Eagle3Student):
-    """A step attends to itself and the first step, not to those between."""
-
-    entries = type("_Entries", (_Entries,), {"own": slice(-1, None)})
-
-
-class _LastEntries(Eagle3Student):
-    """Later steps attend to the previous step instead of the first one."""
-
-    entries = type("_Entries", (_Entries,), {"first": -1})
-
-
 def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
     """Under autocast, which rounds keys and queries after the rotation."""
     found = []
@@ -283,18 +220,31 @@ def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: s
                 torch.testing.assert_close(learnt[step, step], hidden, rtol=1e-4, atol=1e-4)
 
 
-FAULTS = [_NoOffset, _NoOwnEntries, _NoDocuments, _AcrossDocuments, _OldMask, _LastEntries]
+FAULTS = {  # where, and what stands there instead
+    "all steps have the first one's positions": (HeadOnTarget, "_step", "positions + step", "positions"),
+    "a document attends to the one before it": (
+        HeadOnTarget,
+        "guesses",
+        "packed_mask(documents)",
+        "packed_mask(0 * documents)",
+    ),
+    "a draft continues into the next document": (HeadOnTarget, "valid", "> torch.arange", ">= 0 * torch.arange"),
+    "labels of the input token of step 0": (
+        Eagle3Student,
+        "forward",
+        "kept =",
+        "labels = labels.roll(1, 1)\n    kept =",
+    ),
+    "steps between are not attended to": (Steps, "attend", "range(1, self.now + 1)", "range(self.now, self.now + 1)"),
+    "the last step stands for the first": (Steps, "attend", "steps[0]", "steps[self.now]"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(target: Path, fault: type[Eagle3Student]) -> None:
+def test_a_planted_fault_is_found(target: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    plant(monkeypatch, *FAULTS[fault])
     with pytest.raises(AssertionError, match=r"Tensor-likes are not close|Scalars are not close"):
-        assert_same(make_case(target, "3", TOKENS, kind=fault))
-
-
-def test_without_a_fault_chosen_entries_are_right(target: Path) -> None:
-    kind = type("Right", (Eagle3Student,), {"entries": _Entries})
-    assert_same(make_case(target, "3", TOKENS, kind=kind))
+        assert_same(make_case(target, "3", TOKENS))
 
 
 @pytest.mark.parametrize("recomputed", [True, False])

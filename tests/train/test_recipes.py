@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from outrider.base.errors import UserError
-from outrider.base.files import code_version
+from outrider.base.run_dirs import code_version
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE, add_report
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta

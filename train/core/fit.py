@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from outrider.base.errors import UserError
-from outrider.base.files import code_version, write_json
+from outrider.base.files import write_json
 from outrider.base.processes import join_processes
+from outrider.base.run_dirs import code_version
 from outrider.base.settings import Settings, read_as
 from outrider.data_prep.text.records import HELDOUT_BY
 from outrider.draft_models.targets.open_target import fast_dtype

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.base.errors import UserError
-from outrider.base.files import code_version
+from outrider.base.run_dirs import code_version
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module

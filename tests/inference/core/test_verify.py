@@ -7,7 +7,7 @@ fractions instead of tensors, and then in tensors, floats and generators.
 import functools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from outrider.inference.core import verify
 from outrider.inference.core.tree import ROOT
 from outrider.inference.core.verify import (
     Chance,
@@ -26,12 +27,17 @@ from outrider.inference.core.verify import (
     RandomChance,
     Rejection,
     Rows,
+    verify_block,
     verify_greedy,
     verify_sampled,
 )
 from tests.exact_distributions import (
     Branch,
     Distribution,
+    Draft,
+    Drafter,
+    Model,
+    Verify,
     distribution,
     distribution_of,
     emitted,
@@ -43,6 +49,7 @@ from tests.exact_distributions import (
     sampled,
     ships,
 )
+from tests.faults import plant
 from tests.tiers import as_many
 
 WITH, WITHOUT, NAIVE = Rejection(replace=True), Rejection(replace=False), Matching()
@@ -240,6 +247,87 @@ def test_wrong_rules_are_found_out(wrong: str, config: tuple[int, ...]) -> None:
     assert distance > Fraction(1, 100)
 
 
+# ----------------------------------------------------------------------------------------------------- blocks
+
+BLOCK_FAULTS = {  # by what stands in the source
+    "ratios not bounded": ("min(1, c[-1] * ratio)", "c[-1] * ratio"),
+    "ratios of tokens, not of prefixes": ("min(1, c[-1] * ratio)", "min(1, ratio)"),
+    "a prefix accepted as the whole is": ("left[count] / (left[count] + 1 - c[count])", "c[count]"),
+    "all or nothing": ("count: int = len(tokens) - 1", "count = 0"),
+    "residual of another prefix": ("chance.choose(rest[count]", "chance.choose(rest[0]"),
+    "residual as token by token": ("[c[i] * p[i] for", "[p[i] for"),
+    "whole rejected too often": ("chance.accept(c[-1])", "chance.accept(c[-1] * c[-1])"),
+}
+
+
+def block(rule: Callable = verify_block) -> Verify:
+    return lambda tokens, parents, q, p, chance: rule(tokens, q, p, chance)
+
+
+def by_the_paper(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance) -> tuple[list[int], int]:
+    """Algorithm 2 as it is printed: a coin for every prefix; the longest one that it falls for is accepted."""
+    c, count, rest = Fraction(1), 0, (p[0] - q[ROOT]).clip(min=0)
+    for i, token in enumerate(tokens, 1):
+        c = min(Fraction(1), c * p[i - 1][token] / q[i - 2][token])
+        left = p[i] if i == len(tokens) else (c * p[i] - q[i - 1]).clip(min=0)
+        mass = left.sum()
+        if chance.accept(c if i == len(tokens) or mass + 1 == c else mass / (mass + 1 - c) if mass else mass):
+            count, rest = i, left
+    return [*range(count)], chance.choose(rest if rest.sum() else p[0])
+
+
+def ended(q: Model, most: int) -> Drafter:
+    """Chains drawn from q which end with the first token 0, as a stop rule ends them."""
+
+    def draft(chance: Chance) -> Draft:
+        tokens: list[int] = []
+        while len(tokens) < most and 0 not in tokens:
+            tokens.append(chance.choose(q((*tokens,))))
+        return tokens, [*range(ROOT, len(tokens) - 1)], {n - 1: q((*tokens[:n],)) for n in range(len(tokens))}
+
+    return draft
+
+
+def rounds(p: Model, draft: Drafter, verify: Verify) -> Distribution:
+    """The distribution of what was drafted, how much of it was accepted, and the token after it."""
+
+    def run(chance: Chance) -> tuple:
+        tokens, parents, q = draft(chance)
+        accepted, token = verify(tokens, parents, q, np.stack([p(text) for text in paths(tokens, parents)]), chance)
+        return tuple(tokens), len(accepted), token
+
+    return distribution_of(run)
+
+
+def accepted_tokens(p: Model, draft: Drafter, verify: Verify) -> Fraction:
+    return sum((count * mass for (_, count, _), mass in rounds(p, draft, verify).items()), Fraction(0))
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 3), stops=st.booleans())
+@settings(deadline=None, max_examples=as_many(40))
+def test_blocks_emit_p_and_accept_no_less_than_token_by_token(seed: int, n: int, stops: bool) -> None:
+    """Theorems 1 and 2 of the paper, also where a stop rule ends the chain."""
+    p, q = random_model(seed, 3), random_model(seed + 1, 3)
+    draft = ended(q, n) if stops else sampled(q, (1,) * n, replace=False)
+    assert emitted(p, draft, block(), n + 1) == plain(p, n + 1)
+    assert rounds(p, draft, block()) == rounds(p, draft, block(by_the_paper))
+    assert accepted_tokens(p, draft, block()) >= accepted_tokens(p, draft, ships(WITHOUT))
+
+
+def test_blocks_accept_more_where_they_can() -> None:
+    """The paper's example: p = (1/3, 2/3), q = (2/3, 1/3), two tokens."""
+    p, draft = everywhere(distribution([1, 2])), sampled(everywhere(distribution([2, 1])), (1, 1), replace=False)
+    assert accepted_tokens(p, draft, block()) == Fraction(11, 9)
+    assert accepted_tokens(p, draft, ships(WITHOUT)) == Fraction(10, 9)
+
+
+@pytest.mark.parametrize("fault", BLOCK_FAULTS)
+def test_wrong_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    plant(monkeypatch, verify, "verify_block", *BLOCK_FAULTS[fault])
+    p, q = everywhere(distribution([1, 5, 2])), everywhere(distribution([4, 1, 1]))
+    assert emitted(p, sampled(q, (1, 1, 1), replace=False), block(verify.verify_block), 4) != plain(p, 4)
+
+
 # ------------------------------------------------------------------------------------------------ how much is accepted
 
 
@@ -324,6 +412,9 @@ def test_tensors_decide_as_fractions_do(seed: int, rule: NodeRule, at_once: bool
     numbers = [random.Random(seed).random() for _ in range(50)]
     ours = verify_sampled(tokens, parents, q64, p64, rule, Scripted(list(numbers)), at_once=at_once)
     assert ours == verify_sampled(tokens, parents, rows, exact, rule, Scripted(list(numbers)))
+    if config == (1, 1, 1, 1):
+        blocks = (verify_block(tokens, *one, Scripted(list(numbers))) for one in ((q64, p64), (rows, exact)))
+        assert next(blocks) == next(blocks)
 
 
 def test_a_rejection_that_rounding_made_possible_still_emits() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.base.errors import UserError
-from outrider.base.files import FOLDERS as SOURCES
+from outrider.base.run_dirs import FOLDERS as SOURCES
 from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.eagle3.checkpoint import load_head

@@ -17,7 +17,6 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from outrider.base.errors import UserError
-from outrider.base.files import sealed, unsealed
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.fingerprint import fingerprint_target
@@ -31,7 +30,7 @@ from outrider.inference.engines.graphs.attention_kernels import attention_shape
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import compare
 from outrider.inference.loading import targets
-from outrider.inference.measure.results import Measured, append_result, read_results
+from outrider.inference.measure.results import Measured, append_result, read_results, sealed, unsealed
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
