@@ -158,7 +158,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "convert_target": (
         [f"target={TARGET}", "out_dir=out"],
         {
-            "draft_models.formats.convert:_sha256": f"convert_target > hashing {TARGET} 0/",
+            "draft_models.formats.convert:hashlib.file_digest": f"convert_target > hashing {TARGET} 0/",
             "draft_models.formats.convert:save": "convert_target > writing ",
         },
     ),
