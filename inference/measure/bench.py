@@ -162,7 +162,8 @@ def make_bench(
         return make(None, text(config.max_new_tokens, config.sampling), choosing=choosing)
 
     few = min(WARM_UP_TOKENS, config.max_new_tokens)
-    warm_ups, alone = arms_for(few) | dict(peers(few)), frozenset({TRANSFORMERS, *peers(few)})
+    others = peers(few)
+    warm_ups, alone = {**arms_for(few), **others}, frozenset({TRANSFORMERS, *others})
     for name, arm in counted(warm_ups.items(), "warming up, compiling what is new", "methods"):
         streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
         decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
