@@ -64,7 +64,7 @@ def run_as_a_whole(source: str) -> object:
 
 def answering(source: str) -> object:
     config = GenerateConfig(target=source, data=DataConfig())
-    return load_target(config, open_target(source, by_layers=False), FLOAT, CPU)[0]
+    return load_target(config, open_target(source, by_layers=False), FLOAT, CPU)
 
 
 def finetuned(source: str) -> object:
