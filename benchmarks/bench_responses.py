@@ -23,7 +23,7 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.batch import batch_state, generate
+from outrider.inference.batch import batch_state, responder
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import uniforms
@@ -50,9 +50,9 @@ def main() -> None:
     device = torch.device(given.device)
     target = open_target(given.target, None)
     asked, (slow, quick) = GenerateConfig(target=given.target, data=DataConfig()), WAYS[device.type]
-    with mock.patch.object(generate, "why_not_by_layers", _no):
-        models = {slow: generate.load_target(asked, target, torch.bfloat16, device)}
-    models[quick] = generate.load_target(asked, target, torch.bfloat16, device)
+    with mock.patch.object(responder, "why_not_by_layers", _no):
+        models = {slow: responder.load_target(asked, target, torch.bfloat16, device)}
+    models[quick] = responder.load_target(asked, target, torch.bfloat16, device)
     sampler, ends = Sampler(SamplingConfig(temperature=given.temperature)), end_tokens(target)
     texts = [prompt.turns[0] for prompt in read_prompts(given.prompts, limit=given.batch * given.batches)]
     chats = [[{"role": "user", "content": text}] for text in texts]

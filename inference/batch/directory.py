@@ -38,6 +38,7 @@ from outrider.inference.batch.tasks import TopK, prompt_id
 
 SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
+Facts = dict[str, Any]
 _TENSORS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
@@ -45,7 +46,7 @@ _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 class Response(NamedTuple):
     """A record of a shard and, if they were stored, the target's distributions at its answers' tokens (`top`)."""
 
-    record: dict[str, Any]
+    record: Facts
     top: TopK | None
 
 

@@ -32,6 +32,7 @@ from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.audit.answers import read_answers
 from outrider.inference.batch import generate as responses_module
+from outrider.inference.batch import responder
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, Task
@@ -92,8 +93,8 @@ def answer(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in prompts))
         script = Scripted(tokenizer, family)
-        monkeypatch.setattr(responses_module, "load_target", lambda *_: None)
-        monkeypatch.setattr(responses_module, "Generator", lambda *_, **__: script)
+        monkeypatch.setattr(responder, "load_target", lambda *_: None)
+        monkeypatch.setattr(responder, "Generator", lambda *_, **__: script)
         asked = DataConfig(source="local", path=str(tmp_path / "prompts.jsonl"), heldout_fraction=0.0)
         out_dir, template = str(tmp_path / "out"), options.pop("template", "tokenizer")
         settings = {"max_new_tokens": BUDGET, "batch_size": 2, **options}

@@ -33,7 +33,7 @@ from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import MARK
 from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
-from outrider.inference.batch.generate import load_target
+from outrider.inference.batch.responder import load_target
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.loading.targets import load_plain, load_stack
 from outrider.train.settings.drafters import DrafterConfig

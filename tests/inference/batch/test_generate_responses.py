@@ -26,11 +26,12 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.batch import directory
+from outrider.inference.batch import directory, responder
 from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.directory import prompt_id
-from outrider.inference.batch.generate import Responder, batches, generate_responses
+from outrider.inference.batch.generate import batches, generate_responses
+from outrider.inference.batch.responder import Responder
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Todo, read_tasks, uniforms
 from outrider.inference.core.batch import Batch
@@ -79,14 +80,14 @@ def test_the_target_is_laid_out_for_its_batches(make, target, monkeypatch):
 
     def loaded(dtype=torch.float32, **options):
         config = replace(make(), **options)
-        return responses_module.load_target(config, open_target(config.target), dtype, torch.device("cpu"))
+        return responder.load_target(config, open_target(config.target), dtype, torch.device("cpu"))
 
     for dtype in (torch.float32, torch.bfloat16):
         stack = loaded(dtype)
         assert isinstance(stack, LayerStack)
         assert stack.at_once is not None
     assert isinstance(loaded(device_map="cpu"), PreTrainedModel)
-    monkeypatch.setattr(responses_module, "why_not_by_layers", lambda _: "unknown")
+    monkeypatch.setattr(responder, "why_not_by_layers", lambda _: "unknown")
     whole = loaded()
     assert isinstance(whole, PreTrainedModel)
     packed = {type(module) for module in whole.modules() if "Linear" in type(module).__name__}
@@ -430,11 +431,11 @@ def test_answers_without_an_end_can_be_left_out(make):
 
 
 def test_a_character_that_the_budget_cuts_in_half_is_left_out():
-    responder = Responder.__new__(Responder)
-    responder.tokenizer = byte_tokenizer()
-    ids = responder.tokenizer("naïve é")["input_ids"]
-    assert responder._text(ids) == "naïve é"
-    assert responder._text(ids[:-1]) == "naïve "
+    bare = Responder.__new__(Responder)
+    bare.tokenizer = byte_tokenizer()
+    ids = bare.tokenizer("naïve é")["input_ids"]
+    assert bare._text(ids) == "naïve é"
+    assert bare._text(ids[:-1]) == "naïve "
 
 
 def test_an_answer_that_ends_at_once_is_empty(make, target, tmp_path):

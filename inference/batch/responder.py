@@ -1,0 +1,162 @@
+"""A target that answers tasks, turn by turn."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outrider.data_prep.text.chat import parting, spoken
+from outrider.data_prep.text.documents import written_by
+from outrider.data_prep.text.records import Written, text_digest
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import OpenTarget, why_not_by_layers
+from outrider.draft_models.targets.proof import NotByLayersError
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.batch.batch_decoder import Generator
+from outrider.inference.batch.directory import Facts, Response
+from outrider.inference.batch.server import Server
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.batch.tasks import Answer, Task, render, uniforms
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.engines.cpu.recorded import can_pack, ruled
+from outrider.inference.engines.packing import lay_out, pack_linears
+from outrider.inference.loading.targets import end_tokens
+
+
+class Responder:
+    """Answers tasks with the target, which is loaded here or runs on a server."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        target: OpenTarget,
+        dtype: torch.dtype,
+        device: torch.device,
+        server: Server | None = None,
+    ):
+        self.config, self.tokenizer = config, target.tokenizer
+        self.generator: Generator | Server
+        self.by_layers: Generator | None = None  # the same, if it can `converse`
+        if server is not None:
+            self.context, self.generator = server.context, server
+            return
+        self.context = context_length(target.config)
+        model = load_target(config, target, dtype, device)
+        self.generator = generator = Generator(
+            model,
+            Sampler(config.sampling),
+            end_tokens(target),
+            greedy_tokens=config.greedy_tokens,
+            top_k_logits=config.top_k_logits,
+        )
+        self.by_layers = generator if isinstance(model, LayerStack) else None
+
+    def answer(self, tasks: Iterable[Task]) -> None:
+        """Answer all turns of the tasks: one turn of all tasks at a time.
+
+        Over layers each turn when it can be asked, and of `batch_size` tasks at a time: others join as these end.
+        """
+        waiting = list(tasks)
+        if self.by_layers is not None:
+            asked, others = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
+
+            def take(place: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
+                if not self._take(asked[place], answer):
+                    if (task := next(others, None)) is None:
+                        return None
+                    asked[place] = task
+                return asked[place].prompt, self._draws(asked[place])
+
+            self.by_layers.converse([task.prompt for task in asked], [*map(self._draws, asked)], take)
+            return
+        while waiting:
+            answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
+            waiting = [task for task, answer in zip(waiting, answers, strict=True) if self._take(task, answer)]
+
+    def response(self, task: Task) -> Response:
+        """The record of a task with an answer, and the target's distributions at the answers' tokens."""
+        shown: Facts = {"id": task.id}
+        if task.messages is None:
+            shown |= {"text": self._text([*task.prompt, *task.answers[0].said]), "prompt_tokens": len(task.prompt)}
+        else:
+            shown |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
+        shown["tokens"] = sum(len(answer.tokens) for answer in task.answers)
+        shown["finish"] = "end" if task.answers[-1].ended else "length"
+        shown |= {"retokenised": task.retokenised, "text_differs": bool(task.parted)}
+        made = (*written_by(shown, self.tokenizer, task.template), text_digest(shown))
+        shown["written"] = asdict(Written(*made, task.documents))
+        return Response(shown, task.top)
+
+    def _draws(self, task: Task) -> torch.Tensor:
+        room = min(self.config.max_new_tokens, self.context - len(task.prompt))
+        return uniforms(self.config.seed, task.id, len(task.answers), room)
+
+    def _take(self, task: Task, answer: Answer) -> bool:
+        """Add an answer to its task; returns whether to answer the user's next turn."""
+        text = spoken(answer.said, self.tokenizer).rstrip("\ufffd").strip()
+        task.problem = answer.failure or ("" if text else "empty")
+        if not (task.problem or answer.ended or self.config.keep_truncated):
+            task.problem = "truncated"
+        if task.problem:
+            if task.messages is not None:
+                task.upcoming.insert(0, task.messages.pop()["content"])
+            return False
+        task.keep(answer)
+        if task.messages is None:
+            whole = [*task.prompt, *answer.said]
+            shown = [{"role": "assistant", "content": self._text(whole)}]
+            task.parted = parting(whole, shown, self.tokenizer, "none")
+            return False
+        before, through = map(self._verbatim, (task.prompt, [*task.prompt, *answer.said]))
+        verbatim = through[len(before) :]  # with the space that some tokenizers leave out where a text begins
+        written, asked = task.documents[-1].ids, task.messages
+        task.messages = [*asked, {"role": "assistant", "content": verbatim}]
+        if parting(written, task.messages, self.tokenizer, task.template):
+            task.messages = [*asked, {"role": "assistant", "content": text}]
+            task.parted = task.parted or parting(written, task.messages, self.tokenizer, task.template)
+        return bool(answer.ended and task.upcoming) and self._ask_next(task)
+
+    def _ask_next(self, task: Task) -> bool:
+        """Add the user's next turn; False if it cannot be answered, and the conversation then ends before it."""
+        assert task.messages is not None
+        task.messages.append({"role": "user", "content": task.upcoming.pop(0)})
+        render(task, self.tokenizer, self.context)
+        if task.problem or len(task.prompt) >= self.context:
+            task.upcoming.insert(0, task.messages.pop()["content"])
+            return False
+        task.parted = task.parted or parting(task.documents[-1].ids, task.messages, self.tokenizer, task.template)
+        return True
+
+    def _verbatim(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    def _text(self, tokens: Iterable[int]) -> str:
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text).rstrip("\ufffd")  # an incomplete character at the end of the budget
+
+
+def load_target(
+    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel | LayerStack:
+    """The target's layers, where their passes for several texts are as fast as padded ones; else the whole model.
+
+    Laid out by rule: a resumed run must not round otherwise. Raises `UserError`.
+    """
+    if device.type == "cpu" and config.device_map is None and why_not_by_layers(target.config) is None:
+        with suppress(NotByLayersError), ruled():
+            stack = target.stack(dtype=dtype, device=device)
+            lay_out(stack, device)
+            return stack
+    model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
+    if config.device_map is None:
+        model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+        if can_pack(device, dtype):
+            pack_linears(model)
+    return model.eval()
+
+
+def context_length(target: PreTrainedConfig) -> int:
+    """The target's context length in tokens; practically unlimited if its config has no limit."""
+    return getattr(target.get_text_config(), "max_position_embeddings", None) or 2**31
