@@ -6,7 +6,7 @@ CPU launches them. So on a GPU a step is a CUDA graph over static buffers. Elsew
 
 import inspect
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,23 +50,7 @@ class Forward:
         return logits
 
 
-class BatchState(Protocol):
-    """Prompts that are continued together. Rows are in the order of the remaining prompts."""
-
-    def feed(self, tokens: Tensor) -> Tensor:
-        """The logits [B, V] after one more token of each row, tokens [B]. They are valid until the next call."""
-        ...
-
-    def should_shrink(self, rows: int, left: int) -> bool:
-        """Whether to drop finished rows: all but `left` of `rows`."""
-        ...
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with these rows only."""
-        ...
-
-
-def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tuple[BatchState, Tensor]:
+def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> "tuple[GrowingBatch | FixedBatch, Tensor]":
     """Feed left-padded prompts, ids and mask [B, n], which are then continued by up to `budget` tokens.
 
     Returns the batch and the logits [B, V] after the prompts.
@@ -92,30 +76,33 @@ def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
 
 
 class GrowingBatch:
-    """Any model and device; the cache is copied with every token."""
+    """Prompts that are continued together, by any model on any device; the cache is copied with every token.
+
+    Rows are in the order of the remaining prompts.
+    """
 
     def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor):
         self._forward, self._cache, self._mask, self._positions = forward, cache, mask, positions
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """See `BatchState.feed`."""
+        """The logits [B, V] after one more token of each row, tokens [B]. They are valid until the next call."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         self._positions = self._positions + 1
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
     def should_shrink(self, rows: int, left: int) -> bool:
-        """See `BatchState.should_shrink`; shrinking copies the cache."""
+        """Whether to drop finished rows, all but `left` of `rows`, which copies the cache."""
         return left <= 0.75 * rows
 
     def keep(self, rows: Tensor) -> None:
-        """See `BatchState.keep`."""
+        """Continue with these rows only."""
         # The only method to select rows that hybrid caches have too.
         self._cache.reorder_cache(rows)  # type: ignore[arg-type]  # asks for torch's legacy class
         self._mask, self._positions = self._mask[rows], self._positions[rows]
 
 
 class FixedBatch:
-    """Steps over buffers with spare slots, each a replay of one graph, captured again when the buffers change.
+    """As `GrowingBatch`. A step over buffers with spare slots replays one graph, made anew when the buffers change.
 
     A model that cannot be captured runs without a graph, with a warning. A step writes only to the given slot, so it
     may be run repeatedly.
@@ -135,7 +122,7 @@ class FixedBatch:
         self._make_room()
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """See `BatchState.feed`."""
+        """See `GrowingBatch.feed`."""
         if self._length == self._mask.shape[-1]:
             self._make_room()
         self._mask[..., self._length] = True
@@ -152,11 +139,11 @@ class FixedBatch:
         return self._logits
 
     def should_shrink(self, rows: int, left: int) -> bool:
-        """See `BatchState.should_shrink`; shrinking needs a new graph, which costs as much as about twenty steps."""
+        """See `GrowingBatch.should_shrink`; shrinking needs a new graph, which costs as much as about twenty steps."""
         return left <= rows / 2 and rows > _FEW
 
     def keep(self, rows: Tensor) -> None:
-        """See `BatchState.keep`."""
+        """See `GrowingBatch.keep`."""
         for layer in self._layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         self._mask, self._positions, self._tokens = self._mask[rows], self._positions[rows], self._tokens[rows]

@@ -202,7 +202,7 @@ def answering_takes(monkeypatch):
     def take(seconds):
         def slow(responder, tasks):
             answer(responder, tasks)
-            now[0] += seconds(now[0])
+            now[0] += seconds(now[0]) * -(-len(tasks) // responder.config.batch_size)
 
         monkeypatch.setattr(Responder, "answer", slow)
         monkeypatch.setattr(responses_module, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now[0]))
@@ -220,7 +220,7 @@ def thirty_seconds_a_batch(answering_takes):
 def test_a_machine_that_becomes_slow_ends_in_time(make, answering_takes, capsys, seconds, batches_done):
     """Twice as slow from the middle on: no batch begins after the time, and a line says what is left."""
     now = answering_takes(lambda at: seconds * (1 if at < 30 else 2))
-    config = make(batch_size=2, minutes=1)
+    config = make(batch_size=2, shard_size=99, minutes=1)
     generate_responses(config)
     assert now[0] <= 1.1 * 60 + 2 * seconds
     assert len(responses(config)) == 2 * batches_done
