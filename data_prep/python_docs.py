@@ -33,8 +33,8 @@ from outrider.data_prep.text.sources import Split, is_heldout
 Json = Mapping[str, Any]
 RECORD_FILE = "prompts.json"
 FILES: dict[Split, str] = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
-_FEWEST, _HELDOUT = 10, 12  # prompts of a user's file at least, and of them to be held out
-_QUOTED = 900  # characters of a documentation that a prompt gives, at most
+_FEWEST, _HELDOUT = 10, 12  # least prompts of a user's file, and least held-out prompts if it has twice as many
+_QUOTED = 900  # most characters of documentation in a prompt
 
 # Public modules that only define things when they are imported. A package stands before its modules.
 MODULES = """
@@ -90,7 +90,7 @@ TEMPLATES = {
         "Summarise what this says about {name} in two or three bullet points:\n\n{text}",
     ),
 }
-_WORDS = {"rewrite": 14, "summarise": 40}  # of a text, from which on that can be asked
+_WORDS = {"rewrite": 14, "summarise": 40}  # least words of a text for a prompt of the category
 _CALLED = (
     FunctionType, BuiltinFunctionType, MethodDescriptorType, ClassMethodDescriptorType, classmethod, staticmethod,
 )  # fmt: skip
@@ -111,9 +111,9 @@ class Subject(NamedTuple):
 
 
 def write_prompts(config: PromptsConfig, modules: str = MODULES) -> None:
-    """Write both files to `config.out_dir`: of `config.file`, else about what `modules` document. Raises `UserError`.
+    """Write both files to `config.out_dir`: the prompts of `config.file`, or without it about objects of `modules`.
 
-    Under a launcher, only the main process writes.
+    Under a launcher, only the main process writes. Raises `UserError`.
     """
     state = join_processes()
     folder = require_writable(config.out_dir)
@@ -159,7 +159,7 @@ def _documented(config: PromptsConfig, modules: str) -> dict[Split, list[Json]]:
 
 
 def own_split(path: Path, heldout_fraction: float = PromptsConfig.heldout_fraction) -> dict[Split, list[Prompt]]:
-    """The prompts of a user's file, each once, the held-out ones evenly spread; all of one first turn are on one side.
+    """The prompts of a user's file, each once, the held-out ones evenly spread. The same first turn is in one split.
 
     Raises `UserError` for too few.
     """
@@ -177,7 +177,7 @@ def own_split(path: Path, heldout_fraction: float = PromptsConfig.heldout_fracti
 
 
 def questions(subject: Subject, most: int) -> list[Json]:
-    """At most `most` prompts about one subject, each of another category; a hash of its name chooses."""
+    """At most `most` prompts about one subject, of different categories, chosen by a hash of its name."""
     words, found = {"name": f"`{subject.name}`", "text": subject.text}, []
     for category, templates in TEMPLATES.items():
         asked = category == "error" if category in ("error", "example", "test", "chat") else None
@@ -194,7 +194,7 @@ def _number(key: str) -> int:
 
 
 def subjects(modules: Sequence[str]) -> Iterator[Subject]:
-    """The documented functions, classes and methods of the modules; an object or a text where it stands first only."""
+    """The documented functions, classes and methods of the modules, without repeated objects and repeated texts."""
     known: dict[int, object] = {}  # by id; held, so that no id is used again
     texts: set[str] = set()
     for name in modules:

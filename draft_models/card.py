@@ -16,9 +16,9 @@ LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -> None:
     """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
-    use: instructions for a drafter of its kind, with {path} and {target} to fill in; target: the target's name or
-    directory; facts: one line each; a "tau", or without one a "tau_analytic", below `LEAST_TAU` makes a warning, in the
-    log too. Paths are as the command had them, so that the lines work where it was run.
+    use: instructions for a drafter of its kind, with {path} and {target} to fill in. target: its name or directory.
+    facts: one line each. If "tau", or without it "tau_analytic", is below `LEAST_TAU`, card and log have a warning.
+    Paths are relative if the command's were, so the lines work in the directory where the command ran.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub

@@ -69,7 +69,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
 
 @contextmanager
 def _tidily(work: Path) -> Iterator[None]:
-    """Remove `work` after what builds in it; after a failure keep only the shards for a resumed build."""
+    """Remove `work` at the end of the context; after an error keep its shards, from which a build can be resumed."""
     try:
         yield
         shutil.rmtree(work)
@@ -94,7 +94,7 @@ def _build(
     counts: Counts,
     shards: Shards,
 ) -> None:
-    """Count `shards` and write the table; counts: of the records that they were made of."""
+    """Count `shards` and write the table; counts: how many records were read, skipped, …"""
     if not shards.tokens:
         found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
         why = counts.first or "give more data"
@@ -103,7 +103,7 @@ def _build(
     parts = [part for other in others for part in other.facts.get("merged") or [other.facts]]
     digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
     if len(set(digests)) < len(digests):
-        warn("merge: one corpus is in it more than once, and counts as often")
+        warn("merge: one corpus is in it more than once, so its n-grams count more than once")
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
         _require_room_to_sort(shards, others, memory)

@@ -37,7 +37,7 @@ class Passage(NamedTuple):
     """A document as text, or a piece of a long one.
 
     ends: the EOS token follows it, as it follows a target's answer. continues: it belongs to the same document as the
-    previous passage. ids: of an answer that its target has written in tokens of this tokenizer, instead of a text.
+    previous passage. ids: an answer's own tokens, if the target wrote it in this vocabulary; `text` is then "".
     """
 
     text: str
@@ -66,8 +66,8 @@ class Shards(NamedTuple):
 def passages(records: Iterable[Record], text: str, encoder: Encoder | None = None) -> Iterator[Passage]:
     """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
-    text: assistant (only the assistant's messages of a conversation) or all (all messages). Answers that are `Written`
-    in tokens of `encoder` are given as these.
+    text: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose tokens are
+    recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
     """
     size = 0 if encoder is None else encoder.vocabulary
     for record in records:
@@ -86,7 +86,7 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder | None = Non
 
 
 def _written(record: Record, encoder: Encoder | None, size: int) -> Iterator[Passage]:
-    """The answers of a record, or its plain text, in the `size` tokens of `encoder`; nothing if they are not known."""
+    """The recorded tokens of a record's answers, or of its plain text, if their vocabulary is that of `encoder`."""
     written = record.get("written")
     if written is None or encoder is None:
         return
@@ -233,7 +233,7 @@ def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Enc
 
 
 def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
-    """`ids` in parts between those that the model has no rows for: no draft may have them."""
+    """`ids`, split at ids for which the model's embedding has no row; these are left out, as no draft may have them."""
     if encoder.rows is None:
         return [ids]
     first, *others = np.split(ids, np.flatnonzero(ids >= encoder.rows))

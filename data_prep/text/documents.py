@@ -43,11 +43,11 @@ class Document(NamedTuple):
 def encode(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts | None = None
 ) -> list[Document]:
-    """The documents of records, in order: one each, or of a record with the target's own tokens one for each text that
-    the target has read. Only its answers are supervised, token for token. Where they are of another tokenizer or
-    template the text is tokenised as that of any record, and a warning says so.
+    """The documents of records, in order.
 
-    Each other record is tokenised over its full text; a long one in pieces (see `encode_all`).
+    A record that holds the target's own tokens (`Written`) has a document for each recorded text; only the answers are
+    supervised. If the tokens are of another tokenizer or template, a warning says so, and the text is tokenised. Any
+    other record is one document of its full text, tokenised in pieces if it is long (see `encode_all`).
 
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
@@ -84,7 +84,7 @@ def encode(
 
 
 def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
-    """The documents of the target's own tokens; none if there are none of this tokenizer and template."""
+    """The documents of the recorded tokens; none if there are none, or none of this tokenizer and template."""
     written, documents = record.get("written"), list[Document]()
     if written is None:
         return []
@@ -100,7 +100,7 @@ def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template:
 
 
 def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
-    """Digests of what decides the ids of a record's prompts: see `Written`."""
+    """Digests of the tokenizer and the template, which determine the ids of a record's prompts (see `Written`)."""
     named = template if "messages" in record else "none"
     rendered = json.dumps([named, named == "tokenizer" and tokenizer.chat_template], sort_keys=True)
     return _digest_of(tokenizer, len(tokenizer)), hashlib.sha256(rendered.encode()).hexdigest()[:16]

@@ -43,8 +43,8 @@ AS_DECLARED = ReadingChanges()
 class StoredHead:
     """A head on disk, checked but not loaded: its dialect, its reading, and its tensors' locations.
 
-    config: its config.json. reading: the one that its config declares, with overrides applied. stored: the tensors'
-    names in the files, by their names here.
+    config: its config.json. reading: the one that its config declares, with overrides applied. stored: this toolkit's
+    name of each tensor → its name in the files.
     """
 
     source: str
@@ -60,7 +60,7 @@ class StoredHead:
         return {name: read[stored] for name, stored in self.stored.items()}
 
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The tensors of its `reading`, which differ from the stored ones if it is not the declared reading."""
+        """The tensors that its `reading` uses: not all of the stored ones, or more norms, if it has overrides."""
         return fit_tensors(self.reading, self.tensors(dtype, device), self.source)
 
     @property
@@ -192,8 +192,8 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         return None  # t2d may then be anything: trainers ignore it
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise UserError(
-            f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
-            f"the same. The vocabulary was counted anew, or never put in. {remedy}"
+            f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); "
+            f"expected the same. The trainer may have changed one map without the other. {remedy}"
         )
     return ids
 
@@ -250,7 +250,7 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
 
 
 def _scale_of(norm: nn.Module, width: int, stack: LayerStack) -> Tensor:
-    """The factor of a norm in each of `width` dimensions, whatever its weight means."""
+    """The factor by which a norm scales each of `width` dimensions; a norm may use its weight w as w or as 1 + w."""
     signs = torch.ones(width, dtype=stack.dtype, device=stack.device)
     signs[::2] = -1  # mean 0 and mean square 1, so that neither kind of norm rescales it
     found: Tensor = norm(signs) * signs
@@ -275,8 +275,8 @@ def save_head(
 ) -> None:
     """Write `head` to directory `path` in `dialect`, for reloading: config.json and model.safetensors.
 
-    target, target_name: of the target it was trained for. drafted: suggested tokens per round for a server. made_here:
-    False for another trainer's head, whose reading may be wrong. Raises `UserError` naming what `dialect` cannot say.
+    target, target_name: config and name of its target. drafted: suggested tokens per round for a server. made_here:
+    False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
     require_said(head.reading, shapes_of(head), dialect, target)
     tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
@@ -290,7 +290,7 @@ def save_head(
 
 
 def _tensors(head: Eagle3, dialect: Written) -> dict[str, Tensor]:
-    """The tensors by their names here; with d2t and t2d for a draft vocabulary, or if readers always expect them."""
+    """The tensors by their names here; with d2t and t2d if it has a draft vocabulary or `dialect` requires them."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     ids = stored.pop(DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":

@@ -54,7 +54,7 @@ _SWITCHES: dict[str, tuple[str, bool | str]] = {
 # The names in SGLang's first EAGLE-3.1 code for the norms of the aux hidden states, and for their switch.
 _FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
-# What the readers' own code of each dialect that is written supports of the fields in `_PLAIN`.
+# For each dialect that is written: the fields of `_PLAIN` that the code of its readers supports.
 _KNOWN: dict[Written, tuple[str, ...]] = {
     "specforge": ("tap_norms", "norm_output"),
     "speculators": (
@@ -62,7 +62,7 @@ _KNOWN: dict[Written, tuple[str, ...]] = {
         "mlp_bias",
     ),
 }  # fmt: skip
-_PLAIN: dict[str, object] = {  # the implied value of a field that a dialect does not know
+_PLAIN: dict[str, object] = {  # the value that a reader assumes for a field that it does not support
     **{name: default is True for name, (_, default) in _SWITCHES.items()},
     **dict.fromkeys(("fc_bias", "head_norms", "attention_bias", "mlp_bias"), False),
     "layers": 1,
@@ -170,7 +170,7 @@ def _layer_config(described: object, layers: int) -> PreTrainedConfig:
         raise UserError(f"transformer_layer_config={described!r}: expected a mapping")
     kind = described.get("model_type", "llama")
     if kind not in _LAYERS:
-        raise UserError(f"model_type={kind!r}: expected one of {', '.join(_LAYERS)}, whose layers heads are made of")
+        raise UserError(f"model_type={kind!r}: a head has layers of one of {', '.join(_LAYERS)}")
     given = {key: described[key] for key in (*_LAYER, *_FURTHER) if described.get(key) is not None}
     try:
         return _LAYERS[kind](**given | {"num_hidden_layers": layers})
@@ -199,13 +199,13 @@ def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
 
 
 def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: PreTrainedConfig) -> None:
-    """Raise `UserError` unless what is written in `dialect`, read again, gives `reading`, also to its readers.
+    """Raise `UserError` unless a head written in `dialect` gives `reading` when it is read, here and by other readers.
 
     shapes: of the head's tensors, by their names here.
     """
     if not reading.own_head:
-        raise UserError("reading.own_head=false: expected null: what is written has the rows of its own logits")
-    # As they are written, whatever the source was.
+        raise UserError("reading.own_head=false: expected null: a written head holds the rows of its own logits")
+    # A head is always written with these two values.
     wanted = asdict(replace(reading, draft_ids="offset", own_head=True))
     lost = [name for name, plain in _PLAIN.items() if name not in _KNOWN[dialect] and wanted[name] != plain]
     # The embedding is not a layer's output, and SpecForge's code supports exactly three aux hidden states.

@@ -1,6 +1,6 @@
 """The interpretation of an EAGLE-3 head's tensors: sizes, and everything in which trainers of such heads differ.
 
-That of a new head has its sizes from the target.
+`new_reading` makes one for a head to be trained, with the target's sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from outrider.draft_models.targets.settings import ReadingChanges
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Settings):
-    """A reading of a head (EAGLE-3, arXiv 2503.01840). It and the tensors define the head; others may fit them too.
+    """A reading of a head (EAGLE-3, arXiv 2503.01840). Tensors and reading define a head: tensors may fit several.
 
     Raises `UserError` naming a field with an impossible value.
     """

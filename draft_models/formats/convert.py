@@ -53,7 +53,7 @@ _REMEDY = f"free space, or say by {PLACE} where there is more"
 
 
 def as_safetensors(source: str, revision: str | None = None, *, weights: bool = True) -> tuple[str, str | None]:
-    """(directory or Hub name, revision) from which the model in `source` is read: its own, or those of a conversion.
+    """(directory or Hub name, revision) to read instead of `source`: those given, or the directory of a conversion.
 
     A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `cached`). Raises
     `UserError` if they cannot be converted. weights: see `as_described`.
@@ -138,7 +138,7 @@ def _on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | N
 
 
 def _has(source: str, revision: str | None, file: str) -> bool:
-    """Whether a Hub repository has a file; as far as is known on this machine if the Hub's client fails."""
+    """Whether a Hub repository has a file. If the Hub's client fails, the local cache decides."""
     try:
         return has_file(source, file, revision=revision)
     except Exception:  # any of its errors: a later read reports why the Hub cannot be reached
@@ -154,7 +154,7 @@ def _kind(has: Callable[[str], bool], config: Path) -> Kind | None:
 def cached(original: Original, *, weights: bool = True) -> Path:
     """The directory that holds `original` as safetensors, converted now or earlier.
 
-    weights: off if everything else of it is enough. One process converts it, and others wait. Raises `UserError` if it
+    weights: False if config and tokenizer are enough. One process converts, and others wait. Raises `UserError` if it
     cannot be converted, or, naming the remedy, if it cannot be written.
     """
     folder, stamp = cache_folder(), _stamp(original.files)
@@ -221,7 +221,7 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
     if not _is_whole(entry):
         if os.environ.get("OUTRIDER_CACHE_GB"):
             warn(f"OUTRIDER_CACHE_GB is gone: a conversion is kept until you remove its directory from {folder}")
-        for leftover in (part, entry):  # of a killed process, and of an entry of which somebody removed something
+        for leftover in (part, entry):  # a killed process leaves `part`; `entry` may lack files that somebody removed
             shutil.rmtree(leftover, ignore_errors=True)
         try:
             if described:

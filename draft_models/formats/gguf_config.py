@@ -1,6 +1,6 @@
-"""The transformers config of a model in a GGUF file: by transformers' map of its keys, and by what that leaves out.
+"""The transformers config of a model in a GGUF file: by transformers' map of its keys and the additions in `Family`.
 
-A key that neither knows is refused: it may change what the model computes.
+A key in neither is refused: it may change what the model computes.
 """
 
 import math
@@ -21,11 +21,11 @@ from outrider.draft_models.formats.gguf_file import MOST_LAYERS, GgufFile, Value
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers' map leaves out of the files that ggml calls by one architecture.
+    """What transformers' map lacks for one of ggml's architectures.
 
-    kind: transformers' model type. keys: the config's fields by keys that the map lacks or takes for another field;
-    "" where the tensors say it. biases: fields that are on if layer 0 has this bias. partial: whether a part of a head
-    may be without rotary positions.
+    kind: transformers' model type. keys: GGUF key → config field, where the map lacks the key or has another field;
+    "": read from the tensors instead. biases: config field → bias of layer 0; the field is true if the tensor exists.
+    partial: whether a part of a head may be without rotary positions.
     """
 
     kind: str
@@ -91,7 +91,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     kv_heads = _count(file, "attention.head_count_kv", heads)
     head_dim = _count(file, "attention.key_length", hidden // heads)
     rotary = _count(file, "rope.dimension_count", head_dim)
-    may_differ = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # as models count it
+    may_differ = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # models round the product like this
     if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not may_differ):
         raise UserError(
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
@@ -124,7 +124,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["rope_parameters"] = _rope(file, head_dim, rotary)
     if kind == "stablelm":
         values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    if "query_pre_attn_scalar" in known:  # no key says it
+    if "query_pre_attn_scalar" in known:  # it has no key
         values["query_pre_attn_scalar"] = hidden // heads if (name, layers) in _WIDE_SCALE else head_dim
     try:
         return AutoConfig.for_model(kind, **values)
@@ -155,9 +155,9 @@ def _own_keys(file: GgufFile) -> dict[str, Value]:
 
 
 def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int | float]:
-    """The config's fields that a key says. Raises `UserError` for a key that no map knows, and for one that is missing.
+    """The config's fields that have a key. Raises `UserError` for an unknown key, and for a missing one.
 
-    A missing key of `keys` has the config's default, unless the default is only one model's.
+    A missing key of `keys` leaves the config's default, unless that default fits one model only.
     """
     own, theirs = _own_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
     for key, value in own.items():
@@ -211,7 +211,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
-    """`rope_parameters` of the config, of which transformers' map has the base alone.
+    """`rope_parameters` of the config; transformers' map has only their base.
 
     rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
     """
@@ -258,7 +258,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
 
 
 def llama3_factors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float32]:
-    """By what Llama 3's `rope` divides each frequency, [head_dim / 2]."""
+    """The divisor of each frequency under Llama 3's scaling `rope`, float32 [head_dim / 2]."""
     parameters = {"rope_type": "llama3", **rope}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
     plain = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)

@@ -32,7 +32,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
             f"{file.path}: {_KEY}model={kind!r}; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
         )
     tokens = file.texts(f"{_KEY}tokens")
-    if _is_gemma(file):  # llama.cpp's converter has put spaces in the place of a user-defined token's ▁
+    if _is_gemma(file):  # llama.cpp's converter replaces ▁ by a space in user-defined tokens
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     try:
         tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
@@ -106,8 +106,8 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     """All splits of a token into two tokens, best token first: merges equivalent to SentencePiece's BPE with scores.
 
-    That joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers go by the
-    ids, and join to user-defined tokens, too.
+    SentencePiece joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers
+    rank merges by id instead of score; the joined token may be user-defined.
     """
     given, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
     scores = [one for one in given if isinstance(one, float)]
@@ -139,7 +139,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
         wanted = [
             token for token, one in zip(tokens, types, strict=True) if one == kind or (special and one == _UNKNOWN)
         ]
-        strips = phi3 and special  # Phi 3's own tokens take the spaces after them, which no key says
+        strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; the file has no key for it
         add(
             [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEPT_SPACE)
              for token in wanted]

@@ -1,4 +1,4 @@
-"""A model as it was published: the interface for its conversion, and a Hugging Face directory of tensors' files.
+"""A model as it was published: the interface for its conversion, and a Hugging Face directory with files of tensors.
 
 The files are safetensors or torch's older pickles (.bin), one or several with an index; fp8 weights are dequantised.
 """
@@ -163,7 +163,7 @@ def read_sealed(path: Path, sha256: object, remedy: str) -> bytes:
 
 @dataclass(frozen=True)
 class Kind:
-    """A format of weights, with transformers' file names of a checkpoint in it."""
+    """A format of weights, with the file names that transformers gives to a checkpoint of this format."""
 
     name: str
     single: str

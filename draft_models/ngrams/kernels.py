@@ -268,7 +268,7 @@ def count_buckets(keys, shift, buckets):
 
 @kept
 def reaching(starts, counts, least):
-    """The numbers of contexts and of successors that occurred `least` times; a context's first successor did most."""
+    """The numbers of contexts and of successors with a count ≥ `least`; a context's first count is its largest."""
     contexts, successors = 0, 0
     for context in range(len(starts) - 1):
         contexts += counts[np.int64(starts[context])] >= least

@@ -1,4 +1,4 @@
-"""A tokenizer for readers of text: of a target in any format, or in a SentencePiece file without a model."""
+"""`Encoder`: the tokenizer of a target in any format, or of a SentencePiece file, for reading text without torch."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ class Encoder(NamedTuple):
     """A tokenizer: texts → ids without special tokens, its pieces and their ids, the EOS id if it has one, a digest of
     everything that determines its output, and the BOS id if it has one.
 
-    rows: of the embedding of the model beside it, if they are fewer than the tokenizer's ids.
+    rows: the rows of the model's embedding, if there is a model and they are fewer than the tokenizer's ids.
     """
 
     encode: Callable[[list[str]], Sequence[Sequence[int]]]

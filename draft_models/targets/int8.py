@@ -24,8 +24,8 @@ class Int8Linear(nn.Module):
     codes: int8 [out, in]. scale: [out], in the dtype it computes in. bias: [out] or None.
 
     The scale is applied to the sum. A product of code and scale would be rounded to 16 bits again, which would change
-    the weights. The codes themselves are exact in bfloat16. For `x` of another dtype it computes in that dtype, as
-    `precise` does.
+    the weights. The codes themselves are exact in bfloat16. An `x` of another dtype is multiplied in that dtype, as
+    `inference.measure.lossless.precise` needs.
     """
 
     codes: Tensor
@@ -52,7 +52,7 @@ class Int8Linear(nn.Module):
         return scaled(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-Linear = nn.Linear | Int8Linear  # a layer as a model is loaded with it
+Linear = nn.Linear | Int8Linear  # a linear layer of a loaded model, before it gets another layout
 
 
 def scaled(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

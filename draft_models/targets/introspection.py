@@ -276,7 +276,7 @@ class _KnownHead(nn.Module):
 
 
 def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
-    """The model's transformation of its head's logits, found by known ones. Raises `ValueError` for an unknown one."""
+    """What the model does to its head's logits, found by a head of known output. Raises `ValueError` if unsupported."""
     device, dtype = _place(model)
     given = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
     parent_name, _, attribute = head.rpartition(".")

@@ -1,5 +1,5 @@
-"""The check of a target or drafter at load: its tensors must be those that transformers loads from the same place, and
-run by this toolkit it must give the logits of its own forward."""
+"""The check of a target or drafter at load. Its tensors must be those that transformers loads from the same place. Its
+logits must be the same when this toolkit runs it and when its own forward does."""
 
 import copy
 import re
@@ -46,7 +46,7 @@ def prove_weights(model: PreTrainedModel, layers: Sequence[int], theirs: PreTrai
     held, numbered = theirs.state_dict(), re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
     for place, tensor in model.state_dict().items():
         stored = numbered.sub(lambda found: str(layers[int(found[0])]), place, count=1)
-        other = held.get(stored, tensor)  # of a layer that is not among the first
+        other = held.get(stored, tensor)  # `theirs` may lack later layers: these are not compared
         pair = [one.to(tensor.device).flatten().view(torch.uint8) for one in (tensor, other)]
         if other.dtype != tensor.dtype or not torch.equal(*pair):
             raise UserError(
@@ -60,7 +60,7 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
 
     Weights of 16 bits are compared in float32. If a copy of the whole is too large, a copy of some layers is compared
     (see `_one_of_each_kind`), and the whole coarsely. name: the model's option and value, for the message.
-    largest: bytes of a copy; few: tokens of the vocabulary of one of some layers.
+    largest: bytes of a whole copy. few: vocabulary size of a copy of some layers.
     """
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         _prove_layers(model, name, EXACT)
@@ -89,7 +89,7 @@ def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
         if not difference <= allowed:  # also true for NaN
             raise NotByLayersError(
                 f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
-                f"spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
+                f"spread at {place} (rounding: up to {allowed:.0e}), so its forward has an unknown step. "
                 "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
             )
 
@@ -186,8 +186,8 @@ def _expected(model: PreTrainedModel, length: int) -> Tensor:
 def _difference(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
     """The largest difference of the logits of `target.rows` from the `expected` ones over all tokens, and its place.
 
-    A root and its two children are fed in one pass after the prompt. Then one child is dropped, and a token is fed
-    after the other:
+    A root and its two children are fed in one pass after the prompt. Then the first child is dropped, and a token is
+    fed after the second child:
 
         prompt ─ root ┬ dropped
                       └ kept ─ follower

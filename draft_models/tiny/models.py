@@ -27,7 +27,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
 WINDOW = 48  # of sliding attention: shorter than the texts of a rehearsal
-# By the `model_type` of transformers: what its config needs beside the sizes that all have (see `save_tiny_model`).
+# Further fields of the config, by transformers' `model_type`; all have `_SIZES`.
 TINY_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": WINDOW},
@@ -55,9 +55,8 @@ def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | N
 
     like: the config of a model whose architecture is used if it can be made tiny and run layer by layer.
 
-    `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
-    drafter's, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's. The three drafters that have hidden states have
-    calibration heads.
+    `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with the same tokenizer. `EARLY_EXIT` holds an early
+    exit, `EAGLE3` an EAGLE-3 head, `TABLE` an n-gram table. Each drafter but the table has a calibration head.
     """
     transformers_logging.disable_progress_bar()
     if like is not None:

@@ -1,4 +1,4 @@
-"""The answers to audit: read from a file, or asked of a server and written as they come, so that a killed run goes on.
+"""The answers to audit, from a file or a server. A server's answers are written in steps, so a killed run can resume.
 
 A line of the file has a prompt, what was said after it, and how its tokens were chosen.
 """
@@ -26,12 +26,12 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
 
 ANSWERS = "answers.jsonl"
-ROUNDS = 4  # requests of each connection between two writes: what a killed run asks again
+ROUNDS = 4  # requests of each connection between two writes; a killed run repeats at most these
 
 
 @dataclass(frozen=True)
 class ServedAnswer(SamplingConfig):
-    """A line: an answer, and how its tokens were chosen. What has texts and no ids is tokenised when it is read."""
+    """A line: an answer, and how its tokens were chosen. A text without ids is tokenised when the line is read."""
 
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class ServedAnswer(SamplingConfig):
 
 
 def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
-    """The answers in a file by the numbers of their lines. Raises `UserError` naming a line that is none."""
+    """The answers in a file, by line number. Raises `UserError` that names a line without a valid answer."""
     found = {}
     for number, row in read_file(Path(file)):
         try:
@@ -54,7 +54,7 @@ def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
 
 
 def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
-    """`answer` with the ids of its texts. Raises `UserError` for what the target can neither read nor say."""
+    """`answer` with the ids of its texts. Raises `UserError` for unknown ids and for more than the target's context."""
     most = context_limit(target.config)
     for key, text, ids in (("prompt", answer.prompt, answer.prompt_ids), ("text", answer.text, answer.output_ids)):
         require(not (text and ids), key, text, "a text or ids, not both")
@@ -71,9 +71,9 @@ def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
 
 
 def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: Path) -> dict[str, int | None]:
-    """Have answers.jsonl in `folder` hold the answers to all prompts. Returns how many there are, and are missing.
-
-    Raises `UserError` for a server or prompts that cannot be used, and for answers that were asked for otherwise.
+    """Request the missing answers and write all to answers.jsonl in `folder`. Returns the numbers of all prompts and of
+    unanswered ones. Raises `UserError` for a server or prompts that cannot be used, and if the answers that are there
+    were requested with other settings.
     """
     file, prompts = folder / ANSWERS, _prompts(config, target)
     shared = {name: getattr(config, name) for name in OF_SERVERS if name in GenerateConfig.__dataclass_fields__}
@@ -94,8 +94,8 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
     todo = [ids for ids in prompts if len(ids) < server.context and ids not in answered]
     for start in counted(range(0, len(todo), asked.batch_size), "asking", "batches"):
         some = todo[start : start + asked.batch_size]
-        rooms = [min(config.max_new_tokens, server.context - len(ids)) for ids in some]
-        draws = [uniforms(config.seed, prompts[ids], 0, room) for ids, room in zip(some, rooms, strict=True)]
+        limits = [min(config.max_new_tokens, server.context - len(ids)) for ids in some]
+        draws = [uniforms(config.seed, prompts[ids], 0, limit) for ids, limit in zip(some, limits, strict=True)]
         for ids, said in zip(some, server.answer(some, draws), strict=True):
             if said.tokens:
                 one = replace(like, prompt_ids=[*ids], output_ids=[*said.tokens], retokenised=said.retokenised)

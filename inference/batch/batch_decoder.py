@@ -20,7 +20,7 @@ from outrider.inference.core.token_selector import TokenSelector
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
 
-# Takes an answer to the prompt at a place; returns the next prompt there and its numbers, None if there is none.
+# (place, answer to the prompt at that place) → the next prompt for the place and its numbers; None: no further one.
 After = Callable[[int, Answer], tuple[Sequence[int], Tensor] | None]
 
 
@@ -74,7 +74,7 @@ class Generator:
         return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
 
     def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], after: After) -> None:
-        """`answer` for layers, and answer what follows as soon as an answer has ended, beside the others."""
+        """`answer` for layers. When an answer ends, `after` gets it, and the prompt that it returns joins the batch."""
         stage = Stage(f"a batch of {len(prompts)}", 0, "tokens at most")
         with closing(Batch()) as batch, stage:
 
@@ -145,7 +145,7 @@ class _Continuation(TokenSelector):
 
     @property
     def open(self) -> bool:
-        """Whether it goes on after its last token."""
+        """Whether a further token is wanted."""
         ended = bool(self.tokens) and (self.tokens[-1] == _FAILED or self.tokens[-1] in self._generator.eos)
         return not ended and len(self.tokens) < len(self.numbers)
 

@@ -57,7 +57,7 @@ from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
-_TOGETHER = 4  # batches, at most, whose prompts join each other as places become free
+_TOGETHER = 4  # most batches that are answered together: a prompt of the next one begins when an answer ends
 
 
 @rehearsable
@@ -99,7 +99,7 @@ def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Seque
 
 
 def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) -> list[Held]:
-    """Of one device, or of all GPUs of one process with device_map. longest: the tokens of the longest text."""
+    """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
     if config.server:
         return []
     place = Place.of(config.dtype, target, longest, planned_device())
@@ -217,7 +217,7 @@ def respond(
         while number < len(made):
             assert responder is not None
             several = 1
-            if number and responder.by_layers is not None:  # as many as a kill may lose, and half the time holds
+            if number and responder.by_layers is not None:  # at most a shard, and half of the remaining time
                 most = min(_TOGETHER, (config.shard_size - len(shard)) // config.batch_size)
                 several = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
             batch = [task for one in made[number : number + several] for task in one]

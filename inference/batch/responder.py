@@ -54,9 +54,9 @@ class Responder:
         self.by_layers = generator if isinstance(model, LayerStack) else None
 
     def answer(self, tasks: Iterable[Task]) -> None:
-        """Answer all turns of the tasks: one turn of all tasks at a time.
+        """Answer all turns of the tasks: one turn of all tasks at a time, in padded batches or by a server.
 
-        Over layers each turn when it can be asked, and of `batch_size` tasks at a time: others join as these end.
+        Over layers, `batch_size` tasks are in work: when an answer ends, its task's next turn begins, or another task.
         """
         waiting = list(tasks)
         if self.by_layers is not None:
@@ -110,7 +110,7 @@ class Responder:
             task.parted = parting(whole, shown, self.tokenizer, "none")
             return False
         before, through = map(self._verbatim, (task.prompt, [*task.prompt, *answer.said]))
-        verbatim = through[len(before) :]  # with the space that some tokenizers leave out where a text begins
+        verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
         written, asked = task.documents[-1].ids, task.messages
         task.messages = [*asked, {"role": "assistant", "content": verbatim}]
         if parting(written, task.messages, self.tokenizer, task.template):
@@ -140,9 +140,9 @@ class Responder:
 def load_target(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel | LayerStack:
-    """The target's layers, where their passes for several texts are as fast as padded ones; else the whole model.
+    """The target's layers if their passes over several texts are as fast as padded ones; else the whole model.
 
-    Laid out by rule: a resumed run must not round otherwise. Raises `UserError`.
+    Its layout follows a fixed rule, so that a resumed run rounds alike. Raises `UserError`.
     """
     if device.type == "cpu" and config.device_map is None and why_not_by_layers(target.config) is None:
         with suppress(NotByLayersError), ruled():

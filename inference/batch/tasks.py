@@ -74,8 +74,8 @@ class Task:
     """A prompt, and its answers so far.
 
     source: the location of the record. prompt: token ids to continue now. messages: the conversation up to and
-    including the user's turn to answer; None for a plain text. bare: what is rendered for that without a template.
-    upcoming: the user's turns after `messages`.
+    including the user's turn to answer; None for a plain text. bare: the texts or messages to render without a
+    template. upcoming: the user's turns after `messages`.
     """
 
     id: str
@@ -87,14 +87,14 @@ class Task:
     upcoming: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     top: TopK | None = None  # distributions at the answers' tokens
-    documents: list[Read] = field(default_factory=list)  # prompts and answers; turns share one where they can
-    parted: str = ""  # where the text of an answer is first rendered otherwise than it was written
+    documents: list[Read] = field(default_factory=list)  # prompts and answers; successive turns share one if possible
+    parted: str = ""  # the first place where the text of an answer gives other tokens than the target wrote
     retokenised: bool = False  # a server gave text instead of tokens
     problem: str = ""  # why there is no answer, or no further one
     detail: str = ""
 
     def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt. It shares the document of earlier ones if the prompt repeats that."""
+        """Add an answer to the current prompt; in the document of earlier answers if the prompt begins with that."""
         if answer.top is not None:
             self.top = answer.top if self.top is None else self.top.then(answer.top)
         read, earlier = [*self.prompt, *answer.tokens], list[tuple[int, int]]()
@@ -179,14 +179,14 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
     messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
     first, problem = messages[: len(system) + 1], "" if turns else "no_question"
     if any("tools" in message or message["role"] == "tool" for message in asked):
-        problem = "tools"  # their results are not the target's to write
-    elif data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
+        problem = "tools"  # the target does not write a tool's results
+    elif data.template == "none" and turns:  # a text to continue: the answer is its continuation, letter by letter
         return Task(prompt_id(first), record["id"], data.template, [], bare=first)
     return Task(prompt_id(messages), record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
 
 
 def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
-    """Set the prompt of a task, or its problem if that cannot be used."""
+    """Set the prompt of a task; if the target cannot use this prompt, set the task's problem instead."""
     template, said = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
     try:
         if turns := task.messages or task.bare:
@@ -198,18 +198,18 @@ def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None
 
 
 def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: int, seconds: float) -> str:
-    """How long all prompts take by the first batch: of `answered` prompts, with so many tokens in so many seconds."""
+    """An estimate of the time of all prompts, from a first batch of `answered` prompts, its `tokens` and `seconds`."""
     whole = prompts / answered
     said = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
     return f"{said} all_tokens={whole * tokens:.0f} all_take='{in_words(whole * seconds)}': {ending(config)}"
 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
-    """What is odd about the texts of `tasks`, the last of so many answered ones and the first that are; else ""."""
+    """A warning if texts of `tasks` give other tokens than the target wrote, else ""; answered: prompts so far."""
     again, parted = sum(task.retokenised for task in tasks), [task for task in tasks if task.parted]
     said = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
     if parted:
-        what = "their text gives other tokens than the target's, which are kept beside it and trained on; first"
+        what = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
         said.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
     return "\n".join(f"responses {line}" for line in said)
 

@@ -41,7 +41,7 @@ class Sizes(Protocol):
 
 
 class Stopwatch:
-    """Seconds since the last `restart`, and by part of a round: one part runs at a time."""
+    """Seconds since the last `restart`, in all and for each part of a round; one part runs at a time."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -59,7 +59,7 @@ class Stopwatch:
         return self._clock() - self._started
 
     def begin(self, part: str) -> str:
-        """Begin `part`, which ends the one that ran; returns the name of that."""
+        """Begin `part`, which ends the running part; returns the name of the ended part."""
         now, ended = self._clock(), self._part
         if ended in self.parts:
             self.parts[ended] += now - self._since
@@ -147,6 +147,6 @@ class DraftModel(Protocol):
         """End the round with the path `tokens` committed, root first; called before the session's own commit.
 
         rows: each token's row in the session if the model shares its layers or reads its hidden states, else its index
-        in the order of feeding. A token that the model was not fed has −1 (or a row that never existed).
+        in the order of feeding. A token that was not fed to the model has −1, or an index beyond the last row.
         """
         ...

@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
 
 
 class WidenedLinear(nn.Module):
-    """An int8 layer whose codes another layout multiplies as floats, which hold them exactly: 2 or 4 bytes each."""
+    """An int8 layer in a layout for floats: the codes are widened to floats of 2 or 4 bytes, which is exact."""
 
     def __init__(self, linear: Int8Linear, lay_out: Callable[[nn.Linear], nn.Module]):
         super().__init__()
@@ -87,8 +87,8 @@ LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
 def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
     """Replace `nn.Linear`s and `Int8Linear`s inside `module` by layers with another layout, for inference.
 
-    choose: which of the `LAYOUTS`, of all layers of one shape. The module no longer holds the plain weights of
-    those that are replaced; whatever else shares its submodules gets the new ones too.
+    choose: layers of one shape → the name of one of the `LAYOUTS`. The plain weights of replaced layers are freed.
+    Another module that shares a submodule gets its new layers too.
     """
     # Subclasses have another forward: a router of experts returns their choice.
     linears: dict[int, Linear] = {
@@ -120,7 +120,7 @@ def chosen_layout(linears: Sequence[Linear], device: torch.device, *, panels: bo
 
 
 def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
-    """Which of the `LAYOUTS` this machine has for a layer; panels: whether that one counts."""
+    """Which of the `LAYOUTS` this machine has for a layer; panels: whether to include "panels"."""
     return [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(linear))]
 
 
@@ -130,7 +130,7 @@ def _dtype_of(linear: Linear) -> torch.dtype:
 
 
 def _bytes_of(linear: Linear) -> int:
-    """Bytes of its weights; codes count as floats, as they may be stored as such."""
+    """Bytes of its weights; int8 codes count as floats, since some layouts store them so."""
     return linear.out_features * linear.in_features * _dtype_of(linear).itemsize
 
 
@@ -144,12 +144,12 @@ def fastest_layout(
 ) -> str:
     """Measure which of `layouts_here` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
-    panels: whether to try that layout too. It serves few rows, for which decoder layers have other kernels already.
+    panels: whether to try "panels" too. This layout is for few rows, for which decoder layers have other kernels.
     small: layers of fewer bytes of weights are not measured.
 
     Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
-    to `FEWEST` in total: the only head of a draft model is not in a cache either when its turn comes. The mean of the
-    logarithms decides. It takes at most some tenths of a second, and the memory of copies of these layers.
+    to `FEWEST` in total. So no weight is in a cache, as in decoding. The mean of the logarithms decides. This takes at
+    most some tenths of a second, and the memory of copies of these layers.
     """
     first = linears[0]
     dtype, size = _dtype_of(first), _bytes_of(first)
@@ -196,8 +196,8 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)
     for holder, layers in together:
-        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are freed
-            holder.at_once = None
+        if holder.at_once.chosen(layers) == ONE_BY_ONE:
+            holder.at_once = None  # frees its copy of the weights
     # If the layers compute a row bit for bit independently of other rows, the head must do so, too.
     if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
         model.head = PanelLinear(model.head)

@@ -165,7 +165,8 @@ def _evaluate(
     todo, must = limit.to_do(len(prompts) // each, groups)
     share, taken = todo[state.process_index :: state.num_processes], 0
     known = None if earlier is None else construct(Prepared, earlier).products
-    waits = known is None and setup.device.type == "cpu" and not state.is_main_process  # for the main one's kernels
+    # On a CPU the main process chooses the kernels; the others load their models after that.
+    waits = known is None and setup.device.type == "cpu" and not state.is_main_process
     models = load_models(config, setup, drafters, known) if share and not waits else None
     positions = longest_text(turns, new, context)
 
@@ -177,7 +178,7 @@ def _evaluate(
         return begun
 
     if earlier is None:
-        state.wait_for_everyone()  # the main process measures once the others wait
+        state.wait_for_everyone()  # no other process may run while the main one measures
         earlier = from_main(state, begin)
     prepared = construct(Prepared, earlier)
     if share:
@@ -287,14 +288,13 @@ def report(
 ) -> list[str]:
     """Write the report of the results in `out_dir`, which must cover `expected` of the `prompts`.
 
-    served: by method, what a serving engine made of it (see `serve_methods`).
-
-    Returns the names of the methods that were not lossless; `OWN_RUN` in their place if plain decoding was not.
+    served: the results of a serving engine, by method (see `serve_methods`). Returns the names of the methods that were
+    not lossless; `OWN_RUN` in their place if plain decoding was not.
     """
     done = _finished(out_dir, config.batch)
     missing = expected - len(done)
     if missing:
-        raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
+        raise UserError(f"out_dir={out_dir}: the results of {missing} prompts are missing there; give resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     together = {"texts_at_once": config.batch} if config.batch > 1 else {}
     facts = (

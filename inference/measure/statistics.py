@@ -1,12 +1,12 @@
 """Statistics of generations: τ and its parts, acceptance by depth, texts that loop, medians with intervals, a verdict.
 
-A text loops if it says a cycle of tokens three times or more in a row, in a stretch of at least `LEAST` tokens that
+A text loops if it repeats a cycle of tokens three times or more in a row, in a stretch of at least `LEAST` tokens that
 covers half of the text or reaches its end. A greedy target that has fallen into a cycle seldom leaves it: a base model
-under a chat template does this. Drafts are right there almost always, so a speed-up of loops says nothing of other
+under a chat template does this. Drafts in a loop are almost always accepted, so its speed-up says nothing about other
 texts.
 
 Only exact repetitions without a gap count. Lines of code, entries of a list and quotations of the prompt repeat words
-too, but something differs from one to the next, or they come twice. A share of repeated n-grams would count them.
+too, but they differ in something, or occur only twice. A share of repeated n-grams would count them.
 """
 
 import itertools
@@ -157,7 +157,7 @@ TIMES = 3  # repetitions of a cycle: twice is an ordinary quotation
 LEAST = 12  # tokens of the stretch: a row of dots, or of digits at the end of a text, is shorter
 
 
-@lru_cache(maxsize=4096)  # of a greedy evaluation all arms have the same texts
+@lru_cache(maxsize=4096)  # all arms of a greedy evaluation have the same texts
 def looped(tokens: tuple[int, ...]) -> int:
     """The number of tokens in the longest stretch of a text that makes it loop; 0 for a text that does not."""
     text, size, longest = np.array(tokens), len(tokens), 0
@@ -165,7 +165,7 @@ def looped(tokens: tuple[int, ...]) -> int:
         breaks = np.flatnonzero(text[period:] != text[:-period])
         edges = np.concatenate(([-1], breaks, [size - period]))
         lengths, ends = np.diff(edges) - 1 + period, edges[1:] + period  # of stretches of this period
-        # what ends one token early is the end of a text whose last token ends it
+        # A stretch may end one token before the text does: the last token may be the end token.
         counts = (lengths >= max(TIMES * period, LEAST)) & ((2 * lengths >= size) | (ends >= size - 1))
         longest = max(longest, int(lengths[counts].max(initial=0)))
     return longest

@@ -92,7 +92,7 @@ class PanelLinear(nn.Module):
         return plain * self._scales.to(self._dtype)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]. If `x` has another dtype, it computes in that dtype, as `precise` does."""
+        """x [..., in] → [..., out]. An `x` of another dtype is multiplied in that dtype (see `lossless.precise`)."""
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         return self._call(self._function, x, self.layout.operand(x.reshape(-1, self.shape[1])))
@@ -153,7 +153,7 @@ def _together(parts: Sequence[_Part]) -> list[list[_Part]]:
 class LayersAtOnce:
     """Consecutive layers of one shape, any range of which runs in one call if a pass has few rows.
 
-    layout: of its weights, which are a second copy in addition to the layers' own.
+    layout: the layout of the weights. They are a second copy; the layers keep their own.
     """
 
     def __init__(self, layers: Sequence[Any]):
@@ -193,7 +193,7 @@ class LayersAtOnce:
     def chosen(self, layers: Sequence[Any]) -> str:
         """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
 
-        It is used for all passes after a text, of few rows or many, as the two round differently.
+        The two round differently, so the chosen one runs all passes after the prompt, of few rows or many.
         """
         hidden, inner = self._shape.hidden, self._shape.inner
         question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
@@ -258,9 +258,9 @@ class LayersAtOnce:
     ) -> Tensor | None:  # fmt: skip
         """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.
 
-        rotary, mask, cache: as a layer receives them. Supported are passes after a text over a `KVCache`, or after
-        several, each over its own, without gradients, with all tensors in the layers' dtype. A prompt, whose rows see
-        no earlier text, is not supported.
+        rotary, mask, cache: as a layer receives them. A supported pass follows one text or several, each in its own
+        `KVCache`. It has no gradients, and all its tensors have the layers' dtype. A prompt, whose rows see no earlier
+        text, is not supported.
         """
         if hidden.shape[0] != 1 or rotary is None or torch.is_grad_enabled():
             return None
@@ -280,7 +280,7 @@ class LayersAtOnce:
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
     def _parts_of(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[_Part]":
-        """The rows of a text for one call or several, none if they are not supported."""
+        """The rows of a text, split for one call or several; empty if they are not supported."""
         if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | Texts):
             return []
         if (rows > 1 and (mask is None or cache.length == 0)) or (mask is not None and mask.dtype != self._dtype):
@@ -301,7 +301,7 @@ class LayersAtOnce:
     def _call(
         self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], parts: "Sequence[_Part]"
     ) -> Tensor:  # fmt: skip
-        """Run layers start … stop − 1 on rows hidden [..., d], those of each part after another."""
+        """Run layers start … stop − 1 on hidden [..., d]: the rows of the first part, then those of the next."""
         hidden = hidden.contiguous()
         rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)

@@ -2,9 +2,9 @@
 """Attention over bfloat16s by AMX, for 16 queries of a key head at once.
 
 A step reads keys as they are stored: a register of 16 positions × 32 numbers, times queries, gives scores with
-positions in rows. These are transposed for the softmax. A weight is the sum of two bfloat16s, which are stored instead
-of its float, so 32 weights of each query are one register and their remainders another. Values are interleaved by pairs
-of positions, as the instruction reads its right operand.
+positions in rows. These are transposed for the softmax. A float32 weight is replaced by two bfloat16s, whose sum it is:
+the nearest one and the remainder. 32 weights of each query fill one register, their remainders a second one. Values are
+interleaved by pairs of positions, as the instruction reads its right operand.
 """
 
 import numpy as np
@@ -138,11 +138,11 @@ def _score_keys(context, keys, position, packed, work, tail, scores, line, count
         position, line, count = given[1], given[6], given[7]
         positions, width = cgutils.unpack_tuple(builder, of_keys.shape, 2)
         right, left = _bytes_of(builder, of_packed), _bytes_of(builder, of_tail)
-        several = builder.icmp_signed("<=", builder.add(position, LONG(BLOCK)), positions)
-        with builder.if_then(builder.not_(several)):
+        complete = builder.icmp_signed("<=", builder.add(position, LONG(BLOCK)), positions)
+        with builder.if_then(builder.not_(complete)):
             _copy_tail(builder, of_keys, position, positions, width, left)
-        source = builder.select(several, row_of(builder, of_keys, position), left)
-        distance = builder.select(several, _line_of(builder, of_keys), builder.mul(width, LONG(2)))
+        source = builder.select(complete, row_of(builder, of_keys, position), left)
+        distance = builder.select(complete, _line_of(builder, of_keys), builder.mul(width, LONG(2)))
         call_amx(builder, "tilezero", _SCORES)
 
         def multiply(step, nothing):

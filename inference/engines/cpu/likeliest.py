@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""The largest of many numbers, which PyTorch compares one by one, and the most probable tokens after rows of logits.
+"""The argmax of a row of numbers, by vectors; and the most probable (row, token) pairs of several rows of logits.
 
-These take one compiled call instead of a softmax and searches. Logits are read twice, `LANES` at a time: for the
-maximum of every such group, and for the sum of exponentials. Then only groups are searched whose maximum is among the
-largest found so far.
+The second takes one compiled call instead of a softmax and searches. Logits are read twice, `LANES` at a time: for the
+maximum of each group of `LANES`, and for the sum of exponentials. After that it searches only groups whose maximum is
+large enough to enter the results.
 """
 
 import math
@@ -34,7 +34,7 @@ from outrider.inference.engines.cpu.vectors import (
 
 @intrinsic
 def _maxima_of_lanes(context, row, best, block):
-    """Of numbers [≥ LANES]: best float32 [LANES], the maximum of each lane, and block int32 [LANES], its first vector.
+    """Write each lane's maximum in `row` [≥ LANES] to best float32 [LANES], its first vector to block int32 [LANES].
 
     Returns whether any of the numbers is NaN. Numbers after the last whole vector are not read.
     """

@@ -25,8 +25,8 @@ Answer = TypeVar("Answer", bound=str)
 def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Inside the context, models are laid out by the choices in `known`, or by measurement if that is None.
 
-    Gives the choices, by question, which grow meanwhile: one question has one answer, whoever asks it. Inside another
-    such context it is that one. Raises `UserError` inside where a known choice is not possible here.
+    Yields the choices by question; new ones are added as they are made, so every caller gets the same answer. A nested
+    context shares the outer one's choices. `settle` raises `UserError` for a known choice that is not possible here.
     """
     outer = _current.get()
     if outer is not None:
@@ -43,7 +43,7 @@ def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]
 
 @contextmanager
 def ruled() -> Iterator[None]:
-    """Inside the context no clock chooses: models are laid out by rule, alike on all machines with one processor."""
+    """Inside the context no timing decides: layouts follow a fixed rule, the same on all machines of one CPU model."""
     token = _ruled.set(True)
     try:
         yield
@@ -74,7 +74,7 @@ def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) 
     return found
 
 
-_REMEDY = "go on where it began, or give another out_dir"
+_REMEDY = "continue on the machine where it began, or give another out_dir"
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -217,7 +217,7 @@ def _weights_of(weights):
 
 
 class Tile(NamedTuple):
-    """Outputs of rows from `row` on, of panels from output `panel` on, in one of the turns that read these panels."""
+    """`rows` rows from `row` on and `panels` panels from output `panel` on; turn `turn` of `turns` at these panels."""
 
     row: int
     rows: int
@@ -254,9 +254,9 @@ class Outputs(NamedTuple):
 
 
 def distances_ahead(builder, size, panels, turn, turns):
-    """The distances from some panels of `size` to the next ones that this turn prefetches; 0 for those of other turns.
+    """For each of `panels` panels of `size`: how far ahead this turn prefetches, 0 if another turn does it.
 
-    So the next panels are fetched while these are used, spread over the turns of all blocks of rows.
+    So the next panels are fetched while these are used, and each turn fetches a share of them.
     """
     turn_of = [builder.sdiv(builder.mul(turns, LONG(place)), LONG(panels)) for place in range(panels)]
     own = [builder.icmp_signed("==", one, turn) for one in turn_of]

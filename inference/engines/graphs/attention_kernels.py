@@ -53,8 +53,8 @@ def use_kernel_on(device: torch.device, name: str) -> AbstractContextManager[Non
         return use_kernel(name)
     if (kernels := triton_kernels(device)) is None:
         raise UserError(
-            f"attention kernel {SPLIT!r}: this run began where it was measured to be fastest. It needs Triton on a "
-            "GPU, which is not here; go on there, or begin anew with another out_dir"
+            f"attention kernel {SPLIT!r}: it was the fastest on the machine where this run began. It needs Triton on a "
+            "GPU, which is missing here; continue on that machine, or start again with another out_dir"
         )
     return use_kernel(kernels.attend)
 
@@ -62,7 +62,7 @@ def use_kernel_on(device: torch.device, name: str) -> AbstractContextManager[Non
 def kernel_for(choices: Iterable[KernelChoice], layers: Layers, width: int, keys: int) -> str:
     """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention.
 
-    layers: a head's own layers, which are not a target's, were not measured.
+    Only attention of a target's layers is measured, not that of an EAGLE-3 head's own layers.
     """
     shape = None if layers.layered is None else attention_shape(layers.layered)
     measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
@@ -92,7 +92,7 @@ def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[Kerne
 
 
 def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
-    """Each pass reads all layers of a KV cache, so that nothing is in the hardware caches, as in decoding."""
+    """The fastest kernels for one stack. A timed pass reads the KV caches of all layers, so that none is in L2."""
     heads, key_heads, head_dim = shape = attention_shape(stack)
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
     cache = zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim)
