@@ -24,18 +24,23 @@ COPIES = 12  # of its logits that an objective makes on the way, at most
 def rows_at_once(tokens: int, device: torch.device) -> int:
     """Rows per chunk of logits over a head's `tokens`.
 
-    Enough to keep a GPU busy. On a CPU few, so that a chunk fits into caches; twice as many where even few do not fit,
-    since the weight's gradient is accumulated once per chunk (`benchmarks/results/losses_cpu.json`).
+    Enough to keep a GPU busy. On a CPU as many as make the weight's gradient, which is accumulated once per chunk, a
+    small part: of a vocabulary of 8,192 it took as long as the softmax in chunks of 256 rows.
     """
     if device.type != "cpu":
         return max(1024, logits_at_once(tokens, device))
-    return 256 if logits_at_once(tokens, device) >= 256 else 512
+    return max(512, min(2048, 2 * logits_at_once(tokens, device)))
+
+
+def rows_of_copies(columns: int, device: torch.device) -> int:
+    """Rows of logits over `columns` tokens that an objective sees at a time: on a CPU few, which caches keep."""
+    return min(logits_at_once(columns, device), 256 if device.type == "cpu" else 2**30)
 
 
 def loss_bytes(tokens: int, columns: int, device: torch.device) -> int:
     """The bytes that a loss of a head over `tokens` takes at a time, at most. columns: of the target's logits."""
     chunk = rows_at_once(tokens, device)
-    return FLOAT32_BYTES * (chunk * tokens + COPIES * min(chunk, logits_at_once(columns, device)) * columns)
+    return FLOAT32_BYTES * (chunk * tokens + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
 
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, its gradient w.r.t. the logits)
@@ -69,7 +74,7 @@ class _LinearLoss(torch.autograd.Function):
                 value, grad = objective(some.to(exact), part, need_hidden or need_weight)
                 loss += value.sum() if shares is None else (value * shares[part]).sum()
                 if grad is not None:
-                    some.copy_(grad if shares is None else grad * shares[part, None])
+                    some.copy_(grad if shares is None else grad.mul_(shares[part, None]))
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
             if grad_weight is not None:
@@ -127,11 +132,10 @@ def rows_cross_entropy(
     """
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        log_q, picked = logits.log_softmax(-1), wanted[rows, None]
-        value = -log_q.gather(-1, picked)[:, 0]
+        grad, picked = logits.softmax(-1), wanted[rows, None]
+        value = -_log_at(logits, grad, logits.gather(-1, picked))[:, 0]
         if not need_grad:
             return value, None
-        grad = log_q.exp_()
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
         return value, grad
 
@@ -200,15 +204,18 @@ def rows_divergence(
     guesses = len(hidden) // len(known) if len(known) else 1
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        log_q = logits[:, :shared].log_softmax(-1)
         own = known[rows.start // guesses : rows.stop // guesses]
         log_p = target_rule((own @ target_matrix.T).to(logits.dtype)).log_softmax(-1)
-        log_p = log_p if tokens is None else log_p[:, tokens]
-        log_p = log_p if guesses == 1 else log_p.repeat_interleave(guesses, 0)
-        value, slope = _divergence(kind, log_p, log_q)
-        if not need_grad:
-            return value, None
-        grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
+        if kind == "forward_kl":
+            value, grad = _forward_kl(log_p, logits[:, :shared])
+        else:
+            log_q = logits[:, :shared].log_softmax(-1)
+            log_p = log_p if tokens is None else log_p[:, tokens]
+            log_p = log_p if guesses == 1 else log_p.repeat_interleave(guesses, 0)
+            value, slope = _divergence(kind, log_p, log_q)
+            if not need_grad:
+                return value, None
+            grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
     columns = max(weight.shape[0], target_matrix.shape[0])
@@ -309,6 +316,26 @@ class _Known:
         return shared.scatter_(-1, self.places, own)
 
 
+def _log_at(logits: Tensor, probabilities: Tensor, some: Tensor) -> Tensor:
+    """log q [n, k] of `some` [n, k] of the logits [n, V], whose softmax is given: exponentials cost more than passes.
+
+    A softmax's largest value is 1 / Σ exp(logit − largest), with the same precision as `log_softmax`.
+    """
+    return (some - logits.amax(-1, keepdim=True)) + probabilities.amax(-1, keepdim=True).log()
+
+
+def _forward_kl(log_p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; every row of log_p [m, V] is for n / m of them.
+
+    The same as by `_divergence`, in few passes over the matrix, and with one exponential of each value of p.
+    """
+    q = logits.softmax(-1)
+    p = log_p.exp()
+    log_q = _log_at(logits, q, logits).unflatten(0, (len(p), -1))
+    value = (p * log_p).sum(-1, keepdim=True) - log_q.mul_(p[:, None]).sum(-1)
+    return value.flatten(), q.unflatten(0, (len(p), -1)).sub_(p[:, None]).flatten(0, 1)
+
+
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q for unconstrained q.
 
@@ -373,6 +400,6 @@ def _apply(
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         chunk = rows_at_once(weight.shape[0], weight.device)
-        piece = min(chunk, logits_at_once(max(columns, weight.shape[0]), hidden.device))
+        piece = min(chunk, rows_of_copies(max(columns, weight.shape[0]), hidden.device))
         sizes = (max(1, size // group) * group for size in (chunk, piece))
         return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), *sizes, shares)
