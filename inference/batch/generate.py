@@ -50,6 +50,7 @@ from outrider.inference.loading.memory_plan import (
     cache_bytes,
     describe,
     explained,
+    packed_copies,
     planned_device,
     target_memory,
 )
@@ -102,10 +103,10 @@ def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) ->
     """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
     if config.server:
         return []
-    place = Place.of(config.dtype, target, longest, planned_device())
+    place = Place.of(config.dtype, target, longest, device := planned_device())
     texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
     caches = Held(texts, config.batch_size * cache_bytes(target, place), "batch_size or max_new_tokens")
-    return [*target_memory(target, place), caches]
+    return [*target_memory(target, place), *packed_copies(target, place, device), caches]
 
 
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:

@@ -102,6 +102,12 @@ def drafter_memory(
     return [Held(f"{kind.name}'s weights", weight_bytes(model, place)), Held(f"{kind.name}'s caches", caches)]
 
 
+def packed_copies(target: PreTrainedConfig, place: Place, device: torch.device) -> list[Held]:
+    """Of the target's weights, which the runtime lays out on a CPU."""
+    copies = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
+    return [Held(copy, weight_bytes(target, place)) for copy in copies if device.type == "cpu"]
+
+
 def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Held]:
     """Of each device in an evaluation: transformers' arm, the runtime's, and the drafters. Raises `UserError`.
 
@@ -110,10 +116,7 @@ def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[
     device = planned_device(config.device)
     place = Place.of(config.dtype, target, context_limit(target), device)
     int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
-    held = target_memory(target, place, int8=int8)
-    if device.type == "cpu":
-        copies = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
-        held += [Held(copy, weight_bytes(target, place)) for copy in copies]
+    held = [*target_memory(target, place, int8=int8), *packed_copies(target, place, device)]
     held += [Held("caches of plain decoding", cache_bytes(target, place) + pass_bytes(target, place))]
     for name, where in config.places.items():
         held += drafter_memory(KINDS[name], config.plugin(KINDS[name]), where, target, place)
