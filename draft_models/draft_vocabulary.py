@@ -66,7 +66,7 @@ def narrow_config(config: PreTrainedConfig, own: DraftVocabulary) -> None:
 def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
     """Reduce `model` to the draft vocabulary `own`: embedding and head keep these rows unchanged.
 
-    The row for all other tokens is the mean of theirs.
+    A further row stands for all other tokens: the mean of their rows.
     """
 
     def cut(rows: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, own: DraftVocabulary, special: Mapping[str, object]) -> None:
-    """Undo `narrow`, for engines in which target and drafter have one vocabulary. special: its ids in a config.
+    """Undo `narrow`, for engines in which target and drafter share a vocabulary. special: the target's special ids.
 
-    All other tokens get the one row for others and are never the likeliest (see `whole_rows`).
+    Tokens outside the draft vocabulary get the row for other tokens and are never the argmax (see `whole_rows`).
     """
     size, count = own.vocabulary, len(own.tokens)
 
@@ -97,10 +97,10 @@ def widen(model: PreTrainedModel, own: DraftVocabulary, special: Mapping[str, ob
 
 @torch.no_grad()
 def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -> None:
-    """Give `model` the `size` rows of its target, for engines in which both have one size. special: ids in a config.
+    """Give `model` as many rows as its target, for engines that require it. special: the target's special ids.
 
-    Embeddings are padded to various sizes. No text has an id of the padding. A new row is the mean of all, and never
-    found likeliest (see `whole_rows`).
+    Embeddings of one vocabulary are padded to various sizes; padding ids occur in no text. A new row is the mean of all
+    rows, and never the argmax (see `whole_rows`).
     """
     config = model.config.get_text_config()
     if config.vocab_size == size:
@@ -113,7 +113,7 @@ def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -
 def _replace_rows(
     model: PreTrainedModel, read: Callable[[Tensor], Tensor], said: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Replace the rows of the embedding by `read` of them, and those of the head by `said`. None keeps both tied."""
+    """Replace the embedding's rows by `read(rows)`, the head's by `said(rows)`; None: by `read`, and still tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)

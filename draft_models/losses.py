@@ -18,7 +18,7 @@ IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # functions of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-COPIES = 12  # of its logits that an objective makes on the way, at most
+COPIES = 12  # most copies of its logits that an objective makes
 
 
 def rows_at_once(tokens: int, device: torch.device) -> int:
@@ -276,7 +276,7 @@ class _Known:
 
     outside: Tensor  # bool [n, k]: not in the drafter's vocabulary
     places: Tensor  # int64 [n, k]: the column of each token; for tokens outside, the column of one inside
-    stand_in: Tensor  # int64 [n, k]: the index along k of the token whose column that is
+    stand_in: Tensor  # int64 [n, k]: the index along k of the token that has this column
     none: Tensor  # bool [n, 1]: all k tokens are outside; their columns are 0
     every: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary
 

@@ -6,7 +6,7 @@ Then the runs are merged, one range of keys after another, and written as the le
 held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`), so ranges of equal width
 have about equal sizes. The arrays do not depend on the size of blocks and ranges.
 
-Tables are merged and pruned one range of keys of their memory-mapped levels after another.
+Merging and pruning go through the memory-mapped tables range by range, too.
 """
 
 import shutil
@@ -259,7 +259,7 @@ def merged(
 ) -> TrigramTable:
     """The sum of the tables, pruned (see `merged_level`); the arrays of its levels are mapped from files in `folder`.
 
-    One table keeps its facts. The suffix arrays of several are sorted anew, in memory.
+    A single table keeps its facts. With several, one suffix array is sorted over all corpora, in memory.
     """
     first, levels = tables[0], {}
     for order in sorted(first.levels):
@@ -280,9 +280,9 @@ def merged_level(
 ) -> Iterator[Grouped]:
     """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
 
-    Dropped are n-grams with fewer than `min_count` occurrences over all levels, and all but the `max_successors` most
-    frequent ones of a context; they still count in its total. memory: bytes for a part; a part has at least a 4096th of
-    the n-grams, and all n-grams of a context.
+    N-grams with fewer than `min_count` occurrences over all levels are dropped. Of each context only the
+    `max_successors` most frequent ones are kept. Dropped ones still count in its total. memory: bytes for a part; a
+    part has at least a 4096th of the n-grams, and all n-grams of a context.
     """
     bits = min(_TABLE_PARTITIONS, levels[0].key_bits)
     edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)

@@ -26,10 +26,10 @@ VICUNA_SYSTEM = (
 PROMPT_TEMPLATES = get_args(PromptTemplate)
 TEMPLATE = "data.template"  # the option of most commands that train
 _MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
-_CHARS_A_TOKEN = 16  # of a beginning that is tokenised first, for each token of the context
+_CHARS_A_TOKEN = 16  # characters of a text to tokenise first, per token of the context
 _BYTE = re.compile("<0x..>")  # part of a character, decoded together with the bytes beside it
-_SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # what clean-up brings together
-_CLEANED = " .?!,'ntmsver"  # all characters of its patterns: text divides after any other one, before or after it
+_SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # a text that contains every pattern of the clean-up
+_CLEANED = " .?!,'ntmsver"  # all characters of these patterns: text can be split at any other character
 _LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_is_local`
 MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
@@ -47,10 +47,10 @@ def render_prompt(
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
-    completion). option: the one that gives it. BOS is prepended exactly once if the tokenizer adds one; a chat template
+    completion). option: its name, for errors. BOS is prepended exactly once if the tokenizer adds one; a chat template
     writes its own.
-    said: the ids of the answers in `turns`, in order, as they were written; empty where they are not known. They stand
-    in the prompt as far as the template gives their text again after the same prompt. most: the context, see
+    said: the recorded ids of the answers in `turns`, in order; empty if unknown. The prompt has these ids as long as
+    its text equals the text of the same prompt and answers. most: the context, see
     `ids_within`.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
@@ -94,9 +94,9 @@ def _render(
 
 
 def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
-    """The token ids of `text`. If they are more than `most`, those of a beginning, which are more than `most` too.
+    """The token ids of `text`; of a text with more than `most` tokens, those of a beginning, also more than `most`.
 
-    So the work for a text that no context holds is bounded. The beginning grows until it has more than twice
+    So the work for a text that exceeds every context is bounded. The beginning grows until it has more than twice
     `most` tokens: only the few at its cut may differ from those of the whole text.
     Raises `UserError` for a lone surrogate.
     """
@@ -110,7 +110,7 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) 
 
 
 def _with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`rendered`, which begins with the last of the `known` ids whose text it begins with."""
+    """`rendered` with its beginning replaced by the last of the `known` ids that have the same text."""
 
     def text_of(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
@@ -126,8 +126,8 @@ def _with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreT
 
 
 def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of an answer as the content of a message: without special tokens, and without all up to the last
-    token that the chat template puts right before a content, such as the marker of a channel."""
+    """The text of an answer as the content of a message: without special tokens, and without everything up to the last
+    token that the template writes before a content (such as a channel's marker)."""
     try:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         opening = apply_template(tokenizer, turns, "answer").partition(MARK)[0]
@@ -141,7 +141,7 @@ def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 def parting(
     written: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> str:
-    """Where `messages`, rendered and tokenised, are not what their target has read and written, in words; else ""."""
+    """A description of the first token of `messages`, rendered, that differs from `written`; "" if none does."""
     try:
         ids = _render(messages, tokenizer, template)
     except UserError as error:
@@ -170,8 +170,8 @@ def records_of_runs(data: DataConfig) -> dict[Path, dict[str, object]]:
 
 
 def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn where a part of `data` has another template than its answers were asked for with, as far as the run that
-    made them has recorded it; or, where no run has, another than the tokenizer's own."""
+    """Warn if a part of `data` has another template than the run that made its answers. Where no run has recorded one,
+    warn of another template than the tokenizer's own."""
     for key, _, part in [*data.parts()] or [("", 0.0, data)]:
         asked = set[str]().union(*(answered_by(run, tokenizer) for run in records_of_runs(part).values()))
         asked -= {"absent"}
@@ -246,7 +246,7 @@ def apply_template(
         rendered = tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=opening
         )
-    except Exception as error:  # a template is code: it may raise any error, to refuse the turns or by a bug
+    except Exception as error:  # a template is code and may raise any error
         raise UnusableTextError(
             f"{where}: the chat template of {name_of(tokenizer)} refuses this conversation ({reason(error)}); "
             "leave it out; what its system message says may begin the user's first turn"

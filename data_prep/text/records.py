@@ -112,7 +112,7 @@ class Counts(Counter[str]):
 
     @contextmanager
     def refusing(self, among: str = "records") -> Iterator[None]:
-        """Count an `UnusableTextError` in place of raising it, and its record no longer `among` the usable ones."""
+        """Count an `UnusableTextError` as "refused" instead of raising it; the count `among` loses its record."""
         try:
             yield
         except UnusableTextError as error:
@@ -161,7 +161,7 @@ def to_record(record: object, layout: FileLayout, identity: str) -> Record:
     `encodable`.
 
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
-    is blank, or if its turns do not alternate between user and assistant, but for calls of tools and their results.
+    is blank, or if user and assistant do not alternate; tool calls and their results may stand between.
     """
     raw = _mapping(record, identity)
     _require_column(raw, layout.column, identity)
@@ -208,14 +208,14 @@ def require_encodable(text: str, where: str) -> str:
 
 
 def text_digest(record: Mapping[str, object]) -> str:
-    """A digest of what is said in a record of generate-responses, whose tokens count as long as nobody changes it."""
+    """A digest of the texts in a record of generate-responses: its tokens are used only if the texts are unchanged."""
     messages = record.get("messages")
     texts = [one["content"] for one in messages] if isinstance(messages, list) else []
     return hashlib.sha256(json.dumps(texts or record["text"]).encode()).hexdigest()[:16]
 
 
 def warn_of_text(identity: str, why: str) -> None:
-    """Warn, once a file and reason, that the text of answers is read, though there are tokens beside it."""
+    """Warn, once per file and reason, that the text of answers is tokenised although their tokens are stored."""
     warn_once(f"{identity.rpartition(':')[0]}: the answers' text is tokenised anew, as {why}")
 
 
@@ -224,18 +224,18 @@ def alpaca_instruction(raw: Raw) -> str:
     return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
 
 
-HELDOUT_BY = "first turn"  # part of what a run is made of: its held-out records follow from `split_key`
+HELDOUT_BY = "first turn"  # recorded with a run, since `split_key` decides its held-out records
 
 
 def split_key(record: Record) -> str:
-    """What decides whether a record is held out: all that begin with the same turn of the user are on one side."""
+    """The text whose hash decides the split: records with the same first user turn are in the same split."""
     if "text" in record:
         return turn_key(record["text"])
     return turn_key(next((message["content"] for message in record["messages"] if message["role"] == "user"), ""))
 
 
 def turn_key(text: str) -> str:
-    """A turn, or a text, whatever its white space, its capitals, and how Unicode composes its characters."""
+    """A turn or a text, normalised: white space, capitals, and Unicode's composed characters make no difference."""
     return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
@@ -320,12 +320,12 @@ def _role_turns(items: list[object], role: str, content: str) -> list[Raw]:
 
 
 def _items(value: object, column: str) -> object:
-    """A list as a table may hold it: as JSON in a text, or as a mapping of lists, one for each field."""
+    """A list that a table stores as JSON text, or as a mapping of lists, one per field; others unchanged."""
     if isinstance(value, str) and column not in _TEXT_COLUMNS and _LIST.match(value):
         try:
             return parse_json(value)
         except UserError as error:
-            raise SkipRecordError("malformed", f"column {column!r} begins as a list, and is {error}") from None
+            raise SkipRecordError("malformed", f"column {column!r} begins like a JSON list, but is {error}") from None
     if isinstance(value, dict) and value and all(isinstance(inner, list) for inner in value.values()):
         return [dict(zip(value, inner, strict=False)) for inner in zip(*value.values(), strict=False)]
     return value

@@ -16,10 +16,10 @@ from outrider.base.settings import Count, Named, Place, Settings, free, only, op
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
 ChatTemplate = Literal["tokenizer", "vicuna", "none"]
-PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt does (see `render_prompt`)
+PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt becomes text (see `render_prompt`)
 Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
 
-# Benchmarks, one file of a dataset on the Hub each: the name, and of the file the dataset, the commit, the path.
+# Benchmarks: name, and the dataset on the Hub, commit and path of its file.
 _TABLE = """
 mt_bench HuggingFaceH4/mt_bench_prompts b60d01a44377daa2d9434e50a91a9e4169a090d5 raw/question.jsonl
 gsm8k openai/gsm8k e53f048856ff4f594e959d75785d2c2d37b678ee main/test-00000-of-00001.parquet
@@ -129,7 +129,7 @@ class DataConfig(SourceConfig):
 def matching(pattern: str) -> list[Path]:
     """The paths that `pattern` names: itself if it is there, else what it matches as a glob.
 
-    As much of it as is there is no glob, whatever characters it has.
+    Special characters in the part of the path that exists are not a glob.
     """
     path = Path(os.path.expanduser(pattern))
     if os.path.exists(path):
@@ -146,7 +146,7 @@ def _as_tuple(path: object) -> tuple[str, ...]:
 
 
 def prompt_file(name: str, key: str = "prompts") -> Path:
-    """The file of prompts that `name` is the path of, else that of the benchmark `name`, which is fetched once.
+    """The file of prompts at the path `name`, or of the benchmark `name`, which is fetched once.
 
     Raises `UserError` naming the option `key` if there is no such file, or if it cannot be fetched.
     """

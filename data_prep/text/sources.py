@@ -40,8 +40,8 @@ def read_records(
     """The records of one split, in the order of the source.
 
     A record is held out if its hash is below `config.heldout_fraction`. For python_stdlib the hash is of the file's
-    path, else of the user's first turn or the text, so that all that begin with one turn are in the same split. It is
-    equal on every machine, whatever else is read. `counts` receives records, and what cannot be used. The sources of a
+    path, else of the user's first turn or the text. So records with the same first turn are in the same split, on every
+    machine, whatever else is read. `counts` receives records, and what cannot be used. The sources of a
     mix are read one after another.
 
     asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. With

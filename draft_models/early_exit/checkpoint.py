@@ -218,9 +218,9 @@ def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
 def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -> PreTrainedModel:
     """A model of the target's family, in `dtype` on the CPU, whose logits are those of `drafter`.
 
-    Its layers are the target's first N and the exit's, so it computes itself what the drafter reads of the target. A
-    drafter over some of the tokens never finds another one likeliest (see `whole_rows`).
-    Raises `UserError` where the target's weights cannot be read, and where a layer's number decides what it computes.
+    Its layers are the target's first N and the exit's. With a draft vocabulary, other tokens are never the argmax (see
+    `whole_rows`).
+    Raises `UserError` if the target's weights cannot be read, or if a layer's index decides what it computes.
     """
     own = () if isinstance(drafter.layer, NoLayer) else drafter.layers
     last = target.config.num_hidden_layers - 1
@@ -240,7 +240,7 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
 
 @torch.inference_mode()
 def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
-    """Raise `UserError` unless the model that others make of its config and weights computes the same."""
+    """Raise `UserError` unless a model made from its config and weights alone computes the same."""
     ordinary = empty_model(model.config)
     ordinary.load_state_dict(model.state_dict(), assign=True)
     tokens = torch.arange(min(SHORT, model.config.vocab_size))[None]

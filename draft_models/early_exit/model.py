@@ -37,10 +37,10 @@ class EarlyExit(nn.Module):
     head, or a copy of its rows for `draft_tokens`, is kept in the list `shared_head`, so that it does not become a
     submodule. The layer's `layer_idx` is N: its keys and values belong to a separate cache that starts at layer N.
 
-    It is made after `exit_layer` layers of `model`: `depth` copies of the last layer (EESD, Fig. 5; usually one), and
-    copies of the norm and, if `own_head`, the head. Without `own_layer` norm and head are directly on those layers, as
-    in the paper's ablation. draft_tokens: ids [k], ascending, of its draft vocabulary; own or shared, the head has only
-    their rows; None: the whole `vocabulary`.
+    It begins as `depth` copies of the last layer of `model` (EESD, Fig. 5; usually one), and copies of the norm and, if
+    `own_head`, the head. Without `own_layer` norm and head directly follow the first `exit_layer` layers, as in the
+    paper's ablation. draft_tokens: ids [k], ascending, of its draft vocabulary, whose rows the head has; None: the
+    whole `vocabulary`.
     """
 
     draft_tokens: Tensor | None

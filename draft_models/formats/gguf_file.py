@@ -168,7 +168,7 @@ class _Parser:
         return [*struct.unpack(f"<{count}{letter}", content)]
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes. A damaged length, whatever it counts, reaches beyond the end of the file here."""
+        """The next `size` bytes. Raises `UserError` beyond the end of the file, where damaged lengths lead."""
         if self.at + size > len(self.content):
             raise UserError(f"{self.path}: ends within {self.what}; {_DAMAGED}")
         self.at += size

@@ -106,22 +106,22 @@ def _empty_model(file: GgufFile) -> PreTrainedModel:
 def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
     """ggml's name → Hugging Face's name, for every tensor of `model`, whose architecture ggml calls `family`.
 
-    Two of ggml's tensors may be parts of one of Hugging Face's, whose experts have one matrix for gates and values.
+    Two of ggml's names may map to one of Hugging Face's: there, gates and values of experts are one matrix.
     """
     load_package()
     state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
     layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
-    # without its parts, which transformers goes through one by one: seconds, for names that the whole has already
+    # Without submodules: transformers would search each of them, for seconds, and find the same names again.
     whole = SimpleNamespace(state_dict=lambda: state, named_children=list)
     known = get_gguf_hf_weights_map(whole, layout, family, model.config.num_hidden_layers)
     found = {name: theirs for name, theirs in known.items() if theirs in state and theirs != tied}
-    # transformers names experts without the suffix that they have in a file
+    # transformers' map lacks the suffix of experts' names
     return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": theirs for name, theirs in found.items()}
 
 
 @dataclass(frozen=True)
 class _Made:
-    """The tensor that Hugging Face calls `name`, of `shape`, made of those at `places` by transformers' `layout`."""
+    """Hugging Face's tensor `name` of `shape`, made from the file's tensors `places` by transformers' `layout`."""
 
     file: GgufFile
     name: str
@@ -143,7 +143,7 @@ class _Made:
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""
-        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # where a layout leaves what it joins of several tensors
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # a layout puts a tensor joined from several here
         for place in self.places:
             names = {place.name.removesuffix(".weight"): self.name}
             try:

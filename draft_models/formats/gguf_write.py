@@ -1,4 +1,4 @@
-"""A causal LM as a GGUF file, as llama.cpp's converter lays it out; what the reader would read otherwise is refused."""
+"""A causal LM as a GGUF file in the layout of llama.cpp's converter; refused if it would be read differently."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ _FREE = {
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # types of tokens
 Step = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
 _KEY, _BYTES = "tokenizer.ggml.", [f"<0x{byte:02X}>" for byte in range(256)]
-# A text that the known ways of cutting texts cut in different ways.
+# Each known pattern splits this text differently.
 _PROBE = "  Don't WE'LL  3.14159 1234567\n\n \t x+=[1]; nai\u0308ve façade\r\n   北京2026年 🚀 ▁_ I'm\n"
 
 
 def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Value]:
     """The metadata of a GGUF file of a model with `config`, which may lack a tokenizer.
 
-    Raises `UserError` where the reader would read another config or tokenizer from them.
+    Raises `UserError` if reading them would give another config or tokenizer.
     """
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     if family not in _FAMILIES:
@@ -81,7 +81,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
 
 def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> None:
-    """Raise `UserError` unless the reader makes of `metadata` what `config` says of the logits."""
+    """Raise `UserError` unless reading `metadata` gives `config`, in all fields that change logits."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
@@ -121,7 +121,7 @@ def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBa
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
-    """The steps before merges, and all merges but of tokens that are found before: what decides the ids of any text."""
+    """The steps before merges, and the merges that can apply: together they decide the ids of any text."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model, steps = state["model"], [*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])]
     if model.get("byte_fallback"):  # every space is a ▁ before a text is cut

@@ -37,8 +37,8 @@ class Suffixes(NamedTuple):
 class Places(NamedTuple):
     """Workspace for the occurrences of a text's last tokens.
 
-    first, number: int64 [REACH + 1], by context length: the begin of its occurrences in `Suffixes.order`, and their
-    number. near: int64 [2, FEW], for each occurrence the token after it and how many tokens before that match.
+    first, number: int64 [REACH + 1]: for each context length, where its occurrences begin in `Suffixes.order`, and how
+    many. near: int64 [2, FEW]: for each occurrence the next token, and how many tokens before that match the text.
     followers, tokens, counts: int64 [FEW], see `successors_at`.
 
     begun: int64 [2^`_REMEMBERED`, 3], a cache, for one corpus, of contexts of `LEAST` − 1 tokens with begin and end of
@@ -182,7 +182,7 @@ def _bound(suffixes, low, high, ahead, token):
 
 @lean
 def _least_places(suffixes, recent, places):
-    """`places_of` the last `LEAST` tokens, searched among the occurrences of these tokens without the latest."""
+    """`places_of` the last `LEAST` tokens. It searches only the occurrences of all but the latest of these tokens."""
     ahead, key = LEAST - 1, np.int64(0)
     for i in range(ahead, 0, -1):
         key = (key << 21) | recent[i]  # all ids are below 2^21

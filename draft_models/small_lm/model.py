@@ -56,16 +56,16 @@ def load_small_lm(
 
 
 def last_id(lm: Target) -> int:
-    """The highest id that `lm` can read; no limit for one with a draft vocabulary, which reads all others as one."""
+    """The highest id that `lm` can read; no limit with a draft vocabulary, where all other tokens share a row."""
     return UNLIMITED if lm.predicted is not None else lm.config.vocab_size - 1
 
 
 def load_whole_lm(
     source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str, rows: int | None
 ) -> PreTrainedModel:
-    """The causal LM in `source` as engines load it: one over some of the tokens is widened to all of them.
+    """The causal LM in `source` as engines load it: a draft vocabulary is widened to the target's.
 
-    rows: of its target's embedding, which its own gets too; None: not known. Raises `UserError` if it cannot be loaded.
+    rows: size of the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded.
     """
     model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
     if (own := read_draft_vocabulary(source, None, read_config(source, role="small_lm"))) is not None:

@@ -53,7 +53,7 @@ def use_kernel(kernel: str | Kernel) -> Iterator[None]:
 
 
 class KeysChangedError(Exception):
-    """A layer attends to other keys and values than its cache returned, which `Texts` cannot tell apart by text."""
+    """A layer attends to other keys and values than its cache returned, so `Texts` cannot split them by text."""
 
 
 def grouped_attention(

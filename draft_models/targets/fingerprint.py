@@ -17,7 +17,7 @@ from outrider.draft_models.targets.model_files import model_spec
 from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.draft_models.targets.vocabulary import tokenizer_digest
 
-# The fields of config.json that decide no number; any other, also one unknown here, does.
+# The fields of config.json that do not affect logits; every other field counts, also an unknown one.
 NOT_DECIDING = {
     "_name_or_path", "_commit_hash", "transformers_version",  # where it came from, and what wrote it
     "architectures", "auto_map",  # Python classes: the runtime goes by model_type, and runs no code of a model's
@@ -33,9 +33,9 @@ NOT_DECIDING = {
 class Fingerprint:
     """The identity of a drafter's target. All fields except `target` and `revision` must match to load the drafter.
 
-    weights: digest of a few rows of the first and the last layer. tokenizer, chat_template: digests. config: what
-    config.json says that decides numbers. tensors: digests of a sample of every tensor, by part of the model (see
-    `TensorFiles.digests`), without the parts that were not on the machine.
+    weights: digest of a few rows of the first and the last layer. tokenizer, chat_template: digests. config: the fields
+    of config.json that affect logits. tensors: digests of a sample of every tensor, by part of the model (see
+    `TensorFiles.digests`), except parts that were not on the machine.
     """
 
     target: str
@@ -59,7 +59,7 @@ class Fingerprint:
         return words + model_differences(mine, theirs)
 
     def unchecked(self, other: "Fingerprint") -> list[str]:
-        """The parts of the `other` model of which no tensors were recorded, so that `differences` passes them."""
+        """The parts of the `other` model without recorded tensors, which `differences` does not compare."""
         return sorted(other.tensors.keys() - self.tensors.keys())
 
 
@@ -100,14 +100,14 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 
 
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
-    """What config.json says, less `NOT_DECIDING`: as it stands there, not as this version of transformers has it."""
+    """The fields of config.json, without `NOT_DECIDING`, as they stand in the file, without transformers' defaults."""
     place, revision = as_described(source, revision)
     values, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     return {key: value for key, value in values.items() if key not in NOT_DECIDING}
 
 
 def model_differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """In words, in what a target's `model_identity` is not the one a drafter was made for. What one lacks is passed."""
+    """How a target's `model_identity` differs from a drafter's, in words; facts that one lacks are not compared."""
     before, now = mine.get("config"), theirs.get("config")
     known = before is not None and now is not None
     found = config_differences(before, now) if known else []
@@ -116,20 +116,20 @@ def model_differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> lis
 
 
 def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One line that names the parts of `before` whose digest is another or missing `now`; none where none is."""
+    """One line that names the parts of `before` whose digest differs or is missing `now`; empty if there are none."""
     parts = [part for part in sorted(before) if before[part] != now.get(part)]
     return [f"the weights differ in {listed(parts)}"] if parts else []
 
 
 def config_differences(old: object, new: object) -> list[tuple[str, object, object]]:
-    """`differences` in meaning of two `deciding_config`s: a field spelt out is no other than the same by default."""
+    """The differences of two `deciding_config`s; a field that states its default equals a missing field."""
     return differences(old, new) and differences(_completed(old), _completed(new))
 
 
 def _completed(config: Any) -> Any:
-    """The config with this transformers' names and defaults for everything, where it makes sense to it."""
+    """The config with the names and defaults of the installed transformers, if it accepts the config."""
     try:
         completed = AutoConfig.for_model(**config).to_dict()
-    except Exception:  # of its many validators; the difference is then shown as it stands
+    except Exception:  # of its many validators; the fields are then compared unchanged
         return config
     return {key: value for key, value in completed.items() if key not in NOT_DECIDING}

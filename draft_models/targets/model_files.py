@@ -85,19 +85,18 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedModel:
-    """The same with the given layers only, in that order, each as it is in the whole model."""
+    """The same with the given layers only, in that order; each layer is configured as in the whole model."""
     return pick_layers(empty_model(config), layers, {})
 
 
 def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, object]) -> PreTrainedModel:
-    """A copy of `model` with only the given layers, in that order.
-
-    copied: the memo of `copy.deepcopy`: replacements of parts, by the part's id. It is extended.
+    """A copy of `model` with only the given layers, in that order. copied: the memo of `copy.deepcopy` (id of a part →
+    its replacement), which is extended.
     """
     parts, every = spec_of(model), decoder_layers(model)
     copied[id(every)] = nn.ModuleList()
     picked = copy.deepcopy(model, copied)
-    # A layer may occur twice. All layers keep sharing one config, by which transformers chooses their attention.
+    # A layer may occur twice. All layers share one config, since transformers reads the attention to use from it.
     chosen = [copy.deepcopy(every[index], dict(copied)) for index in layers]
     for place, layer in enumerate(chosen):
         number_layer(layer, place)
@@ -134,7 +133,7 @@ def load_causal_lm(
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
-    held = dict(files.stored(files.file_of))  # raises for what transformers would pass over: a tensor in two files
+    held = dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.place
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as place:
@@ -144,7 +143,7 @@ def load_causal_lm(
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
     require_floats(f"{role}={source}", held, [name for name, _ in model.named_parameters()])
-    if renamed:  # else the prefix would be put back where the model is saved
+    if renamed:  # else saving the model would restore the prefix
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [one for one in conversions if one.target_patterns != [""]]
     return model
@@ -152,7 +151,7 @@ def load_causal_lm(
 
 @contextmanager
 def _with_metadata(where: str) -> Iterator[str]:
-    """`where`, or if its index lacks the "metadata" that transformers wants: a directory of links to its files."""
+    """`where`; if its index lacks the "metadata" that transformers requires, a directory of links with it added."""
     index = Path(where, SAFETENSORS.index)
     said = read_mapping(index, "index", "fetch the checkpoint again") if index.exists() else {"metadata": {}}
     if "metadata" in said:
@@ -191,18 +190,18 @@ def load_layers(
 ) -> PreTrainedModel:
     """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
 
-    transformers itself puts the tensors in place, as where it loads the whole: it renames and converts old ones, ties
-    the head, and keeps some in float32. Reads only the embedding, those layers, the final norm and (if untied) the
+    transformers assigns the tensors, as it does for a whole model: it renames and converts old ones, ties the head, and
+    keeps some in float32. Reads only the embedding, those layers, the final norm and (if untied) the
     head, as `files.bytes_read` proves. Frozen, in eval mode, with this toolkit's attention. role: the model's option.
     Raises `UserError` if the weights do not fit the config.
     """
     part = None if len(layers) < config.num_hidden_layers else False
     config = copy.deepcopy(config)
-    config.dtype = dtype  # in which transformers makes buffers, too
+    config.dtype = dtype  # also the dtype of the buffers that transformers creates
     model = empty_layers(config, layers)
     names = _names(files, spec_of(model).layers, layers)
     added = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
-    computed = dict(model.named_non_persistent_buffers())  # transformers would make them again, under FSDP of zeros
+    computed = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     options = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
@@ -219,7 +218,7 @@ def load_layers(
 
 
 def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[str, str]:
-    """Tensor name in a model of `layers` → name in the files; a layer may stand at several places."""
+    """Tensor name in a model of `layers` → name in the files; a layer may occur several times."""
     numbered, names = re.compile(rf"(^|\.){list_name.rpartition('.')[2]}\.(\d+)\."), dict[str, str]()
     for source in files.file_of:
         if (found := numbered.search(source)) is None:
@@ -231,11 +230,11 @@ def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[st
 
 
 def fitted(kind: Any, where: str | None, name: str, *, exact: bool | None, **options: object) -> PreTrainedModel:
-    """What `kind.from_pretrained` loads from `where`, a causal LM; it makes up nothing for tensors that do not fit.
+    """The causal LM that `kind.from_pretrained` loads from `where`, without random values in place of missing tensors.
 
-    name: the model's option and value. exact: whether the model must take all tensors; if it need not, a warning names
-    those that it does not take; None: it is a part of a model. Raises `UserError` that names those that are missing,
-    have another shape, or differ from what they are tied to.
+    name: the model's option and value. exact: True: unused tensors are an error; False: a warning names them; None: the
+    model is a part of one, so they are normal. Raises `UserError` naming tensors that are missing, have another shape,
+    or differ from the ones to which they are tied.
     """
     try:
         with _quiet():

@@ -24,7 +24,7 @@ def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
 def whole_rows(rows: Tensor, others: Tensor, tokens: Tensor, size: int) -> Tensor:
     """rows [k, …] of `tokens` [k] → [size, …], with `others` […] for every other token.
 
-    In a head the mean of the rows: the logit is then the mean of the draft tokens' logits, and never the largest.
+    For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
     """
     return others.expand(size, *others.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
 

@@ -135,8 +135,8 @@ def load_proven(
 ) -> PreTrainedModel:
     """What `load_layers` loads, after `prove_weights` and `prove_layers`. role: the model's option. Raises `UserError`.
 
-    transformers loads the whole for that; of one larger than `LARGEST_COPY` the first layer, and the shapes of the rest
-    are compared. With files that are not on this machine, what is loaded stands alone.
+    For that, transformers loads the whole model. If it is larger than `LARGEST_COPY`, only its first layer is loaded,
+    and of the rest the shapes are compared. `prove_weights` is skipped if a file is not on this machine.
     """
     model = load_layers(files, config, layers, dtype=dtype, device=device, role=role)
     if files.complete:
@@ -160,7 +160,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
     """The target in `source`. Raises `UserError` unless the runtime can be exact with its config.
 
-    by_layers: off for a model of any architecture that is only run as a whole, by transformers.
+    by_layers: False if transformers runs it as a whole; then any architecture is accepted.
     This turns cuDNN's attention off in this process.
     """
     leave_out_cudnn()
@@ -181,7 +181,7 @@ def load_tokenizer(source: str, revision: str | None = None, *, role: str = "tar
 
 
 def rows_beside(source: str, revision: str | None) -> int | None:
-    """The rows of the embedding of the model beside a tokenizer; None: there is none, or it does not say."""
+    """The embedding rows of the model in a tokenizer's directory; None: no model there, or no such field."""
     file = find_file(source, CONFIG_FILE, revision)
     rows = read_mapping(file, "description of a model", "fetch the model again").get("vocab_size") if file else None
     return rows if isinstance(rows, int) else None
@@ -255,8 +255,8 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     config = _described(source, revision, role)
     if role not in NARROW and is_narrowed(config):
         raise UserError(
-            f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
-            "only drafts; give it as small_lm, and here a model of all tokens"
+            f"{role}={source}: a drafter with a draft vocabulary (draft_vocabulary in {CONFIG_FILE}), which "
+            "cannot be a target; give it as small_lm, and here a model of all tokens"
         )
     limit = context_limit(config)
     if limit < SHORTEST_CONTEXT:
@@ -289,7 +289,7 @@ def require_description(source: str, revision: str | None, role: str) -> None:
         return  # transformers says why
     described = read_mapping(file, "description of a model", "fetch the model again")
     layers = described.get("num_hidden_layers", 1)
-    # A config makes lists of this length before anything else of it is looked at.
+    # A config creates lists of this length before it checks other fields.
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise UserError(
             f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {MOST_LAYERS})"

@@ -86,7 +86,7 @@ class _RowLayer(DynamicLayer):
 
 
 class AtOnce(Protocol):
-    """A faster implementation of a range of layers, which `LayerStack.run` tries first."""
+    """A faster implementation of a range of layers; `LayerStack.run` tries it first."""
 
     def run(
         self,

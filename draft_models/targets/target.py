@@ -51,8 +51,8 @@ class Band:
 class Texts:
     """The mask of a pass over several texts, one text after another: each row sees keys of its own text only.
 
-    rows, masks, caches: the number of rows, the mask and the cache of each. shown: in the layer that runs, the keys and
-    values that the layer gets from its cache, and then those of each text, including its rows'.
+    rows, masks, caches: the number of rows, the mask and the cache of each. shown: in the running layer, the keys and
+    values that its cache returns, then those of each text with its own rows.
     """
 
     rows: tuple[int, ...]

@@ -28,7 +28,7 @@ from outrider.draft_models.formats.torch_files import (
 )
 
 BASE_PREFIX = "model."
-# What wrappers of a model put before the names of its tensors: torch.compile, DistributedDataParallel, peft.
+# Prefixes that wrappers add to tensor names: torch.compile, DistributedDataParallel, peft.
 _WRAPPED = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
 _PIECES, _PIECE = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
 _BLOCK = 2**22  # bytes of a tensor held at once when all of it is hashed
@@ -172,7 +172,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     Raises `UserError`, also for an index that is damaged or names a file outside the directory.
     """
     place = as_safetensors(source, revision)
-    single = located(*place, SAFETENSORS.single)  # which transformers reads where both are there
+    single = located(*place, SAFETENSORS.single)  # transformers prefers it to an index
     index = located(*place, SAFETENSORS.index) if single is None else None
     if single is not None:
         file_of = dict.fromkeys(open_safetensors(single), SAFETENSORS.single)
@@ -197,7 +197,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
 
 
 def require_floats(name: str, held: Mapping[str, Stored], weights: Iterable[str]) -> None:
-    """Raise `UserError` where any of `weights` is `held` as integers: codes, which mean nothing without their scales.
+    """Raise `UserError` if any of `weights` is `held` as integers: codes, which need scales.
 
     name: the model's option and value.
     """
@@ -210,7 +210,7 @@ def require_floats(name: str, held: Mapping[str, Stored], weights: Iterable[str]
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
-    """Raise `UserError` for an adapter, alone or beside a model, to which transformers would add it."""
+    """Raise `UserError` if the directory holds an adapter: transformers would add it to a model without a word."""
     file = None if os.path.isfile(source) else located(source, revision, "adapter_config.json")
     if file is not None:
         base = read_mapping(file, "description of an adapter", "save it again").get("base_model_name_or_path")

@@ -18,7 +18,7 @@ _ROWS = "embedding_rows"  # on a tokenizer: the number of ids that its model can
 
 
 class UnusableTextError(UserError):
-    """One text of several that a model cannot read. Data leave it out, and count it under `reason`."""
+    """A text that a model cannot read. Reading a data set skips it, and counts it under `reason`."""
 
     def __init__(self, message: str, reason: str = "template") -> None:
         super().__init__(message)
@@ -47,9 +47,9 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def for_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:
-    """`tokenizer`, for a model whose embedding has `rows` rows; it may have more tokens, which no text may contain.
+    """`tokenizer`, for a model whose embedding has `rows` rows. No text may contain further tokens.
 
-    Fine-tuning often adds a token, for padding, without a row. Raises `UserError` if a text begins or ends with one.
+    Fine-tuning often adds a token, for padding, without a row. Raises `UserError` if one begins or ends every text.
     """
     setattr(tokenizer, _ROWS, rows)
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
