@@ -1,4 +1,4 @@
-"""audit: are the answers of a server those of the target? Status 0 where they only round, 1 for a fault."""
+"""audit: are the answers of a server those of the target? Status 0 if they differ by rounding only, 1 for a fault."""
 
 from outrider.commands import script
 

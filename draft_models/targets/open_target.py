@@ -255,7 +255,7 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     config = _described(source, revision, role)
     if role not in NARROW and is_narrowed(config):
         raise UserError(
-            f"{role}={source}: a drafter with a draft vocabulary (draft_vocabulary in {CONFIG_FILE}), which "
+            f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
             "cannot be a target; give it as small_lm, and here a model of all tokens"
         )
     limit = context_limit(config)

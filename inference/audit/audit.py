@@ -1,7 +1,7 @@
 """The audit: the target reads answers that were decoded elsewhere, teacher-forced, and each token is judged there.
 
-A greedy token is judged as one of an evaluation (`inference.measure.lossless`): by how far it is below the best, in
-units of what the target's own pass, by transformers in the server's precision, is off by. Sampled tokens are tested as
+A greedy token is judged as in an evaluation (`inference.measure.lossless`): how far is its logit below the best one?
+The unit is the rounding error of transformers' own pass in the server's precision. Sampled tokens are tested as
 draws from the target's distributions (`inference.audit.draws`).
 """
 
@@ -41,17 +41,16 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
 
 REPORT = "report.json"
-LOGITS = 2**26  # of a text, that are there at once; of a longer one the target reads the beginning again
-ROWS = 64  # of them, that are looked at together in float64
-SHOWN = 10  # tokens of a sort, in report.md
-SIMULATED = MOST // LARGER  # tokens in whose places faults are simulated: the first
+LOGITS = 2**26  # most logits held at once; a text with more is read in parts, each with its beginning again
+ROWS = 64  # rows of logits that are judged together in float64
+SHOWN = 10  # most tokens of a kind in report.md
+SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most this many
 
 
 class Token(NamedTuple):
-    """A token of an answer by its line and its position there, the likeliest one in its place, and what it is off by.
-
-    A greedy one is off by so many rounding errors of logits below the best; of a sampled one that p allows, it is the
-    probability of one as unlikely.
+    """A token of an answer: its line, its position there, the likeliest token in its place, and `off`. Of a greedy
+    token, `off` counts the rounding errors by which its logit is below the best. Of a sampled one it is the probability of
+    a token as unlikely.
     """
 
     line: int
@@ -63,7 +62,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """The judgement of a file. faults: in words; at: the tokens that are faults; numbers: what says so."""
+    """The judgement of a file. faults: sentences; at: the faulty tokens; numbers: the evidence."""
 
     faults: tuple[str, ...]
     at: tuple[Token, ...]
@@ -73,7 +72,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """It in a line."""
+        """The judgement in a line."""
         if self.at:
             places = ", ".join(f"{token.line}:{token.position}" for token in self.at[:SHOWN])
             return f"{len(self.at)} tokens are faults: {places}{', …' * (len(self.at) > SHOWN)} (line:position)"
@@ -82,10 +81,8 @@ class Finding:
 
 @dataclass
 class AuditArm:
-    """What was found in the answers of a file.
-
-    odd: greedy tokens that are not the best, and sampled ones that top_k, top_p or min_p leave out. sampled: all others
-    that were sampled. simulated: draws of servers with a fault in their place, by fault.
+    """The findings on a file. odd: greedy tokens that are not the best, and sampled ones that top_k, top_p or min_p
+    exclude. sampled: all other sampled tokens. simulated: by fault, draws of a server with this fault.
     """
 
     deviations: list[Deviation] = field(default_factory=list)
@@ -96,9 +93,8 @@ class AuditArm:
 
 
 def audit(config: AuditConfig) -> None:
-    """Judge `config.answers`, write report.md and report.json to `config.out_dir`, and print the first.
-
-    Ends the process with status 1 where they have a fault. Raises `UserError` for bad input.
+    """Judge `config.answers`, write report.md and report.json to `config.out_dir`, and print report.md. Ends the
+    process with status 1 if the answers have a fault. Raises `UserError` for bad input.
     """
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "an audit"):
@@ -135,9 +131,8 @@ def audit(config: AuditConfig) -> None:
 def read(
     model: PreTrainedModel, answers: Mapping[int, ServedAnswer], streams: Streams, *, simulate: bool = True
 ) -> AuditArm:
-    """What `model`, the target as transformers runs it in the server's precision, says of the answers.
-
-    simulate: also draw what servers with a fault would.
+    """The findings of `model`, the target run by transformers in the server's precision. simulate: also draw tokens as
+    servers with a fault do.
     """
     arm, rows = AuditArm(), max(1, LOGITS // model.config.get_text_config().vocab_size)
     for line, answer in counted(answers.items(), "reading", "answers"):
@@ -167,7 +162,7 @@ class Part:
         return torch.tensor(self.reference.text, device=self.reference.logits.device)[:, None]
 
     def scores(self, logits: Tensor, answer: ServedAnswer | None = None) -> Tensor:
-        """What the tokens are chosen by [t, V], from the logits [t, V] before each, as `answer` says, else its own."""
+        """The scores [t, V] by which tokens are chosen, from logits [t, V], with the settings of `answer`."""
         sampler = Sampler(answer or self.answer)
         if sampler.greedy and not sampler.reads_context:
             return logits  # in all of their precision
@@ -177,12 +172,12 @@ class Part:
         return sampler.scores(logits, contexts if sampler.reads_context else None)
 
     def named(self, rows: Tensor, best: Tensor, off: Tensor) -> list[Token]:
-        """The tokens in `rows`, by where they are in the answer."""
+        """The tokens in `rows`, with their positions in the answer."""
         columns = (column.tolist() for column in (rows + self.start, self.tokens[rows, 0], best[rows], off))
         return [Token(self.line, *values) for values in zip(*columns, strict=True)]
 
     def off(self, measured: Callable[[Tensor], Tensor]) -> Tensor:
-        """What is measured in units of noise [t]; if that is a fault, of `tipping_noise`."""
+        """The measure in units of the noise [t]; for one that would be a fault, in units of `tipping_noise`."""
         off = measured(self.reference.logits_noise)
         return measured(self.reference.tipping_noise()[1]) if bool((off > GAP).any()) else off
 
@@ -197,7 +192,7 @@ def _take_greedy(arm: AuditArm, part: Part) -> None:
 
 
 def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate: bool) -> None:
-    """What top_k, top_p or min_p leave out is judged as greedy tokens are, by how far it is beyond what they keep."""
+    """A token that top_k, top_p or min_p exclude is judged like a greedy one, by its distance to what they keep."""
     scores, own = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
     kept, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
     inside, own_outside = kept.gather(-1, tokens)[:, 0], 0
@@ -225,9 +220,10 @@ def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate
 def beyond(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """How far tokens [n, 1] are beyond the cuts of top_k, top_p and min_p, in units of noise [n]; 0 for kept ones.
 
-    scores [n, V]: before these cuts, at the temperature. No smaller shift of logits, one against another, has `Sampler`
-    keep the token. top_k: the shift to the k-th likeliest. min_p: to the threshold. top_p: a shift changes the log-odds
-    of the probability before the token by as much at most, and puts before it what is ahead by no more.
+    scores [n, V]: before these cuts, at the temperature. That is the smallest shift of its logit against others after
+    which `Sampler` may keep it. top_k: the distance to the k-th likeliest. min_p: to the threshold. top_p: a shift s
+    changes the log-odds of the probability before the token by s at most, and moves it ahead of tokens that are less
+    than s better.
     """
     ordered = scores.double().sort(-1, descending=True).values
     ahead = ordered - scores.double().gather(-1, tokens)
@@ -245,7 +241,7 @@ def beyond(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor
 
 
 def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
-    """Of a server no keys and values are seen, so that its choices alone are judged."""
+    """A server shows no keys and values, so only its choices are judged."""
     return Deviation(positions, (0.0,), 0.0, 0, 0, tuple(gaps.tolist()), own_gaps)
 
 
@@ -278,7 +274,7 @@ def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> 
 def markdown(
     question: str, arms: Mapping[str, Finding], needed: Mapping[str, int | None], tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """The page on the findings by arm; needed: by fault, how many sampled tokens show it."""
+    """The page on the findings by arm. needed: by fault, the number of sampled tokens that reveal it."""
 
     def named(token: int) -> str:
         return f"{token} {tokenizer.decode([token])!r}".replace("|", "\\|")

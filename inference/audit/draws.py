@@ -1,10 +1,10 @@
-"""Sampled tokens, tested as draws from the target's distributions; and how many of them such a test needs.
+"""Tests that sampled tokens are draws from the target's distributions, and the number of tokens that they need.
 
 Let p_t be the target's distribution after the text before token x_t, H its entropy and v_t a coin of ours. If x_t is
 a draw from p_t, u_t = P(a token before x_t) + v_t · p_t(x_t) is uniform and independent of all before it, whichever
 order the tokens are in (the randomised probability integral transform). Two orders are looked at: the likeliest token
 first, and by id, as a sampler may have gone through them. And Σ (log p_t(x_t) + H(p_t)) is a martingale. The p-values
-of the five tests hold for any number of tokens; that of `independent` is of a normal limit.
+of the tests hold for any number of tokens, except that `independent` assumes a normal limit.
 
     uniform      the largest distance of the distribution of u from the diagonal, by Massart's inequality
     independent  the correlation of u_t and u_t+1
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from outrider.inference.core.sampling import invert
 
-ORDERS = 2  # in which u is looked at
+ORDERS = 2  # of tokens, each with its own u
 ROOTS = 8
 LAMBDAS = torch.tensor([sign * 2.0**-k for k in range(1, ROOTS + 1) for sign in (1, -1)], dtype=torch.float64)
-RUNS, ENOUGH = 20, 18  # simulated audits, and how many of them must refuse a fault that counts as seen
-FEWEST, MOST, LARGER = 2**5, 2**16, 4  # tokens of a simulated audit, and how many times those that there are
+RUNS, ENOUGH = 20, 18  # simulated audits, and how many must refuse a fault for it to count as detected
+FEWEST, MOST, LARGER = 2**5, 2**16, 4  # tokens of a simulated audit: least, most, and most times the given ones
 TYPICAL = (0.09, 0.3)  # ε and δ of Medusa (arXiv:2401.10774): a draft is accepted where p > min(ε, δ · exp(−H))
 COPIES = 16  # draws from each distribution, for simulated audits
 
@@ -38,8 +38,8 @@ class Draws(NamedTuple):
     """n tokens, float64 [n] on the CPU. u: [n, 2], by likelihood and by id. tail: the probability of a token as
     unlikely as x. score: log p(x) + H(p).
 
-    Under p, variance of the score and cumulants [n, λ]: log E exp(λ · score). shift: the mean of the score where the
-    token is drawn from p as a pass of the server's precision rounds it. Simulated: [n, copies] and u [n, copies, 2].
+    variance: of the score under p; cumulants [n, λ]: log E exp(λ · score). shift: the mean of the score of draws from p
+    as the server's precision rounds it. Simulated: [n, copies] and u [n, copies, 2].
     """
 
     u: Tensor
@@ -58,9 +58,8 @@ def join(parts: Sequence[Draws]) -> Draws:
 def draws_of(
     log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Generator, *, simulate: bool = True
 ) -> tuple[Draws, dict[str, Draws]]:
-    """The tokens [n] as draws from log_p float64 [n, V]; and, to `simulate`, what servers with a fault draw, by fault.
-
-    rounded [n, V]: log_p as the server's precision has it.
+    """The tokens [n] as draws from log_p float64 [n, V]; with `simulate` also draws of servers with a fault, by fault.
+    rounded [n, V]: log_p in the server's precision.
     """
     smaller = log_p.exp().cumsum(-1)
     log_p, order = log_p.sort(-1, descending=True)
@@ -99,7 +98,7 @@ def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
 
 
 def _faults(p: Tensor) -> dict[str, Tensor]:
-    """What servers with a fault draw from in the place of p [n, V], likeliest token first."""
+    """The distributions from which servers with a fault draw instead of p [n, V], likeliest token first."""
     first = torch.zeros_like(p)
     first[:, 0] = 1.0
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
@@ -113,7 +112,7 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
 
 
 def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
-    """By test, how likely draws as odd as these are, at most. first: the rows of the answers' first tokens."""
+    """By test, a bound on the probability of draws as unusual as these. first: rows of the answers' first tokens."""
     n, u = len(draws.u), draws.u.sort(0).values
     steps, centred = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
@@ -132,7 +131,7 @@ def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
 
 
 def beginning(u: Tensor) -> float:
-    """How likely first tokens as unlikely as those with u [answers], by likelihood, are."""
+    """The probability of first tokens as unlikely as those with u [answers] by likelihood."""
     score = -(1 - u).clamp(min=torch.finfo(u.dtype).eps).log().sum()
     return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0
 
@@ -143,14 +142,14 @@ def surprise(draws: Draws) -> float:
 
 
 def refused(chances: Mapping[str, float], level: float) -> list[str]:
-    """The tests that refuse by Holm's correction: any does by chance as often as `level` says, at most."""
+    """The tests that refuse, by Holm's correction: the probability that any refuses by chance is at most `level`."""
     ordered = sorted(chances, key=chances.__getitem__)
     kept = [chances[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
     return ordered[: [*kept, False].index(False)]
 
 
 def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int | None:
-    """How many tokens, by powers of two, let 9 of 10 audits refuse draws with this fault; None: more than are tried."""
+    """The number of tokens (a power of two) with which 9 of 10 audits refuse this fault; None: more than are tried."""
     size, (given, copies) = FEWEST, simulated.tail.shape
     while size <= min(MOST, LARGER * given):
         seen = tries = 0

@@ -96,13 +96,13 @@ class GrowingBatch:
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these rows only."""
-        # The only method to select rows that hybrid caches have too.
+        # Hybrid caches have no other method to select rows.
         self._cache.reorder_cache(rows)  # type: ignore[arg-type]  # asks for torch's legacy class
         self._mask, self._positions = self._mask[rows], self._positions[rows]
 
 
 class FixedBatch:
-    """As `GrowingBatch`. A step over buffers with spare slots replays one graph, made anew when the buffers change.
+    """As `GrowingBatch`, but steps over buffers with spare slots replay a graph, captured again if the buffers change.
 
     A model that cannot be captured runs without a graph, with a warning. A step writes only to the given slot, so it
     may be run repeatedly.

@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 
 
 class ReplyError(Exception):
-    """No usable reply. failure: that of an `Answer`; retry: whether repeating the request may help; wait: the seconds
-    until then, if the server says them."""
+    """No usable reply. failure: that of an `Answer`; retry: whether to repeat the request; wait: after how many
+    seconds, if the server says so."""
 
     def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True, wait: float | None = None):
         super().__init__(words)
@@ -41,7 +41,7 @@ def bounded(response: httpx.Response) -> Iterator[bytes]:
 
 
 def lines_of(response: httpx.Response) -> Iterator[bytes]:
-    """The lines of a reply as they come. Unlike `iter_lines` it takes no other characters of a text for their ends."""
+    """The lines of a reply as they come. Unlike `iter_lines` it splits at line feeds only."""
     rest = b""
     for part in bounded(response):
         *whole, rest = (rest + part).split(b"\n")
@@ -50,8 +50,8 @@ def lines_of(response: httpx.Response) -> Iterator[bytes]:
 
 
 class Client:
-    """Asks the server at `url`; any thread may. named: the option that gives it, for errors. timeout: seconds without
-    a sign of it; retries: how often a failed request is repeated by `patiently`, after a pause.
+    """Asks the server at `url`; any thread may. named: the option that gives it, for errors. timeout: seconds without a
+    byte from it; retries: how often a failed request is repeated by `patiently`, after a pause.
 
     Raises `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used.
     """
@@ -61,7 +61,7 @@ class Client:
         self._retries, self._pause = retries, pause
         key = secret("OPENAI_API_KEY")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one while a request is on its way
+        anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
         try:
             self._http = httpx.Client(headers=headers, timeout=timeout, limits=anew, follow_redirects=True)
         except (ImportError, ValueError) as error:
@@ -89,7 +89,7 @@ class Client:
         raise ReplyError(said, retry=code in (408, 429) or code >= 500, wait=wait)
 
     def patiently(self, make: Callable[[], Value], retries: int | None = None) -> Value:
-        """What `make` returns, called again after a pause where it raises a `ReplyError` that a retry may mend."""
+        """The result of `make`, which is called again after a pause if it raises a `ReplyError` with `retry`."""
         left, seconds = self._retries if retries is None else retries, PAUSE
         while True:
             try:

@@ -44,7 +44,7 @@ _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
 class Response(NamedTuple):
-    """A record of a shard and, if they were stored, the target's distributions at its answers' tokens (`top`)."""
+    """A record of a shard, and the target's distributions at its answers' tokens (`top`), if they were stored."""
 
     record: Facts
     top: TopK | None
@@ -82,7 +82,7 @@ def read_shard(shard: Path) -> Iterator[Response]:
 def top_k_documents(
     response: Response, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[tuple[Document, np.ndarray, TopK]]:
-    """What the target has read and generated in a response, and the indices of the recorded tokens in it, int64 [n].
+    """The tokens that the target has read and generated in a response, and the indices of the recorded ones, int64 [n].
 
     The distributions are the target's predictions for the tokens at these indices. If its tokens were not stored
     (shards from elsewhere), the record is tokenised. Returns nothing if this gives other tokens than were generated, as
@@ -189,7 +189,7 @@ def _lines(records: Sequence[Mapping[str, object]]) -> bytes:
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
-    for number, record in read_file(path, Counts()):  # in which a file beside the responses may be no text
+    for number, record in read_file(path, Counts()):  # with counts, a file that is not text is skipped
         where = f"{path}:{number}"
         if not isinstance(record, dict) or not ("id" in record or "messages" in record):
             raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")

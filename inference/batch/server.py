@@ -27,13 +27,13 @@ from outrider.inference.batch.client import UNANSWERED, Client, ReplyError, line
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, TopK
 
-RETOKENISED = "retokenised"  # the failure of a text without token ids, which is not tokenised so
+RETOKENISED = "retokenised"  # the failure of a text without token ids whose tokenisation has another length
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": None}  # log-probabilities take time
 _FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
 _WITHIN, _BETWEEN = 1e-3, 0.1  # tolerance of a log-probability in nats, within a reply and between two replies
 _WHAT = "log-probabilities that are not those of its tokens"
 Json = Mapping[str, Any]
-Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # its steps, when asked and when each came, all
+Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # answer, steps, times of request and steps, reply
 
 
 class Row(NamedTuple):
@@ -48,9 +48,9 @@ class Server:
     """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
 
     model: the target's name there. context: the smaller context length, in tokens, of server and target. vocabulary:
-    the target's, whose ids are below it. checked: its log-probabilities must be those of its tokens, and a greedy token
-    the likeliest; off for what is to be audited. option: what names the server, for errors. owner: the engine, as it
-    calls itself.
+    the target's, whose ids are below it. checked: refuse log-probabilities of other tokens, and greedy tokens that are
+    not the likeliest; False for an audit. option: the name of the option, for errors. owner: the engine's name for
+    itself.
 
     The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
     it when too many prompts have failed.
@@ -91,14 +91,13 @@ class Server:
         if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
             raise UserError(
                 f"{self.named}: {self._failed} of {self._asked} prompts failed, the last one by: "
-                f"{failed[-1]}; mend the server and go on with resume=true"
+                f"{failed[-1]}; mend the server and continue with resume=true"
             )
         return [answer for _, answer in answers]
 
     def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
-        """At most `count` tokens after the prompt, asked for once, as it is timed. more: fields of the request.
-
-        Without token ids there are two steps, what came first and the rest. Raises `UserError`.
+        """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request. Without
+        token ids there are two steps: the first chunk and the rest. Raises `UserError`.
         """
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
         begun = time.perf_counter()
@@ -231,7 +230,8 @@ class Server:
         return ids
 
     def _unsaid_end(self, choice: Json) -> list[int]:
-        """The end token of a reply that ended with one and does not list it; unchecked, none if it may be several."""
+        """The end token of a reply that ended with one but does not list it. Without `checked`: empty if there are
+        several."""
         named = choice.get("stop_reason", choice.get("matched_stop"))
         ends = self.eos if named is None else self.eos & {named}
         if not self.checked:

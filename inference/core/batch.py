@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Request:
-    """A pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can run as one."""
+    """The pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can be joined."""
 
     kind: tuple[int, int, str]
     pass_: Pass
@@ -82,7 +82,7 @@ class JointView:
     def masks(self) -> Masks:
         own = [request.view.masks() for request in self.requests]
         rows, caches = tuple(self.cache.rows), self.cache.caches
-        windows = set(own[0]).intersection(*own)  # a text shorter than a window has a mask without windows, too
+        windows = set(own[0]).intersection(*own)  # a short text may have no entry for a window
         return {
             window: Texts(rows, tuple(masks[window] for masks in own), caches, self.cache.shown) for window in windows
         }
@@ -95,9 +95,8 @@ class JointView:
 
 
 def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
-    """The outputs of passes of one kind, computed by one pass over the rows of all.
-
-    Halved if memory is short, or if the layers cannot be run for several texts.
+    """The outputs of passes of one kind, computed by one pass over the rows of all. The pass is split in half if memory
+    is short, or if the layers cannot run several texts.
     """
     first, half = requests[0], len(requests) // 2
     if not half:
@@ -105,7 +104,7 @@ def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
     view, outputs = JointView(requests), None
     with suppress(torch.OutOfMemoryError, KeysChangedError):
         outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
-    if outputs is None:  # outside the handler, whose traceback holds the pass's tensors
+    if outputs is None:  # outside the handler: its traceback holds the pass's tensors
         return run_jointly(requests[:half]) + run_jointly(requests[half:])
     rows, last = view.cache.rows, [request.view.last for request in requests]
     parts = [output.split(rows if output.shape[1] == sum(rows) else last, dim=1) for output in outputs]
@@ -116,7 +115,8 @@ def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
 class Text:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
-    done: called at the end, with the error that ended it, if any. `waits`: its next pass. `reader`: who reads it.
+    done: called at the end, with the error that ended it, if any. `waits`: the pass it waits for. `reader`: the reader
+    of its rounds, if any.
     """
 
     rounds: Iterator[Round]
@@ -130,9 +130,9 @@ class Text:
 class Batch(Runtime):
     """Makes the sessions of texts that are decoded together, and runs these texts.
 
-    Texts join by `add` and leave by themselves or by `drop`, between steps. All methods are called in one thread. A
-    prompt, and a target that runs as a whole, are run text by text. runtime: if not eager, makes the sessions: texts
-    then take turns, round by round.
+    A text joins by `add`, between steps, and leaves when it ends or by `drop`. All methods must be called in one
+    thread. Prompts are run text by text, and so is a target that runs as a whole. runtime: if it is not eager, it makes
+    the sessions, and texts take turns, round by round.
     """
 
     name = "batch"
@@ -156,7 +156,7 @@ class Batch(Runtime):
         """Decode `text` too, from the next step on."""
         self.texts.append(text)
 
-    @torch.inference_mode()  # as `step`: when a loop ends, it restores the mode it began in
+    @torch.inference_mode()  # as in `step`: a decode loop that ends restores the mode in which it began
     def drop(self, text: Text) -> None:
         """End a text before its end."""
         if text.run is not None:
@@ -175,9 +175,8 @@ class Batch(Runtime):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run the passes that texts wait for, and each text until its next one.
-
-        The target's passes, which end a round, wait for the drafts of all texts.
+        """Run the passes that texts wait for, then each text until its next pass. Passes of the target, which end
+        rounds, run once no text waits for a draft.
         """
         for text in [text for text in self.texts if text.waits is None]:
             text.run = text.run or greenlet(partial(_decode, text))
@@ -198,7 +197,8 @@ class Batch(Runtime):
                     self._resume(text, own)
 
     def _resume(self, text: Text, *given: object, error: Exception | None = None) -> None:
-        """Run a text until it waits, has decoded a round, or ends. given: what it waited for; error: raised there."""
+        """Run a text until it waits for a pass, has decoded a round, or ends. given: what it waited for; error: raised
+        in it."""
         assert text.run is not None
         try:
             text.waits = text.run.switch(*given) if error is None else text.run.throw(error)
@@ -228,9 +228,8 @@ def _wait(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) ->
 
 
 class Worker:
-    """Runs a batch of up to `most` texts in one thread, which ends when there is nothing to do.
-
-    Other texts wait until one ends. Any thread may call the methods.
+    """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do. Further texts
+    wait until one ends. Any thread may call the methods.
     """
 
     def __init__(self, batch: Batch, most: int):
@@ -253,14 +252,13 @@ class Worker:
         return done.result()
 
     def rounds(self, rounds: Iterator[Round]) -> Iterator[Round]:
-        """`rounds`, of sessions of this batch, each as soon as it is decoded; they begin when the first is asked for.
-
-        The text goes on while nobody reads; it is given up when this iterator is closed.
+        """`rounds`, which use sessions of this batch, each as soon as it is decoded. The text starts when the first
+        round is requested, and is decoded whether or not anybody reads; closing this iterator drops it.
         """
         found: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = Text(rounds, found.put, found.put)
-        del rounds  # the text alone holds them: they are closed in the thread that gives it up
-        give_up = partial(self._give_up, text)  # made while the interpreter lives
+        del rounds  # only the text holds them, so that the batch's thread closes them
+        give_up = partial(self._give_up, text)  # created now, as the interpreter may be ending later
         self._put(partial(self._waiting.append, text))
         try:
             while (one := found.get()) is not None:
@@ -268,7 +266,7 @@ class Worker:
                     raise one
                 yield one
         finally:
-            with self._lock:  # no thread is begun for it: without one no text is decoded
+            with self._lock:  # starts no thread: without one, no text is decoded
                 self._jobs.append(give_up)
 
     def _give_up(self, text: Text) -> None:
@@ -293,7 +291,7 @@ class Worker:
                     return
             for job in jobs:
                 job()
-            if not main_thread().is_alive():  # the process ends with the last text that a living thread reads
+            if not main_thread().is_alive():  # at exit, only texts with a living reader go on
                 for text in [*self._waiting, *self.batch.texts]:
                     if not text.reader.is_alive():
                         self._give_up(text)
@@ -301,7 +299,7 @@ class Worker:
                 self.batch.add(self._waiting.pop(0))
             try:
                 self.batch.step()
-            except Exception as error:  # of no single text
+            except Exception as error:  # of the batch itself, not of one text
                 for text in [*self.batch.texts]:
                     self.batch.drop(text)
                     text.done(error)

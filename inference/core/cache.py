@@ -15,8 +15,8 @@ class KVCache:
     Implements the part of transformers' `Cache` protocol that attention modules use (`update`). `length` is the number
     of valid positions; a pass writes its positions after them, and `advance` makes these valid. Inside `at` a pass
     writes to given slots instead, and sees a fixed number of positions. clean: slots after the text are zero between
-    rounds, as such passes read them, masked. fixed: the slots [q] and the number of positions seen, while such a pass
-    runs.
+    rounds, since passes inside `at` read them (masked). fixed: inside `at`, the slots [q] and the number of positions
+    seen.
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):

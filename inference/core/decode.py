@@ -19,7 +19,7 @@ from outrider.inference.core.tree import ROOT, DraftTree
 
 
 def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:
-    """`tokens` up to and including the first EOS, at most `budget` of them: the counting rule of all methods."""
+    """`tokens` up to and including the first EOS, at most `budget` tokens. All methods count tokens by this rule."""
     for index, token in enumerate(tokens[:budget]):
         if token in eos:
             return tuple(tokens[: index + 1])

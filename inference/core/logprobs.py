@@ -33,7 +33,8 @@ class ScoredRound(Round):
 
 
 class ScoringSelector(TokenSelector):
-    """A `TokenSelector` that also scores the tokens that it selects, with the `top` likeliest in the place of each."""
+    """A `TokenSelector` that also records log-probabilities: of its tokens, and of the `top` likeliest at each
+    place."""
 
     def __init__(self, sampler: Sampler | None, generator: random.Random | None, rule: Verification, *, top: int):
         super().__init__(sampler, generator, rule)
@@ -51,13 +52,13 @@ class ScoringSelector(TokenSelector):
         return tokens, nodes, following, bonus
 
     def scored(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
-        """`rounds`, whose tokens this selector selects, with their scores."""
+        """The rounds that this selector decides, with the scores of their tokens."""
         for r in rounds:
             yield ScoredRound(**vars(r), scores=tuple(self._found.popleft() for _ in r.tokens))
 
     def _score(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Keep the scores of `tokens` [n], each by its row of logits [n, V]; none where the logits are not finite."""
-        if not 0 <= tokens[-1] < logits.shape[-1]:  # the draft is then verified again without its nodes, or refused
+        if not 0 <= tokens[-1] < logits.shape[-1]:  # not finite: verified again without the draft, or refused
             return
         logprobs = logits.float().log_softmax(-1)
         values, ids = logprobs.topk(self._top, -1)

@@ -17,8 +17,9 @@ class Round:
     drafted: proposed tokens. accepted: how many of `tokens` came from the draft. depth: the draft's depth, which is the
     largest possible `accepted`.
 
-    Seconds are of the round and of its parts. draft: the drafter's forward passes. structure: its other work. verify:
-    the target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for other texts.
+    Times are in seconds. seconds: of the whole round. draft: the drafter's forward passes. structure: its other work.
+    verify: the target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for
+    other texts.
     """
 
     tokens: tuple[int, ...]

@@ -153,11 +153,11 @@ def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tenso
 
 
 def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
-    """Draw from each row of weights [m, V] ≥ 0 by its inverse distribution function.
+    """Draw from each row of weights [m, V] ≥ 0 by inverting its cumulative sum.
 
     uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row.
-    Returns tokens [m, k]: the first one at which the row's running sum exceeds that share of its total; −1 only if all
-    weights of a row are 0. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
+    Returns tokens [m, k]: the first one whose running sum exceeds uniform · total; −1 only if all weights of a row are
+    0. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
 
     The sums are in float64. The error of a token's share is at most about V · 2⁻⁵³ of the total. There is no transfer
     from a GPU.

@@ -67,9 +67,9 @@ class Session(Protocol):
     `LayerStack.run_with_aux`) at which a drafter reads the aux hidden states of every pass. `top_count` is the number
     of top-k continuations of every row that a drafter reads (see `top_tokens_of_rows`).
 
-    Of a round: `round` and `fed` are its rows and their tokens, `finished` the rows of the last `finish`, `tree_rows`
-    the rows of the last tree's nodes, and `extras` the other outputs of `finish`, if requested: the aux hidden
-    states at `aux_layers` [1, n, layers · d] and `top_tokens` [1, n, 2k].
+    During a round `round` and `fed` are its rows and their tokens, `finished` the rows of the last `finish`,
+    `tree_rows` the rows of the last tree's nodes, and `extras` the other outputs of `finish`, if requested: the aux
+    hidden states at `aux_layers` [1, n, layers · d] and `top_tokens` [1, n, 2k].
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""The drafters that the doctor examines: readings of a checkpoint, their drafts along a text, and recorded facts.
+"""The drafters that the doctor examines: how each checkpoint may be read, its drafts along a text, and recorded facts.
 
 Each variant of an EAGLE-3 head's reading changes one thing of the declared reading, for a known mistake.
 """
@@ -171,7 +171,7 @@ def numbers(stored: object, run: torch.dtype) -> Fact:
 
 
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
-    """Whether the target is the one of the training, as far as its `record` tells."""
+    """Whether the target is the one that the drafter was trained on, as far as `record` tells."""
     if not record:
         return Fact("made for", "not known: no record of its training")
     name, settings = record.get("target", "a target not said"), record.get("settings")
@@ -240,7 +240,7 @@ def examine_lm(
     """A small LM for `target`."""
     lm = cast("SmallLM", bare(model))
     record = read_record(where, LM_TRAINING_FILE)
-    stored = read_config(where, role=SMALL_LM.name).dtype  # that of a model that is loaded says what it runs in
+    stored = read_config(where, role=SMALL_LM.name).dtype  # a loaded model's config has the dtype in which it runs
     return Examinee(
         Variant(DECLARED, partial(draft_by_lm, lm)),
         known_tokens=plugin.known_tokens(where),
@@ -290,7 +290,7 @@ def examine_head(plugin: "Eagle3Plugin", model: Eagle3, where: str, target: Open
 def _head_facts(
     stored: StoredHead, record: Mapping[str, object], head: Eagle3, tensors: Mapping[str, Tensor], target: OpenTarget
 ) -> Iterator[Fact]:
-    """What the files of a head say. record: what a training here left of it."""
+    """The facts in a head's files. record: written by a training in this toolkit."""
     reading = stored.reading
     yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
     match stored.config.get("speculators_config"):
@@ -350,7 +350,7 @@ def _ropes(target: OpenTarget) -> Iterator[Neighbour]:
             yield f"a plain rope of rope_theta {theta:g}", both, _ROPE
 
 
-# By kind, what makes its `Examinee` of (the plugin, the `prepare`d model, the model's path, target, stack).
+# By kind: (plugin, `prepare`d model, the model's path, target, stack) → its `Examinee`.
 EXAMINERS: dict[str, Callable[..., Examinee]] = {
     EARLY_EXIT.name: examine_exit,
     SMALL_LM.name: examine_lm,

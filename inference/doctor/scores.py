@@ -100,7 +100,7 @@ def answer_of(target: Target, prompt: Sequence[int], count: int, eos: frozenset[
 
 @dataclass(frozen=True)
 class Scores:
-    """Figures at all judged places of all texts, [steps, places] each but the blocks, which are [places].
+    """Figures at all judged places of all texts, [steps, places] each; blocks [places].
 
     agree: whether the drafter's most likely token is the target's. accepted: Σ min(p, q). log_q: of the target's most
     likely token. finite: whether all logits are finite. blocks: the observation that each place belongs to.

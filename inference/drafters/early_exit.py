@@ -108,7 +108,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
     ) -> EarlyExit:
-        require_target(read_meta(where), target.fingerprint, where)  # before its head says that it is of another one
+        require_target(read_meta(where), target.fingerprint, where)  # first, since its message names the cause
         return super().load(where, target, methods, **placed)
 
     def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> EarlyExit:

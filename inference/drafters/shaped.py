@@ -103,7 +103,7 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
 
 
 def allowance_of(tuning: Tuning | None) -> Allowance | None:
-    """The `Allowance` of a method with measured costs; None for others, which draft in every round."""
+    """The `Allowance` of a method with measured costs; None for other methods: they draft in every round."""
     return None if tuning is None else Allowance(tuning.costs)
 
 

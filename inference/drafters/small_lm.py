@@ -71,7 +71,7 @@ class SmallLMSource:
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """The ids, with the last one that it has a row for in place of higher ones, of which a text may have some."""
+        """The ids; ids beyond its embedding, which a text may contain, are replaced by its last one."""
         return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
     @property

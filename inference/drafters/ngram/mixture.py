@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What a table and a text say of the next token, learnt online: the sources of `ngram_mixing`, and their weights.
+"""The n-gram mixture of a table and a text: sources, weights that are learnt online, and the search (`ngram_mixing`).
 
 Importing it imports neither torch nor transformers, so that a serving engine's process can.
 """
@@ -172,11 +172,11 @@ class Mixture:
         self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
 
     def learn_prompt(self, ids: np.ndarray, stop: int) -> None:
-        """Take in the prompt ids[:stop] (int64): what a user wrote says little about how the target follows sources."""
+        """Index the prompt ids[:stop] (int64). Its user's words teach no weights: these are for the target's text."""
         self.index.learn(ids, 0, stop)
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
-        """Take in the target's ids[start : stop], which follow ids[:start]."""
+        """Learn from the target's ids[start : stop], which follow ids[:start]."""
         index, config = self.index, self.config
         index.known = with_room(index.known, config.longest * (stop - start))
         self._call(
@@ -185,14 +185,15 @@ class Mixture:
         )  # fmt: skip
 
     def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
-        """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `depth`; how many there are."""
+        """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `depth`. Returns the number of
+        nodes."""
         return self._call(
             mixed_best_first, self._levels, self.index.known, self.config.longest, self.recycled, self._suffixes,
             self.weights, self.table.vocabulary, ids, stop, depth, nodes, self._scratch,
         )  # fmt: skip
 
     def _call(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
-        """Of a text, all calls of a function have arguments of the same types."""
+        """All calls of a function for one text have arguments of the same types."""
         if function not in self._compiled:
             self._compiled[function] = compiled_for(function, arguments)
         return cast("R", self._compiled[function](*arguments))

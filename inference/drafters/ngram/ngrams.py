@@ -60,7 +60,7 @@ class _OverText(Drafter):
     def read(self, root: int) -> None:
         """Begin a round with `root`, the last token of the text; learn the text's new tokens."""
         self._reserve(1)
-        self._ids[self._length] = root  # committed only at the end of the round that it starts
+        self._ids[self._length] = root  # the session commits it at the end of this round
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
 
@@ -181,7 +181,7 @@ class MixedDrafter(_OverText):
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         self.mixture.learn(ids, start, stop)
-        if self._verified is not None:  # only now: these tokens were chosen from these rows
+        if self._verified is not None:  # after the weights, which must not learn from rows that chose the tokens
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
