@@ -49,8 +49,8 @@ SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most 
 
 class Token(NamedTuple):
     """A token of an answer: its line, its position there, the likeliest token in its place, and `off`. Of a greedy
-    token, `off` counts the rounding errors by which its logit is below the best. Of a sampled one it is the probability of
-    a token as unlikely.
+    token, `off` counts the rounding errors by which its logit is below the best. Of a sampled one it is the
+    probability of one as unlikely.
     """
 
     line: int

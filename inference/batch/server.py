@@ -91,7 +91,7 @@ class Server:
         if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
             raise UserError(
                 f"{self.named}: {self._failed} of {self._asked} prompts failed, the last one by: "
-                f"{failed[-1]}; mend the server and continue with resume=true"
+                f"{failed[-1]}; mend the server and go on with resume=true"
             )
         return [answer for _, answer in answers]
 
