@@ -95,8 +95,9 @@ class JointView:
 
 
 def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
-    """The outputs of passes of one kind, computed by one pass over the rows of all. The pass is split in half if memory
-    is short, or if the layers cannot run several texts.
+    """The outputs of passes of one kind, computed by one pass over the rows of all.
+
+    It is split in half if memory is short, or if the layers cannot run several texts.
     """
     first, half = requests[0], len(requests) // 2
     if not half:
@@ -115,8 +116,7 @@ def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
 class Text:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
-    done: called at the end, with the error that ended it, if any. `waits`: the pass it waits for. `reader`: the reader
-    of its rounds, if any.
+    done: called at the end, with the error that ended it, if any. `waits`: for this pass. `reader`: who reads it.
     """
 
     rounds: Iterator[Round]
@@ -175,8 +175,9 @@ class Batch(Runtime):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run the passes that texts wait for, then each text until its next pass. Passes of the target, which end
-        rounds, run once no text waits for a draft.
+        """Run the passes that texts wait for, then each text until its next pass.
+
+        Passes of the target, which end rounds, run once no text waits for a draft.
         """
         for text in [text for text in self.texts if text.waits is None]:
             text.run = text.run or greenlet(partial(_decode, text))
@@ -197,8 +198,7 @@ class Batch(Runtime):
                     self._resume(text, own)
 
     def _resume(self, text: Text, *given: object, error: Exception | None = None) -> None:
-        """Run a text until it waits for a pass, has decoded a round, or ends. given: what it waited for; error: raised
-        in it."""
+        """Run a text until it waits, has decoded a round, or ends. given: what it waited for; error: to raise in it."""
         assert text.run is not None
         try:
             text.waits = text.run.switch(*given) if error is None else text.run.throw(error)

@@ -33,8 +33,7 @@ class ScoredRound(Round):
 
 
 class ScoringSelector(TokenSelector):
-    """A `TokenSelector` that also records log-probabilities: of its tokens, and of the `top` likeliest at each
-    place."""
+    """A `TokenSelector` that also records log-probabilities, of its tokens and of the `top` likeliest ones."""
 
     def __init__(self, sampler: Sampler | None, generator: random.Random | None, rule: Verification, *, top: int):
         super().__init__(sampler, generator, rule)

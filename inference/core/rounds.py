@@ -17,9 +17,8 @@ class Round:
     drafted: proposed tokens. accepted: how many of `tokens` came from the draft. depth: the draft's depth, which is the
     largest possible `accepted`.
 
-    Times are in seconds. seconds: of the whole round. draft: the drafter's forward passes. structure: its other work.
-    verify: the target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for
-    other texts.
+    seconds: of the whole round. draft: of the drafter's forward passes. structure: of its other work. verify: of the
+    target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for other texts.
     """
 
     tokens: tuple[int, ...]

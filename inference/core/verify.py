@@ -220,9 +220,8 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
 
     tokens [n]; q, p, the result and its distribution: as in `verify_sampled`. No rule for chains accepts more tokens in
     expectation. It accepts i or more with probability c_i = min(1, c_{i−1} p(x_i) / q(x_i)), c_0 = 1, where token by
-    token it is Π min(1, p / q). After i tokens the next one is drawn from max(0, c_i p − q), whose mass is S_i. One
-    coin per prefix: heads with probability c_n for the whole chain, S_i / (S_i + 1 − c_i) for i tokens. The longest
-    prefix with heads is accepted.
+    token it is Π min(1, p / q). After i tokens the next one is drawn from max(0, c_i p − q), whose mass is S_i. Of the
+    prefixes that pass a coin flip (the whole chain with c_n, i tokens with S_i / (S_i + 1 − c_i)), the longest is kept.
     """
     drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
     c: list[float] = [1]
