@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -130,29 +130,31 @@ def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: 
 def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
     """`grouped_attention` with a `Band`, one block of queries after another: [B, T, H, D].
 
-    Does not keep the blocks' masks for the backward pass, which recomputes them.
+    Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them.
     """
-    length, parts = query.shape[2], []
-    for begin, start in zip(range(0, length, band.BLOCK), band.starts, strict=True):
-        end = min(begin + band.BLOCK, length)
-        attend = partial(_attend_block, module, band, (begin, end, start), options)
-        given = (query[:, :, begin:end], band.part(key, start, end), band.part(value, start, end))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-        parts.append(attend(*given))
-    return torch.cat(parts, dim=1)
 
+    def part(keys: Tensor, start: int, end: int) -> Tensor:
+        """Keys or values [B, Hk, front + T, D] in the front and at start … end − 1."""
+        own = keys[:, :, band.front + start : band.front + end]
+        return own if not band.front else torch.cat([keys[:, :, : band.front], own], 2)
 
-def _attend_block(
-    module: object,
-    band: Band,
-    place: tuple[int, int, int],
-    options: dict[str, Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    return grouped_attention(module, query, key, value, band.block(*place), **options)[0]
+    def attend(own: Band, place: tuple[int, int, int], *given: Tensor) -> Tensor:
+        return grouped_attention(module, *given, own.block(*place), **options)[0]
+
+    alike, rows = len(query) // len(band.blocks), []
+    given = [x.split(alike) for x in (query, key, value, band.first)]
+    for blocks, q, k, v, first in zip(band.blocks, *given, strict=True):
+        own, parts = replace(band, first=first), []
+        sizes = [end - begin for begin, end, _ in blocks]
+        for place, queries in zip(blocks, q.split(sizes, 2), strict=True):
+            _, end, start = place
+            states = (queries, part(k, start, end), part(v, start, end))
+            run: Callable[..., Tensor] = attend
+            if end - start > band.BLOCK and torch.is_grad_enabled() and any(x.requires_grad for x in states):
+                run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
+            parts.append(run(own, place, *states))
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)
 
 
 def _by_products(
@@ -256,22 +258,20 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
-def packed_mask(documents: Tensor) -> Tensor:
-    """The attention mask of packed rows: causal, and only inside one document.
-
-    documents [B, T]: the document number of each position, −1 for padding. Returns bool [B, 1, T, T], True = attend.
-    Padding sees padding, so that no softmax row is empty. For long rows see `packed_band`.
-    """
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
-
-
 def packed_band(documents: Tensor, window: int | None = None, *, kind: type[Band] = Band) -> Band:
-    """The mask of packed rows as a `Band`; documents must be contiguous. One transfer from the device."""
+    """The mask of packed rows: causal, and only inside one document.
+
+    documents [B, T]: the document number of each position, −1 for padding; documents must be contiguous. Padding sees
+    padding, so that no softmax row is empty.
+
+    On a CPU its blocks end where documents do. A GPU prefers few blocks, of all rows.
+    """
     places = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     first = torch.where(begins, places, 0).cummax(1).values
     if window is not None:
         first = torch.maximum(first, places - (window - 1))
-    return kind(first, tuple(first[:, :: kind.BLOCK].amin(0).tolist()))
+    if documents.device.type == "cpu":
+        ends = [[*row.nonzero()[:, 0].tolist(), len(row)] for row in begins]
+        return kind(first, tuple(map(kind.cut, ends, first.tolist())))
+    return kind(first, (kind.cut([0, documents.shape[1]], first.amin(0).tolist()),))

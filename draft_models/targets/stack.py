@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.attention import additive, packed_band, packed_mask
+from outrider.draft_models.targets.attention import additive, packed_band
 from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
-from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary, Target
+from outrider.draft_models.targets.target import LayerCache, Mask, Masks, Rotary, Target
 
 
 class RowCache(Cache):
@@ -264,13 +264,9 @@ class LayerStack(nn.Module):
             start = boundary
         return self.run(hidden, start, stop, rotary, masks, cache), aux_hidden
 
-    def packed_masks(self, positions: Tensor, documents: Tensor) -> Masks:
-        """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.text.rows`."""
-        if positions.shape[1] > Band.BLOCK:
-            return {w: packed_band(documents, w) for w in set(self.windows)}
-        base = packed_mask(documents)
-        distance = positions[:, None, :, None] - positions[:, None, None, :]
-        return {w: base if w is None else base & (distance < w) for w in set(self.windows)}
+    def packed_masks(self, documents: Tensor) -> Masks:
+        """Masks of packed rows for `run`, by window size; documents [B, T] as in `data_prep.text.rows`."""
+        return {window: packed_band(documents, window) for window in set(self.windows)}
 
     def cache(self, capacity: int) -> RowCache:
         """See `Target.cache`."""

@@ -5,6 +5,7 @@ At load it is checked against its own forward (`draft_models.targets.proof`).
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -20,31 +21,32 @@ if TYPE_CHECKING:
 class Band:
     """A causal mask that is never materialised as a whole: query i of row b sees exactly keys first[b, i] to i.
 
-    first: int64 [B or 1, T], ascending. starts: for every block of `BLOCK` queries, the first key seen in any row.
-    front: the number of further keys before all these, which every query sees.
+    first: int64 [B or 1, T], ascending. blocks: the blocks of queries of every row, or those of all rows: where each
+    begins and ends, and the first key seen. front: the number of further keys before all these, which all queries see.
     """
 
-    BLOCK: ClassVar[int] = 512  # queries per materialised block; texts up to this length have an ordinary mask
+    BLOCK: ClassVar[int] = 512  # queries per materialised block, at most
     first: Tensor
-    starts: tuple[int, ...]
+    blocks: tuple[tuple[tuple[int, int, int], ...], ...]
     front: int = 0
 
     @classmethod
     def sliding(cls, places: Tensor, window: int) -> "Band":
         """The mask of one text at `places` 0, 1, …, T − 1 [T]; a token sees `window` tokens, itself included."""
-        starts = tuple(max(0, begin - window + 1) for begin in range(0, len(places), cls.BLOCK))
-        return cls((places - (window - 1)).clamp(min=0)[None], starts)
+        first = [max(0, place - window + 1) for place in range(len(places))]
+        return cls((places - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(places)], first),))
+
+    @classmethod
+    def cut(cls, ends: Sequence[int], first: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """The blocks of a row that is cut at `ends`, 0, …, T; first [T] as above."""
+        return tuple((begin, min(begin + cls.BLOCK, stop), first[begin])
+                     for start, stop in pairwise(ends) for begin in range(start, stop, cls.BLOCK))  # fmt: skip
 
     def block(self, begin: int, end: int, start: int) -> Tensor:
-        """bool [B or 1, 1, end − begin, front + end − start]: mask of queries begin … end − 1 over `part`'s keys."""
+        """bool [B or 1, 1, end − begin, front + end − start]: queries begin … end − 1, keys from start on."""
         keys = torch.arange(start, end, device=self.first.device)
         seen = keys >= self.first[:, begin:end, None]
         return F.pad((seen & (keys <= keys[begin - start :, None]))[:, None], (self.front, 0), value=True)
-
-    def part(self, keys: Tensor, start: int, end: int) -> Tensor:
-        """The keys or values, of [B, Hk, front + T, D], in the front and at start … end − 1."""
-        own = keys[:, :, self.front + start : self.front + end]
-        return own if not self.front else torch.cat([keys[:, :, : self.front], own], 2)
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,6 @@ class Rotary(NamedTuple):
 
     positions: Tensor
     tables: tuple[tuple[Tensor, Tensor], ...]
-
-    def to(self, dtype: torch.dtype) -> "Rotary":
-        """The tables in `dtype`."""
-        return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
 
 
 class LayerCache(Protocol):

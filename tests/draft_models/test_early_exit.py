@@ -111,7 +111,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
 
     whole = layer_stack(load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32))
     whole.reserve(40)
-    masks = whole.packed_masks(batch["positions"], batch["documents"])
+    masks = whole.packed_masks(batch["documents"])
     keep = batch["labels"] != IGNORE
     positions = batch["positions"]
     target = whole.run(whole.embed(batch["input_ids"], positions), 0, LAYERS, whole.rotary(positions), masks)

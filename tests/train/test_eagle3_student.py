@@ -55,7 +55,8 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
-    student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
+    config: Any = SimpleNamespace(objective=objective, draft_steps=STEPS, step_decay=DECAY, train_head=True)
+    student = Eagle3Student(stack, head, config)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
     positions, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
@@ -225,8 +226,8 @@ FAULTS = {  # where, and what stands there instead
     "a document attends to the one before it": (
         HeadOnTarget,
         "guesses",
-        "packed_mask(documents)",
-        "packed_mask(0 * documents)",
+        "packed_band(documents)",
+        "packed_band(0 * documents)",
     ),
     "a draft continues into the next document": (HeadOnTarget, "valid", "> torch.arange", ">= 0 * torch.arange"),
     "labels of the input token of step 0": (

@@ -108,7 +108,7 @@ def test_its_losses_are_those_over_its_tokens(tmp_path: Path, objective: str) ->
 @torch.no_grad()
 def whole_logits(stack: LayerStack, rows: dict[str, Tensor]) -> Tensor:
     stack.reserve(20)
-    masks, rotary = stack.packed_masks(rows["positions"], rows["documents"]), stack.rotary(rows["positions"])
+    masks, rotary = stack.packed_masks(rows["documents"]), stack.rotary(rows["positions"])
     hidden = stack.embed(rows["input_ids"], rows["positions"])
     return stack.logits(stack.run(hidden, 0, len(stack.layers), rotary, masks))
 

@@ -142,7 +142,7 @@ def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
 def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
     """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T]."""
     stack.reserve(positions.shape[1])
-    masks = stack.packed_masks(positions, documents)
+    masks = stack.packed_masks(documents)
     hidden = stack.embed(input_ids, positions)
     return stack.norm(stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks))
 

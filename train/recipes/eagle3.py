@@ -44,7 +44,6 @@ from outrider.train.parts.target_states import RowsWithStates, with_states
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.students.eagle3 import (
     HeadOnTarget,
-    head_on,
     head_plan,
     judge_steps,
     reading_of,
@@ -90,7 +89,7 @@ def prepare(
         else:
             require_target(reading, target.config, stored.source)
             head = make_head(reading, stored.weights(torch.float32, state.device), stored.source)
-        return head_on(Eagle3Student, stack, head, config)
+        return Eagle3Student(stack, head, config)
 
     taught: PackedRows | RowsWithStates = rows
     if config.features is not None:

@@ -26,7 +26,6 @@ from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.losses import IGNORE, linear_cross_entropy
-from outrider.draft_models.targets.attention import packed_mask
 from outrider.draft_models.targets.open_target import special_tokens
 from outrider.train.core.driver import run_training
 from outrider.train.core.optimizers import layer_matrices
@@ -35,6 +34,13 @@ from outrider.train.parts.drafter import export, llama_config
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+
+
+def packed_mask(documents: Tensor) -> Tensor:
+    """The mask of `packed_band` as a whole, for a model that takes no other: bool [B, 1, T, T], True = attend."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
 
 
 class ToyTarget(nn.Module):

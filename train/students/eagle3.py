@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,9 @@ from outrider.draft_models.eagle3.dialects import require_said
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.attention import packed_band, packed_mask
+from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.target import Band
 from outrider.inference.loading.memory_plan import Held, planned_device
 from outrider.train.core.training import Batch, Metrics, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of, require_context
@@ -47,32 +46,25 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
     return reading
 
 
-Student = TypeVar("Student", bound="HeadOnTarget")
-
-
 class HeadOnTarget(nn.Module):
     """A trainable float32 head on the frozen layers of a whole target: training-time test but for its loss.
 
     Step t of `steps` predicts token j at position j − 2 − t of its document: step 0 from the target's feature there and
     the token after it, later steps from the previous step's output there and the next token of the text. So every token
-    is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `decay` times that
-    of the previous step, and all weights sum to 1.
-
-    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from the target.
+    is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `step_decay` times
+    that of the previous step, and all weights sum to 1.
     """
 
     counts: Tensor
     entries: type[Steps] = Steps
 
-    def __init__(
-        self, stack: LayerStack, head: Eagle3, *, objective: str, steps: int, decay: float, train_head: bool
-    ) -> None:
+    def __init__(self, stack: LayerStack, head: Eagle3, config: Eagle3Config) -> None:
         super().__init__()
         self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
-        self.objective, self.steps = objective, steps
-        counts = torch.tensor([decay**step for step in range(steps)], device=stack.device)
+        self.objective, self.steps = config.objective, config.draft_steps
+        counts = torch.tensor([config.step_decay**step for step in range(self.steps)], device=stack.device)
         self.register_buffer("counts", counts / counts.sum(), persistent=False)
-        head.lm_head.requires_grad_(train_head)
+        head.lm_head.requires_grad_(config.train_head)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)
         self.recomputed = False
@@ -93,7 +85,7 @@ class HeadOnTarget(nn.Module):
         stack = self.stack
         with torch.autocast(input_ids.device.type, enabled=False):
             stack.reserve(positions.shape[1])
-            given = (stack.rotary(positions), stack.packed_masks(positions, documents), self.head.reading.taps)
+            given = (stack.rotary(positions), stack.packed_masks(documents), self.head.reading.taps)
             hidden, aux = stack.run_with_aux(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
             return torch.stack([*aux, stack.norm(hidden)], 2)
 
@@ -112,7 +104,7 @@ class HeadOnTarget(nn.Module):
         """
         head, length = self.head, positions.shape[1]
         head.reserve(length + steps)
-        mask: Mask = packed_band(documents) if length > Band.BLOCK else packed_mask(documents)
+        mask = packed_band(documents)
         cache, found = self.entries(), []
         features = head.features(aux.float()).float()
         for step in range(steps):
@@ -207,7 +199,7 @@ def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) 
     """The memory plan of a head with this reading, trained with the whole target."""
     stack = layer_stack(nn.Module.to(empty_model(target), frozen_dtype(config.frozen_dtype, planned_device())))
     head = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
-    student = head_on(HeadOnTarget, stack, head, config)
+    student = HeadOnTarget(stack, head, config)
     trained, frozen = parameters_of(student)
     facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
     facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
@@ -218,15 +210,3 @@ def head_memory(config: Eagle3Config, student: HeadOnTarget) -> list[Held]:
     """The memory of each device in a training of `student`, which may be without weights."""
     reading = student.head.reading
     return fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary)
-
-
-def head_on(kind: type[Student], stack: LayerStack, head: Eagle3, config: Eagle3Config) -> Student:
-    """The student of this `kind` that `config` asks for."""
-    return kind(
-        stack,
-        head,
-        objective=config.objective,
-        steps=config.draft_steps,
-        decay=config.step_decay,
-        train_head=config.train_head,
-    )

@@ -16,6 +16,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_files import empty_layers, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import stored_dtype
+from outrider.draft_models.targets.target import Rotary
 from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, planned_device, weight_bytes
 from outrider.train.core.training import Batch, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
@@ -105,12 +106,13 @@ class ExitOnFrozenLayers(nn.Module):
 
     def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
         """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d]."""
-        masks = self.stack.packed_masks(positions, documents)
+        masks = self.stack.packed_masks(documents)
         self.stack.reserve(positions.shape[1])
         rotary = self.stack.rotary(positions)
         exit_layer = self.drafter.exit_layer
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            frozen = rotary.to(self.stack.dtype)
+            tables = tuple((cos.to(self.stack.dtype), sin.to(self.stack.dtype)) for cos, sin in rotary.tables)
+            frozen = Rotary(positions, tables)
             trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
             target = None
             if self.online:

@@ -14,9 +14,10 @@ from transformers.activations import ACT2FN
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps, join
-from outrider.draft_models.targets.attention import packed_band, packed_mask
+from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.settings import ReadingChanges, Written
 from outrider.draft_models.targets.target import Band
+from outrider.train.recipes.toy import packed_mask
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
 
 PLACES = 5  # of a text

@@ -1,5 +1,6 @@
 """Attention against the textbook, its masks, also those of long texts made a block at a time, and aux hidden states."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from outrider.draft_models.targets.attention import (
     KERNELS,
     grouped_attention,
     packed_band,
-    packed_mask,
     stock_attention,
     use_kernel,
 )
@@ -25,6 +25,7 @@ from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.train.recipes.early_exit import EarlyExitStudent
+from outrider.train.recipes.toy import packed_mask
 from tests.families import save_family
 from tests.forked import Fork
 from tests.memory import Largest
@@ -150,16 +151,19 @@ def test_a_band_is_the_dense_mask(
         given = [torch.randn(rows, n, length, 8, dtype=torch.float64, requires_grad=True)
                  for n in (heads, key_heads, key_heads)]  # fmt: skip
         results = []
-        for mask in (dense, packed_band(packed, window)):
+        by_document = packed_band(packed, window)
+        alike = Band.cut([0, length], by_document.first.amin(0).tolist())  # the blocks of a GPU
+        for mask in (dense, by_document, replace(by_document, blocks=(alike,))):
             out, _ = grouped_attention(nn.Module(), *given, mask, scaling=0.4)
             results.append((out, *torch.autograd.grad(out.sin().sum(), given)))
-        for found, expected in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        for expected, *found in zip(*results, strict=True):
+            for one in found:
+                torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-9)
     if window is not None:
         everything = torch.zeros(1, length, dtype=torch.long)
         sliding, alike = Band.sliding(torch.arange(length), window), packed_band(everything, window)
         assert torch.equal(sliding.first, alike.first)
-        assert sliding.starts == alike.starts
+        assert sliding.blocks == alike.blocks
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "opt"])
@@ -256,7 +260,7 @@ def test_an_aux_hidden_state_is_that_of_transformers(tmp_path: Path, family: str
     stack, ids = layer_stack(model), torch.tensor([random_prompt(14)])
     positions = torch.arange(14)[None]
     stack.reserve(14)
-    rotary, masks = stack.rotary(positions), stack.packed_masks(positions, torch.zeros_like(ids))
+    rotary, masks = stack.rotary(positions), stack.packed_masks(torch.zeros_like(ids))
     with torch.inference_mode():
         with stock_attention(model):
             *expected, last = model(ids, output_hidden_states=True).hidden_states

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 
 from outrider.base.errors import UserError
 from outrider.draft_models.early_exit.model import exit_layers
-from outrider.draft_models.targets.attention import packed_mask
 from outrider.draft_models.targets.model_files import load_causal_lm, load_layers
 from outrider.draft_models.targets.open_target import load_config, pick_device, pick_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
+from outrider.train.recipes.toy import packed_mask
 from tests.pairwise import each_value
 from tests.tiers import typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
