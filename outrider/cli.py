@@ -22,8 +22,8 @@ class Command:
     """A command.
 
     name: its config is conf/NAME.yaml, and users type the name with - for _. settings: "module:class" of its options,
-    in outrider. does: its description in the list of commands. place: the module of its `main`, in outrider; "": it is
-    called NAME, and stands in the folder of the settings.
+    in outrider. does: its description in the list of commands. place: the module of its `main`, in outrider; "": the
+    module NAME in the folder of its settings.
     """
 
     name: str
@@ -99,7 +99,7 @@ def find(typed: str) -> Command:
 
 
 def usage(name: str = "") -> list[str]:
-    """The usual command lines of the command called `name`, or those to begin with, as usage.txt has them."""
+    """The usual command lines of the command `name`, or those for beginners, from usage.txt."""
     first, _, others = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
     return (
         [line for line in others.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
@@ -133,7 +133,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def crashing() -> Iterator[None]:
-    """Within it, an error that nobody expected ends the process with its traceback and `CRASH_STATUS`."""
+    """Context manager: an unexpected error ends the process with its traceback and `CRASH_STATUS`."""
     try:
         yield
     except Exception as error:

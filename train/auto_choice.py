@@ -1,4 +1,4 @@
-"""What `outrider auto` does in its minutes: by what the machine and the target's first answers showed, as data."""
+"""The plan of `outrider auto`, computed from its minutes, the machine, and the speed of the target's first answers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ _ALWAYS = (NGRAMS.name, PROMPT_LOOKUP.name)
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _MORE = 1.2  # minutes given for the answers, over those expected from the speed of the first answers
 _HELDOUT = 8  # answers that a training holds out at least, of so many prompts
-_QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
+_QUICK = 1.5  # minutes of the steps without a target and without a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least: no `minutes` is below the sum of the two
-_REPORT_LOADS = 3.0  # times the loading of a step, after which a report has compared, laid out and tuned its models
-LOOK = (0.05, 0.5, 3.0)  # share of all minutes in which the target is looked at, and their bounds
+_REPORT_LOADS = 3.0  # loading times before a report measures: it compares, lays out and tunes models
+LOOK = (0.05, 0.5, 3.0)  # share of all minutes for the first answers, and its bounds
 _LARGER = {"fit.batch_rows": 32, "fit.micro_batch_rows": 16, "fit.epochs": 20}  # of a training on a GPU
 _ANSWERS = {"data": "responses", "data.path": f"{HERE}/responses/responses-*.jsonl"}
 _TRAINING = {
@@ -89,7 +89,7 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of the machine, and what the first answers of a target told; before them, nothing.
+    """Facts about the machine, and about a target from its first answers (0 before these).
 
     rows: prompts that are answered together. tokens_per_second: of answers. answer_tokens: of one, the mean. prompts:
     to be answered, of which `answered` are. context: the target's, in tokens. loading: minutes in which a step starts
@@ -121,7 +121,7 @@ class Look:
         return self.spent + _QUICK + self.loading * (2 + len(kinds))
 
     def report(self, kinds: Sequence[str], tokens: float) -> float:
-        """The minutes of a report on the fewest prompts that have a verdict, of so many tokens each; an estimate.
+        """An estimate of the minutes of a report on the fewest prompts for a verdict, with `tokens` tokens each.
 
         A text alone is faster than its share of a batch's tokens a second, and slower than the whole batch.
         """
@@ -140,7 +140,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kinds of drafters to train, why each other one is not, and the minutes of every step that has a limit."""
+    """The kinds of drafters to train, reasons against the other kinds, and the minutes of every step with a limit."""
 
     kinds: tuple[str, ...]
     not_tried: Mapping[str, str]
@@ -148,9 +148,9 @@ class Choice:
 
 
 def rows_of(device: Device, parameters: float, text_bytes: float, free_bytes: float) -> int:
-    """The prompts to answer together: what the memory holds, and on a CPU what is done in about a minute.
+    """The number of prompts to answer together: limited by memory, and on a CPU to about a minute.
 
-    text_bytes: of the cache of a prompt and its answer. free_bytes: beside the target's weights.
+    text_bytes: cache of a prompt and its answer. free_bytes: memory left by the target's weights.
     """
     quick = _ROWS[device] if device == "cuda" else _ROWS[device] * min(1.0, _PARAMETERS / parameters)
     return max(1, min(int(quick), int(free_bytes / 2 / text_bytes)))
@@ -235,6 +235,6 @@ def outlook(config: AutoConfig, device: Device, unfit: Mapping[str, str]) -> str
 
 
 def look_minutes(config: AutoConfig) -> float:
-    """The minutes after which the look at the target ends with the answers that it is at."""
+    """The minutes for the first answers; those in progress are finished."""
     share, least, most = LOOK
     return min(most, max(least, share * config.minutes))

@@ -1,4 +1,4 @@
-"""Run `outrider auto`: look at the target, choose by what it showed, run the pipeline, export, and say what to use.
+"""Run `outrider auto`: time the target's first answers, choose, run the pipeline, export, recommend a drafter.
 
 Each step runs as one of a pipeline, in a process of its own (see `pipeline_run`).
 """
@@ -51,7 +51,7 @@ _EXPORTED = tuple(kind.step for kind in KINDS.values() if kind.step is not None)
 
 @dataclass(frozen=True)
 class Start:
-    """What a run began with, as `RECORD` keeps it."""
+    """The facts with which a run began, stored in `RECORD`."""
 
     made_of: dict[str, object]
     look: Look
@@ -59,7 +59,7 @@ class Start:
 
 
 def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
-    """Do all of it, or go on with it. config_for: the settings of a script, by its options.
+    """Run or continue everything. config_for: (script, options) → its settings.
 
     Raises `UserError`, before anything is made, for inputs that some step could not use.
     """
@@ -112,7 +112,7 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
 
 
 def _unfit(config: AutoConfig) -> dict[str, str]:
-    """Why the target can have no drafter of a kind, by kind."""
+    """By kind of drafter, the reason why the target cannot have one."""
     try:
         open_target(config.target, by_layers=True)
     except UserError as error:
@@ -121,7 +121,7 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
 
 
 def _memory(target: OpenTarget, there: int) -> str:
-    """What an evaluation holds without drafters and what there is. Raises `UserError` if that is too little."""
+    """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
     plain = EvaluateConfig(target=target.source, dtype="fast", methods={PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)})
     held = sum(one.size for one in evaluation_memory(plain, target.config))
     said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
@@ -133,7 +133,7 @@ def _memory(target: OpenTarget, there: int) -> str:
 def _start(
     config: AutoConfig, folder: Path, unseen: Look, unfit: Mapping[str, str], began: float, config_for: ConfigFor
 ) -> Start:
-    """What a stopped run began with; of a new one, what the target's first answers tell."""
+    """The facts with which a stopped run began; for a new run, those of the target's first answers."""
     path, made_of = folder / RECORD, config.deciding()
     if path.exists():
         if not config.resume:
@@ -149,7 +149,7 @@ def _start(
 
 
 def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_for: ConfigFor) -> Look:
-    """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
+    """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
     pipeline = pipeline_of(config, Choice((), {}, {}), unseen)
     pipeline = replace(pipeline, more={"responses": {TIME: auto_choice.look_minutes(config)}})
     log = folder / LOG
@@ -177,7 +177,7 @@ def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_f
 
 
 def _conclude(config: AutoConfig, pipeline: PipelineConfig, config_for: ConfigFor) -> None:
-    """Write the exports and say what to use, on the screen and in the folder's README.md."""
+    """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
     folder = pipeline.folder
     report = folder / STEPS["report"].product
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
@@ -199,7 +199,7 @@ def _typed(*words: str, **options: object) -> str:
 
 
 def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:
-    """Write a drafter as an engine loads it: llama.cpp where target and drafter are for it, else vLLM. Where it is."""
+    """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
     out_dir = folder / "export" / name
     options = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir, "resume": True}
     llama_cpp = config.target.endswith(".gguf") and name in (EARLY_EXIT.step, SMALL_LM.step)

@@ -41,8 +41,8 @@ _DIALECTS: dict[Engine, Written] = {"vllm": "speculators", "sglang": "specforge"
 def export_drafter(config: ExportConfig) -> None:
     """Write the drafter in `config.checkpoint` to `config.out_dir`. Of a launcher, one process does it.
 
-    Raises `UserError` where the engine loads its kind as it is or not at all, where it does not fit the target, where
-    the engine's format has no word for what it is, and where `config.out_dir` holds a model already.
+    Raises `UserError` if the engine loads its kind unchanged or not at all, if it does not fit the target, if the
+    engine's format cannot express it, and if `config.out_dir` holds a model already.
     """
     state, out_dir = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, out_dir, "a drafter"):
@@ -89,7 +89,7 @@ def _dtype(config: ExportConfig, stored: torch.dtype) -> torch.dtype:
 
 
 def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> str:
-    """Write what the engine loads; the words for the dtype."""
+    """Write the files for the engine. Returns the dtype in words."""
     dtype = str(model.dtype).removeprefix("torch.")
 
     def convert(staged: Path) -> Path:
@@ -121,8 +121,8 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
-    """One over some of the tokens is written over all of them, one of another size than its target in that; others as
-    they are, for engines with own formats."""
+    """A draft vocabulary is widened to the target's, and other embedding sizes are padded to the target's. Other models
+    are written unchanged, for engines with formats of their own."""
     shape = read_config(config.checkpoint, role=SMALL_LM.name)
     own = read_draft_vocabulary(config.checkpoint, None, shape)
     rows = None
@@ -145,7 +145,7 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
-    """Only the page: an engine maps the table from where it lies."""
+    """Write only the page: an engine maps the table from its own place."""
     if config.target is None:
         TrigramTable.open(config.checkpoint)
     else:
@@ -178,7 +178,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"
 
 
-# What writes a drafter of each kind, the options that it reads of those that not all kinds read, and its engines.
+# By kind: the function that writes a drafter, the options that only some kinds read, and the engines.
 _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
 _KINDS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
     EARLY_EXIT.name: (_export_early_exit, ("dtype",), _OF_LM),

@@ -1,8 +1,8 @@
 """Run the pipeline: each step in a separate process, skipped if it is done.
 
 A step is a process because it leaves memory, threads and the launcher's state as it found them, on a GPU too, and may
-be killed or repeated by its line in the log. This is not a Makefile: that neither knows the options that a product was
-made with, nor detects early that a step cannot read an input that it gets hours later.
+be killed or repeated by its line in the log. A Makefile would not do: it knows neither the options of a product, nor,
+before hours of work, that a later step cannot read its input.
 """
 
 import os
@@ -38,7 +38,7 @@ _AGAIN = "remove it, and resume=true does the step again"
 class Record:
     """A step that was begun: its options, seconds and end time, and the end times of the steps whose products it read.
 
-    seconds: of all runs since it was begun. finished: 0 until it is.
+    seconds: of all runs since it was begun. finished: the end time; 0 before.
     """
 
     options: list[str]
@@ -84,12 +84,13 @@ def job_of(script: str, options: Options, config_for: ConfigFor) -> Job:
 
 
 def fitted(config: PipelineConfig) -> PipelineConfig:
-    """`config`, with numbers of its experiment cut to what the target has. Yours stay, and are refused by the steps."""
+    """`config`, with numbers of its experiment cut to what the target has. A user's own numbers stay; steps may refuse
+    them."""
     try:
         target = None if config.target is None else open_target(config.target, by_layers=False).config
-    except UserError:  # which the checks of the steps raise, with the step's name
+    except UserError:  # the checks of the steps raise it again, with the step's name
         target = None
-    if target is None:  # a step makes it, for which the numbers are
+    if target is None:  # a step makes the target, and the numbers are for that
         return config
     context = context_limit(target)
     most = {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
@@ -105,8 +106,8 @@ def jobs_of(config: PipelineConfig, config_for: ConfigFor) -> dict[str, Job]:
     """The steps to do, each checked before any runs; small ones with debug=true.
 
     Raises `UserError`, naming the step, for options that a command refuses and for inputs that it cannot read. Inputs
-    are files, a target with its tokenizer, and records, unless an earlier step writes them. Those of a step whose
-    product is there are not read.
+    are files, a target with its tokenizer, and records, unless an earlier step writes them. A finished step's inputs
+    are not read.
     """
     jobs = dict[str, Job]()
     for name in config.to_do:
@@ -179,7 +180,7 @@ def _records(config: PipelineConfig) -> dict[str, Record]:
 
 
 def _by_key(options: list[str]) -> dict[str, str]:
-    """Texts without the quotes, and numbers without the decimal, that records of earlier versions lack."""
+    """Options as records of earlier versions have them: texts without quotes, numbers without ".0"."""
     pairs = (option.partition("=") for option in options)
     return {key: value.replace("'", "").removesuffix(".0") for key, _, value in pairs}
 
@@ -194,11 +195,11 @@ def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Rec
     spent = before.seconds if before and not before.finished else 0.0
     if before and before.finished and product.exists() and made_from.items() <= before.made_from.items():
         print(f"pipeline step={name} seconds={before.seconds:.1f} state=done-before", flush=True)
-        if name == "report":  # running the step would have shown it
+        if name == "report":  # a step that runs shows its own
             print((folder / "report.md").read_bytes().decode(errors="replace"), flush=True)
         return
     if before and any(before.made_from.get(step, finished) != finished for step, finished in made_from.items()):
-        # Made from a product that has been made anew: its command would refuse to continue from it.
+        # Made from a product that was replaced since: the command would refuse to continue it.
         with only_run(require_writable(folder), f"the product of step {name}"):
             shutil.rmtree(folder, ignore_errors=True)
         spent = 0.0

@@ -24,8 +24,8 @@ class PipelineStep:
     """A command of this project as one step of the pipeline.
 
     product: the file it writes last, relative to the pipeline's directory. links: the options that locate the target
-    and the products of earlier steps; links to omitted steps are dropped. after: earlier steps whose work it reads in
-    another one's directory.
+    and the products of earlier steps; links to omitted steps are dropped. after: earlier steps that write into another
+    step's directory, from which it reads.
     """
 
     script: str
@@ -100,7 +100,7 @@ class PipelineConfig(RunConfig):
             self._share_out(self.minutes)
 
     def _share_out(self, minutes: float) -> None:
-        """Give the steps that have minutes more or less of them, in proportion: all steps together take `minutes`."""
+        """Scale the steps' minutes in proportion, so that all steps together take `minutes`."""
         unknown = [name for name in self.to_do if name not in self.expected_minutes]
         require(not unknown, "minutes", minutes, f"null: how long {', '.join(unknown)} will take is not known")
         require(not self.debug, "minutes", minutes, "null with debug=true, where everything is small already")

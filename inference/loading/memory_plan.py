@@ -1,6 +1,6 @@
-"""What a command holds in memory: weights, caches, and of a training its state and activations. Reads no weights.
+"""The memory of a command: weights, caches, and a training's state and activations, computed without reading weights.
 
-`plan=true` prints it, and so does a run whose memory did not suffice, with the options that lower it.
+`plan=true` prints it. A run that is out of memory prints it too, with the options that lower it.
 """
 
 import re
@@ -109,7 +109,7 @@ def packed_copies(target: PreTrainedConfig, place: Place, device: torch.device) 
 
 
 def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Held]:
-    """Of each device in an evaluation: transformers' arm, the runtime's, and the drafters. Raises `UserError`.
+    """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
     """
@@ -135,11 +135,11 @@ def training_memory(
     recomputed: bool,
     device: torch.device,
 ) -> list[Held]:
-    """A training of `student`, which may be on the meta device: its state, and what a step keeps for its gradient.
+    """The memory of training `student` (it may be on meta): its state, and what a step keeps for backward.
 
-    matrices: the trained ones of its layers. rows, width: of a forward, in rows and tokens. read: the hidden states of
-    a token that the frozen layers hand over, in numbers. muon: the matrices have one moment. recomputed: with
-    gradient_checkpointing. A student with `steps` runs its layers so many times.
+    matrices: the trained ones of its layers. rows, width: of a forward, in rows and tokens. read: numbers per token in
+    the hidden states that the frozen layers hand over. muon: the matrices have one moment. recomputed: with
+    gradient_checkpointing. A student with `steps` runs its layers that many times.
     """
     parameters = list(student.parameters())
     trained = [one for one in parameters if one.requires_grad]
@@ -179,7 +179,7 @@ def dtype_of(name: str, target: PreTrainedConfig, device: torch.device) -> str:
 
 
 def describe(held: Sequence[Held], device: object, **facts: object) -> str:
-    """The plan as text: a greppable line with `facts`, then one for each purpose."""
+    """The plan as text: a line of `facts`, key=value, then a line for each purpose."""
     said = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
     lines = [f"{said} device_gb={sum(one.size for one in held) / GB:.2f} device={device}"]
     return "\n".join([*lines, *(f"  {one.what}: {one.size / GB:.3f} GB" for one in held)])
@@ -187,7 +187,7 @@ def describe(held: Sequence[Held], device: object, **facts: object) -> str:
 
 @contextmanager
 def explained(held: Callable[[], Sequence[Held]]) -> Iterator[None]:
-    """Within it, memory that does not suffice raises a `UserError` with what is `held` and what lowers it."""
+    """Context manager: an out-of-memory error becomes a `UserError` that lists what is `held` and what lowers it."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,6 +1,6 @@
 """debug=true: the same command on tiny random models and a few rows, without a network; the inputs are looked at first.
 
-What is small is decided by the names of options (`small`), for all commands and for the steps of a pipeline alike.
+`small` makes settings small by the options' names, for all commands and all steps of a pipeline.
 """
 
 import functools
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MODELS = "tiny_models"
 Config = TypeVar("Config", bound=RehearsedConfig)
 Small = TypeVar("Small", bound=Settings)
-# By an option's name, in whatever settings: the most that a number is, what a value that is given becomes, what is set,
-# and what goes back to its default.
+# By an option's name, in any settings: limits of numbers, replacements of given values, values to set, and options to
+# reset to their defaults.
 _MOST: Mapping[str, float] = {
     "seq_len": 64, "eval_rows": 4, "decode_prompts": 2, "decode_tokens": 8, "draft_vocabulary": 64, "draft_steps": 4,
     "exit_layer": 1, "prompts": 4, "heldout_prompts": 2, "new_tokens": 8, "on_policy_tokens": 8, "prefix_tokens": 24,
@@ -54,7 +54,7 @@ _MODELS = {
     "target": TARGET, "tokenizer": TARGET, SMALL_LM: SMALL_LM, "path": SMALL_LM, EAGLE3: EAGLE3, TABLE: TABLE,
     "checkpoint": EARLY_EXIT, "start": EARLY_EXIT,
 }  # fmt: skip
-_RECORDS, _KEPT_RECORDS = 10, 40  # of a source that files of the standard library replace, and of one that stays
+_RECORDS, _KEPT_RECORDS = 10, 40  # records of a replaced source (files of the standard library), and of a kept one
 DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3)  # whose training records may name the prompts' template
 
 
@@ -102,11 +102,11 @@ def _rehearsal(config: Config) -> Iterator[Config]:
 
 
 def small(config: Small, folder: Path, models: Path | None = None) -> Small:
-    """`config` at almost no cost: numbers cut, nothing of the network, a few rows of text.
+    """`config` at almost no cost: small numbers, no network, a few rows of text.
 
-    models: the folder that `save_tiny_models` wrote, whose models take the place of all others. None: it is a step of a
-    pipeline in `folder`, whose products, models and texts, stay, as the target does; other drafters go, and the methods
-    that need them.
+    models: the folder that `save_tiny_models` wrote; its models replace all others. None: `config` is a step of the
+    pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
+    the methods that need them.
     """
     changes, data = dict[str, Any](), getattr(config, "data", None)
     most = {**_MOST, **(_OF_STEPS if models is None else {})}
@@ -132,7 +132,7 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
             changes[name] = min(value, most[name])
         elif name == "per_object" and getattr(config, "file", None) is None:
             changes[name] = 1
-    if "path" in changes and changes["path"] is None:  # a finished small LM that is left out: a new one
+    if "path" in changes and changes["path"] is None:  # the small LM to continue is removed: train a new one
         changes |= {"layers": 1, **_GIVEN}
     if isinstance(config, EvaluateConfig):
         gone = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
@@ -142,7 +142,7 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
 
 
 def _model(config: Settings, name: str, value: str | None, folder: Path, models: Path | None) -> str | None:
-    """What takes the place of a model that the option `name` gives."""
+    """The replacement of a model that the option `name` gives."""
     if models is None:
         return value if name in ("target", "tokenizer") or _is_in(folder, str(value)) else None
     held = kind_in(str(value)) if name == "checkpoint" else None
@@ -152,11 +152,11 @@ def _model(config: Settings, name: str, value: str | None, folder: Path, models:
 
 
 def _some_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
-    """A few files of the standard library in the place of each source; a few records of one that stays."""
+    """`data` with a few library files instead of each source, or a few records of a source that stays."""
     library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": _RECORDS}
     kept = models is None and any(_stays(part, folder) for part in _parts(data))
     given: dict[str, Any] = {"heldout_fraction": 0.5, "cache_dir": str(folder / "cache")}
-    if kept:  # prompts are all answered; of the answers some are held out
+    if kept:  # all prompts are answered; some of the answers are held out
         given["heldout_fraction"] = data.heldout_fraction if asks else 0.3
     if data.mix:
         mix = {

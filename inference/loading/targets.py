@@ -71,7 +71,7 @@ class TargetSetup:
         return chat_template(self.template, self.trained)
 
     def text(self, max_new_tokens: int, sampling: SamplingConfig) -> TextSettings:
-        """How a text of so many tokens is decoded."""
+        """The decoding settings of texts with these lengths."""
         return TextSettings(max_new_tokens, self.eos, sampling, self.inherited.config, self.stops, self.tokenizer)
 
     @property
@@ -186,13 +186,13 @@ def context_length(setup: TargetSetup, drafters: Drafters) -> int:
 
 
 def position_limits(drafters: Drafters) -> list[int]:
-    """The maximum contexts, in positions, of the models of their own that `drafters` run, where they have one."""
+    """The context limits, in positions, of the models that `drafters` run, if they have limits."""
     models = [one for name, model in drafters.items() for one in KINDS[name].load_plugin().own_models(model)]
     return [limit for one in models if (limit := position_limit(one.config)) is not None]
 
 
 def load_drafters(config: DraftingConfig, target: Any, **placed: Unpack[Placed]) -> Drafters:
-    """The model of every kind that `config` says the place of, for this target. Raises `UserError`."""
+    """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:
             KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
@@ -236,11 +236,11 @@ def load_stack(
     try:
         if (refusal := why_not_by_layers(target.config)) is not None:
             raise NotByLayersError(f"target={target.source}: {refusal}")
-        if plain is None or can_pack(device, dtype):  # then load a separate copy; transformers' stays unpacked
+        if plain is None or can_pack(device, dtype):  # then load a separate copy: transformers' stays unpacked
             return target.stack(dtype=dtype, device=device, int8=int8)
         prove_layers(plain, f"target={target.source}")
         return layer_stack(plain)
-    except NotByLayersError as error:  # any other: there is no such model
+    except NotByLayersError as error:  # for other errors no fallback would help
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
@@ -278,8 +278,8 @@ def new_drafter(
 ) -> Drafter:
     """A new drafter of `method`, for the generation of `streams`.
 
-    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`). texts: so many
-    share passes: these sizes are those that pay beside the others, unless drawn, as what is drawn depends on them.
+    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`). texts: how many
+    share passes; sizes are then chosen for that many, unless `drawn`, since sampled tokens depend on the sizes.
     """
     if tuning is not None and texts > 1 and not drawn:
         tuning = replace(tuning, costs=tuning.costs.of_one(texts))
@@ -307,7 +307,7 @@ def make_runtime(name: str, device: torch.device) -> Runtime:
     return Runtime()
 
 
-# --- the template of chat prompts: by default the one of the drafters' training data
+# --- the template of chat prompts: by default that of the drafters' training data
 
 _PLAIN = ("text", "code")  # layouts without conversations
 

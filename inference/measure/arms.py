@@ -81,7 +81,7 @@ class _Ours:
     def draft(
         self, name: str, make: Callable[..., Drafter], rule: Verification, prompt: Sequence[int], streams: Streams
     ) -> Generation:
-        """Decoding with what `make` makes (see `new_drafter`): an `Arm` once `rule` and before are given."""
+        """Decoding with the drafters of `make` (see `new_drafter`); with all arguments up to `rule` bound, an `Arm`."""
         own = streams.within(name)
         drafter = make(own, texts=1 if self.runtime is None else self.runtime.sharing(self.stack))
         generation = self._run(partial(speculative, self.stack, drafter), prompt, own, rule)
@@ -220,8 +220,8 @@ def decode_all(
 ) -> list[Generation]:
     """`arm` on all prompts: one after another, or together in the `batch` that is its runtime.
 
-    Together a text's seconds are its part of the time of all: of its prompt, and of the decoding by its share of the
-    tokens. So all texts have one rate, that of all their tokens. Parts of rounds keep their proportions.
+    Decoded together, a text gets its prompt's seconds, and of the common decoding time its share by tokens. So all
+    texts have the same rate. Parts of rounds keep their proportions.
     """
     if batch is None:
         return [arm(*one) for one in zip(prompts, streams, strict=True)]
@@ -229,7 +229,7 @@ def decode_all(
     ended: list[Exception | None] = []
 
     def text(place: int) -> Iterator[Round]:
-        found[place] = arm(prompts[place], streams[place])  # its passes wait for those of the others
+        found[place] = arm(prompts[place], streams[place])  # its passes run together with the others'
         yield from ()
 
     for place in range(len(prompts)):
@@ -247,7 +247,7 @@ def decode_all(
 
 
 def _shared_out(texts: Sequence[Generation], seconds: float) -> list[Generation]:
-    """`texts`, decoded together in so many seconds, each with its part of them."""
+    """`texts`, which were decoded together in `seconds`, each with its share of that time."""
     decoding = seconds - sum(text.prefill_seconds for text in texts)
     each = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))
     made = []
@@ -278,7 +278,7 @@ def measure_deviations(
     made: list[Forced] = []
 
     def force(selector: TokenSelector) -> TokenSelector:
-        made.append(Forced(selector, references[len(made) % len(references)]))  # a text after another begins
+        made.append(Forced(selector, references[len(made) % len(references)]))  # the next text begins
         return made[-1]
 
     found: list[dict[str, Deviation]] = [{} for _ in results]

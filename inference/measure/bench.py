@@ -106,8 +106,8 @@ def prepare_methods(
 class Peers:
     """Arms of other programs, which are measured in turn with ours and are not reported.
 
-    make: of the loaded models and the length of the longest text, what makes the arms for a number of new tokens.
-    identity: results of peers with another one are not mixed in.
+    make: (setup, models, length of the longest text) → a function from a number of new tokens to the arms. identity:
+    part of the run's settings, so that results of different peers are not mixed.
     """
 
     make: Callable[[TargetSetup, Models, int], Callable[[int], Mapping[str, Arm]]]
@@ -210,9 +210,9 @@ class Talk:
     texts: list[str] = field(default_factory=list)
 
     def ask(self, number: int, config: EvaluateConfig, setup: TargetSetup, context: int) -> Asked | None:
-        """Turn `number`, which follows the target's own answers to the earlier ones.
+        """Turn `number`, after the target's own answers to the earlier ones.
 
-        None if there is none, or if it is skipped, as are those after it. context: of the models.
+        None if there is no such turn, or if it is skipped; later turns are then skipped too. context: of the models.
         """
         if self.skipped or number >= len(self.prompt.turns):
             return None
@@ -221,7 +221,7 @@ class Talk:
         self.texts += [*(spoken(answer, setup.tokenizer) for answer in known[-1:]), self.prompt.turns[number]]
         try:
             ids = render(setup, self.prompt, self.texts, known) if known else ids
-        except UnusableTextError as error:  # by what the target has answered
+        except UnusableTextError as error:  # caused by an answer of the target
             ids, why = [], str(error)
         if len(ids) + config.max_new_tokens > context:
             why = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
@@ -236,9 +236,9 @@ class Talk:
 def measure_talks(
     config: EvaluateConfig, talks: Sequence[Talk], setup: TargetSetup, models: Models, bench: Bench
 ) -> None:
-    """Run every turn of the talks, which are decoded together if they are several, through every arm.
+    """Run every turn of the talks through every arm; several talks are decoded together.
 
-    The index of the first and the turn determine which arm runs first, in any process.
+    The first talk's index and the turn determine which arm runs first, in any process.
     """
     place, sampled = talks[0].position // config.batch, config.sampling.temperature > 0
     group = None if bench.batch is None else f"{place} {talks[0].prompt.id}"

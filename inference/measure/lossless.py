@@ -43,7 +43,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
-# Limits on the ratios. Correct runtimes stay below half of the way to them, faults far exceed them: bench_judgement.py.
+# Limits on the ratios. Correct runtimes stay below half of the way from 1 to them; faults exceed them by far.
 BULK, PEAK, GAP = 1.25, 6.0, 8.0
 PIECES = (64, 29, 17, 7)  # tokens per pass of transformers' further readings
 TIPS = PEAK / 2  # an error that many times larger in another reading is due to chance

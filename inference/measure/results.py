@@ -28,14 +28,14 @@ from outrider.inference.core.tree import DraftTree
 from outrider.inference.measure.lossless import Deviation
 
 _SEAL = "sha256"
-NODES_KEPT = 1000  # of a text's trees together: a page of some texts by ten methods stays below a megabyte
+NODES_KEPT = 1000  # most nodes of a text's trees in all, so that report.html stays below a megabyte
 
 _Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # a tree's tokens and parents, the accepted nodes
 
 
 @dataclass(frozen=True)
 class ShownRound:
-    """One round as it can be looked at; the first of a text is the prefill, which has no draft.
+    """One round, for display; the first round of a text is the prefill, which has no draft.
 
     tokens: committed; the first `accepted` of them were drafted, a token after those is the target's own.
     drafted, parents: the tree (see `DraftTree`). path: its accepted nodes, also those beyond the end of the text.
@@ -50,7 +50,7 @@ class ShownRound:
 
 
 class Noting(TokenSelector):
-    """Chooses as `like` does, and notes every tree that is verified."""
+    """Chooses as `like` does, and records every tree that is verified."""
 
     def __init__(self, like: TokenSelector):
         self.__dict__.update(like.__dict__)
@@ -79,8 +79,8 @@ class PromptResult:
 
     profiles: runs of our arms with a clock that synchronises with the device, if the timed ones do not (CUDA), for the
     split of a round's time. deviations: of the judged arms (see `lossless`). answer: plain decoding's first repeat.
-    conversation: the id of the prompt that this is a turn of. shown: recorded rounds by method, if this text was chosen
-    for display. group: of the texts that were decoded together, if there were several; see `unit`.
+    conversation: the id of the prompt to which this turn belongs. shown: recorded rounds by method, if this text was
+    chosen for display. group: names the texts that were decoded together, if there were several; see `unit`.
     """
 
     prompt_id: str
@@ -158,7 +158,7 @@ class Measured:
 
 
 def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config: Settings | None = None) -> object:
-    """The `prepared` data (see `begin_run`) of the run to continue in `folder`; None if there is none.
+    """The `prepared` data (see `begin_run`) of the run to continue in `folder`; None for a new run.
 
     config: the current settings, for options that are newer than the run (see `check_identity`).
 

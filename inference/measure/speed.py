@@ -40,7 +40,7 @@ def timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
 
 
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
-    """The results in which the text of none of the arms loops."""
+    """The results in which no arm's text loops."""
     return [r for r in results if not any(looped(r.generations[arm].tokens) for arm in arms)]
 
 
@@ -154,7 +154,7 @@ def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Stre
 
 
 def conversations(results: Sequence[PromptResult]) -> int:
-    """The number of conversations that these results are turns of."""
+    """The number of conversations to which these results belong."""
     return len({r.talk for r in results})
 
 

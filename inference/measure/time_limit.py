@@ -27,15 +27,15 @@ class TimeLimit:
         return self.earlier + self.clock() - self.started
 
     def left(self, spent: float) -> float:
-        """Seconds until the limit after that many, 0 beyond it."""
+        """Seconds until the limit after `spent` seconds, 0 beyond it."""
         return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - spent)
 
     def holds(self, spent: float, seconds: float) -> bool:
-        """Whether after `spent` seconds there is time for half of what takes `seconds`, so that it may begin."""
+        """Whether work of `seconds` may begin after `spent` seconds: at least half of it must fit into the limit."""
         return not self.is_over(spent + seconds / 2)
 
     def is_over(self, spent: float) -> bool:
-        """Whether the limit is reached after that many seconds."""
+        """Whether the limit is reached after `spent` seconds."""
         return self.minutes is not None and spent >= 60 * self.minutes
 
     def to_do(self, prompts: int, done: Collection[int]) -> tuple[list[int], int]:

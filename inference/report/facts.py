@@ -1,5 +1,5 @@
-"""A report's facts: what identifies its run; of the drafters their vocabularies, training times, and whether their
-training text has the prompts.
+"""A report's facts: the identity of its run; its drafters' vocabularies, training times, and whether their training
+text contains the prompts.
 
 Contamination, prompts that occur in a drafter's training text, makes its figures unrepresentative.
 """
@@ -107,12 +107,12 @@ def digests(settings: Report) -> dict[str, str]:
 
 
 def doctor_lines(report: Report) -> list[str]:
-    """The doctor's tables, for letters of equal width."""
+    """The doctor's tables, for a monospaced font."""
     return [line for kind, found in report.get("doctor", {}).items() for line in table(kind, found)]
 
 
 def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
-    """By kind of drafter: the overlap of prompts and training text, or `why` it is unknown."""
+    """By kind of drafter, the overlap of prompts and training text, or `why` it is unknown."""
     found: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
     for name, one in config.trained().items():

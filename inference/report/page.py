@@ -73,7 +73,7 @@ def make_page(
 
 
 def _times(report: Report) -> tuple[str, list[tuple[str, float, str]]]:
-    """The method, and by part of a round its share of the decoding time in percent, also in words."""
+    """The method, and the share of each part of a round in the decoding time: in percent, and as a text."""
     total = sum(report["seconds"].values()) or 1.0
     shares = ((part, 100 * max(0.0, report["seconds"][part]) / total) for part in PARTS)
     return report["method"], [(part, round(share, 2), f"{part} {share:.0f} %") for part, share in shares]

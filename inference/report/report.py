@@ -120,7 +120,7 @@ def _parts(
 
 
 def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
-    """The figures of a method on some prompts, how much of its texts repeats itself, and its speed-up without these."""
+    """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
     mine, others = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
     return {
         "prompts": conversations(results),

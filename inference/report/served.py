@@ -1,4 +1,4 @@
-"""What a serving engine makes of the drafters, beside what this runtime does; and which draft length pays there."""
+"""A serving engine's results with the drafters beside this runtime's, and the draft length that pays there."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,14 +82,14 @@ def after_first_step(generation: Generation) -> float:
 
 
 def _whole(generation: Generation) -> Generation:
-    """It without its last round, which ends with the text: how much of its draft was right is not known."""
+    """The generation without its last round: the text ended within that draft, so its acceptance is unknown."""
     return replace(generation, rounds=generation.rounds[:-1])
 
 
 def _acceptance(own: Texts, here: Texts, units: Sequence[str], counted: Counted, depth: int, streams: Streams) -> Row:
     """τ, rounds and acceptance by depth, None for what is unknown; depth 0 stands for all drafted tokens together.
 
-    A server counts the last rounds of texts too, by which it may differ more.
+    A server's counters include the last rounds of texts, so larger differences are allowed.
     """
     there, ours, given = _depths(own, depth), _depths(here, depth), [one for one, _ in counted if one is not None]
     if not given:
@@ -111,7 +111,7 @@ def _acceptance(own: Texts, here: Texts, units: Sequence[str], counted: Counted,
 
 
 def _depths(generations: Iterable[Generation], depth: int) -> Counts:
-    """[n, 1 + depth]: the whole rounds of each, and how many of them accepted 1, 2, … tokens."""
+    """[n, 1 + depth]: for each generation the number of whole rounds, and how many of them accepted 1, 2, … tokens."""
     accepted = [np.array([r.accepted for r in _whole(g).rounds], np.int64) for g in generations]
     return np.array([(one[:, None] >= np.arange(1 + depth)).sum(0) for one in accepted])
 
@@ -119,7 +119,7 @@ def _depths(generations: Iterable[Generation], depth: int) -> Counts:
 def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Streams, more: float = 0.0) -> list[Row]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
-    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. more: that it may differ by.
+    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. more: additional tolerance.
     """
     places = {unit: place for place, unit in enumerate(dict.fromkeys(units))}
     counts = np.zeros((2, len(places), there.shape[1]), np.int64)
@@ -144,7 +144,7 @@ def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Stream
 
 
 def served_lines(reports: Sequence[Report]) -> list[str]:
-    """The engine's part of report.md; empty if none was asked for."""
+    """The engine's part of report.md; empty without an engine."""
     served = [report for report in reports if report.get("served")]
     if not served:
         return []
@@ -170,7 +170,7 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
 
 
 def served_faults(report: Report) -> list[str]:
-    """What is not the target's in the texts of a method that an engine drafted."""
+    """The faults in the texts that an engine wrote with a method's drafter."""
     faults: list[str] = (report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", [])
     return faults
 
@@ -202,8 +202,8 @@ def schedule_lines(served: Sequence[Report]) -> list[str]:
 def _expected(rows: Sequence[Row]) -> Iterator[str]:
     """By requests at a time: the speed-up to expect of each draft length from the shortest to the longest measured one.
 
-    A step of K drafted tokens says 1 + Σ a_d tokens, d ≤ K, where a share a_d of all rounds accepted d tokens. Its
-    seconds are τ times those of a token, in units of a step without a drafter; between measured lengths, in proportion.
+    A step of K drafted tokens emits 1 + Σ a_d tokens, d ≤ K, where a_d is the share of rounds that accepted d tokens.
+    Its time is τ times that of a token, in steps without a drafter; interpolated between measured lengths.
     """
     lengths = sorted({row["draft_tokens"] for row in rows})
     if len(lengths) < 2 or not all(row["rounds"] and len(row["acceptance"]) == row["draft_tokens"] for row in rows):
@@ -221,7 +221,7 @@ def _expected(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _share(rows: Sequence[Row], place: int) -> float:
-    """Of all rounds whose drafts were longer, those that accepted the token at this place."""
+    """The share of rounds that accepted the token at this place, among rounds that drafted so far."""
     long = [row for row in rows if row["draft_tokens"] > place]
     return sum(row["rounds"] * row["acceptance"][place]["served"] for row in long) / sum(row["rounds"] for row in long)
 

@@ -55,7 +55,7 @@ class Evaluation:
 
 
 def compare_reports(config: CompareConfig) -> dict[str, Any]:
-    """Write compare.md and compare.json to `config.out_dir`, print the first, and return the content of the second.
+    """Write compare.md and compare.json to `config.out_dir`, print compare.md, and return the content of compare.json.
 
     Raises `UserError` if a directory has no finished evaluation, or if the two share no prompt or method.
     """

@@ -31,15 +31,15 @@ def busy_sentences(report: Report) -> list[str]:
 
 
 def measure_again(words: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
-    """The command that measures the same once more. words: the options of the first time, whose results are kept."""
+    """The command that repeats the measurement in a new directory. words: the options of the first run."""
     same = {word.partition("=")[0]: word for word in [*words, option("out_dir", f"{out_dir}-again"), "resume=false"]}
     return f"measure the same again: {' '.join(map(in_shell, [*command, *same.values()]))}"
 
 
 def recommendation(reports: Sequence[Report]) -> str:
-    """What to do, in one sentence: the fastest method, "nothing pays here", or why it is undecided.
+    """The recommendation in one sentence: the fastest method, "nothing pays here", or why it is undecided.
 
-    The first word is lower-case: a label stands before it. A method is named in backticks. Texts that are not the
+    The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
     target's are never recommended.
     """
     if any(one["verdict"] == "target differs" for one in reports):
@@ -52,7 +52,7 @@ def recommendation(reports: Sequence[Report]) -> str:
 
 
 def judged_speed(report: Report) -> Report:
-    """The speed-up that a verdict comes from: of the texts that do not loop (see `inference.measure.statistics`)."""
+    """The speed-up that decides the verdict: that of texts that do not loop (see `inference.measure.statistics`)."""
     found: Report = report.get("speedup_without_loops", report["speedup"])
     return found
 
@@ -88,7 +88,7 @@ def _rivals(best: Report, ranked: Sequence[Report]) -> str:
 
 
 def _slower_plain(report: Report) -> str:
-    """Says it where transformers' `generate` is faster than plain decoding, by more than the margin of a verdict."""
+    """A warning if transformers' `generate` is faster than plain decoding by more than the margin of a verdict."""
     faster = report.get("transformers_generate", {}).get("speedup")
     if faster is None or faster["ci95"] is None or faster["ci95"][0] <= 1 + MARGIN:
         return ""
@@ -239,7 +239,7 @@ def is_lossless(report: Report) -> bool:
 
 
 def target_differs(report: Report) -> bool:
-    """Whether plain decoding by this runtime fails in the same sense: then no method is to blame."""
+    """Whether plain decoding by this runtime is itself not lossless: then no method is to blame."""
     lossless, computes = report["lossless"], report.get("computes_in", report.get("dtype"))
     judged = lossless["judged"].get(AUTOREGRESSIVE)
     same = lossless["autoregressive_identical"] == lossless["checked"] or (judged and computes in HALF_NAMES)

@@ -16,7 +16,7 @@ from outrider.inference.settings.engine import MODULES
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 _SHOWN = 600  # characters of an engine's last words in an error
-_PATIENCE = 60  # seconds in which a Python starts
+_PATIENCE = 60  # most seconds for the start of Python
 
 
 def require_engine(engine: str, python: str) -> None:
@@ -33,7 +33,7 @@ def require_engine(engine: str, python: str) -> None:
 class EngineProcess:
     """An engine that has loaded a target and, if the job says so, a drafter (see `running`)."""
 
-    counts: tuple[int, ...] | None = None  # its rounds are seen
+    counts: tuple[int, ...] | None = None  # rounds arrive one by one, so no counters are needed
 
     def __init__(self, process: "subprocess.Popen[str]", job: Mapping[str, object], log: Path):
         self.process, self._engine, self._log = process, job["engine"], log
@@ -43,10 +43,10 @@ class EngineProcess:
     def continued(
         self, prompts: Sequence[Sequence[int]], asked: Mapping[str, object], drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
-        """A generation for each prompt, and the seconds of them all.
+        """A generation for each prompt, and the seconds of all together.
 
-        asked: how, as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises `UserError` if
-        a prompt gets no token.
+        asked: the request, as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises
+        `UserError` if a prompt gets no token.
         """
         answer = self._ask({**asked, "prompts": prompts})
         for prompt, one in zip(prompts, answer["requests"], strict=True):
@@ -57,7 +57,7 @@ class EngineProcess:
     def _ask(self, job: Mapping[str, object]) -> Json:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with suppress(BrokenPipeError):  # its last words say why
+        with suppress(BrokenPipeError):  # the error shows the last lines of its log
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -96,7 +96,7 @@ def running(
 
 
 def generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
-    """What the engine said in steps; each but the first is a round. times: of the begin and of each step."""
+    """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
     (first, *rest), (begun, prefilled, *times) = steps, times
     spent = [now - before for before, now in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(

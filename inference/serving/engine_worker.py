@@ -149,7 +149,7 @@ class OpenVINO:
 
 
 def ir_command(python: str, model: str, out: str, dtype: str, revision: str | None = None) -> list[str]:
-    """The command that writes `model` to `out` as OpenVINO reads it, by the optimum that lies beside `python`."""
+    """The command by which optimum, in the environment of `python`, writes `model` to `out` for OpenVINO."""
     options = ["--task", "text-generation-with-past", "--weight-format", "fp32" if dtype == "float32" else "fp16"]
     options += ["--revision", revision] if revision else []
     return [str(Path(python).with_name("optimum-cli")), "export", "openvino", "--model", model, *options, out]

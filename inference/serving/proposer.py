@@ -3,9 +3,9 @@
 vLLM finds the class by its name, and the table by the environment variable OUTRIDER_TABLE (`serving_page` has the
 lines). Importing this imports neither vLLM, torch nor transformers: it takes numpy, numba and small packages.
 
-vLLM names no request: it hands over the texts of the batch by their slots, and moves texts between slots. So what was
-learnt of a text is found again by its tokens, for a while also by the next turn of a conversation. Other texts begin
-anew. Drafts are chains of certain tokens, and vLLM's rejection sampling is exact with those at any temperature.
+vLLM names no request: it hands over the texts of the batch by their slots, and moves texts between slots. So a text's
+learnt state is found again by its tokens; for a while also the next turn of a conversation finds it. Other texts start
+without one. Drafts are chains of certain tokens, and vLLM's rejection sampling is exact with those at any temperature.
 """
 
 import json
@@ -31,15 +31,12 @@ _CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns
 
 
 class ServedText:
-    """One request's text and what was learnt of it. Its last token is what a draft follows.
-
-    learning: the class of what learns.
-    """
+    """One request's text, and what a `learning` object has learnt of it. A draft follows its last token."""
 
     learning = Mixture
 
     def __init__(self, table: TrigramTable, room: int, prompt: np.ndarray):
-        """room: the most ids that text and draft come to together. prompt: int [P]."""
+        """room: the most ids of text and draft together. prompt: int [P]."""
         self.mixture = self.learning(table, _CONFIG)
         self.mixture.reset()
         self._ids, self.length = np.zeros(room, np.int64), len(prompt)
@@ -48,11 +45,11 @@ class ServedText:
         self._best = new_nodes(1)
 
     def begins(self, text: np.ndarray) -> bool:
-        """Whether `text`, int [T], goes on from here."""
+        """Whether `text`, int [T], continues this one."""
         return self.length <= len(text) and np.array_equal(self._ids[: self.length], text[: self.length])
 
     def draft(self, text: np.ndarray, limit: int) -> list[int]:
-        """Learn what is new of `text`; at most `limit` tokens after it, each the likeliest after those before it."""
+        """Learn the new tokens of `text`; return at most `limit` further ones, each the likeliest in its place."""
         start, self.length = self.length, len(text)
         self._ids[start : self.length] = text[start:]
         self.mixture.learn(self._ids, start, self.length)
@@ -66,9 +63,9 @@ class ServedText:
 def chain_rounds(
     table: TrigramTable, prompt: Sequence[int], text: Sequence[int], limit: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Of a target that says `text` after `prompt`: by round the length of the draft, at most `limit`, and its tokens.
+    """Replay of `text` after `prompt`: for each round the length of the draft, at most `limit`, and the emitted tokens.
 
-    The first token is the prefill's, and of no round.
+    The first token is the prefill's and in no round.
     """
     ids = np.array([*prompt, *text])
     served, rounds, said = ServedText(table, len(ids) + limit, ids[: len(prompt)]), [], 1
@@ -82,7 +79,7 @@ def chain_rounds(
 
 
 class NgramProposer:
-    """Drafts at most vLLM's `num_speculative_tokens`. Ranks of one engine are told the same, and draft the same.
+    """Drafts at most vLLM's `num_speculative_tokens`. An engine's ranks get the same calls and draft the same.
 
     vllm_config: vLLM's `VllmConfig`. Raises `UserError` where no table is named. text: the class of a request's text.
     """
@@ -113,9 +110,9 @@ class NgramProposer:
     ) -> list[list[int]]:
         """A draft for each request of the batch, of different lengths; none where there is nothing to draft.
 
-        sampled_token_ids: what each was given in this step, −1 for padding; of nothing comes no draft. token_ids_cpu:
-        int [≥ B, max_model_len], the texts, these tokens included; num_tokens_no_spec: int [≥ B], their lengths. A text
-        with a −1 in it is unknown here. No draft goes beyond the model's length.
+        sampled_token_ids: the tokens of this step for each, −1 for padding; a request without tokens gets no draft.
+        token_ids_cpu: int [≥ B, max_model_len], the texts, these tokens included; num_tokens_no_spec: int [≥ B], their
+        lengths. A text with a −1 in it is unknown here. No draft goes beyond the model's length.
         """
         texts, fresh = np.asarray(token_ids_cpu), dict[int, np.ndarray]()
         counts = [sum(token >= 0 for token in sampled) for sampled in sampled_token_ids]
@@ -129,7 +126,8 @@ class NgramProposer:
         return [drafts.get(slot, []) for slot in range(len(counts))]
 
     def _find(self, fresh: dict[int, np.ndarray], counts: Sequence[int]) -> None:
-        """Give every slot in `fresh` its own text, else one that moved, else a new one; counts: tokens of this step."""
+        """Assign texts to the slots in `fresh`: its own, else a moved one, else a new one. counts: tokens of this
+        step."""
         before = self._texts
         self._texts = {slot: before.pop(slot) for slot in fresh if slot in before and before[slot].begins(fresh[slot])}
         for slot in [slot for slot in fresh if slot not in self._texts]:
@@ -139,7 +137,7 @@ class NgramProposer:
             else:
                 prompt = fresh[slot][: max(0, len(fresh[slot]) - counts[slot])]
                 self._texts[slot] = self.text(self._table, self._longest + self._most, prompt)
-        # What was given nothing in this step may go on in the next; texts beyond the batch have ended.
+        # A text without tokens in this step may continue in the next; texts beyond the batch have ended.
         self._texts |= {slot: before[slot] for slot in before if slot < len(counts) and slot not in self._texts}
 
     @cached_property
@@ -161,7 +159,7 @@ def serving_page(table: Path, target: str) -> str:
 
 
 def environment(table: Path) -> dict[str, str]:
-    """The variables by which vLLM finds `table` and, in a clone, this module; an installed one lies beside vLLM."""
+    """The environment variables by which vLLM finds `table` and, if Outrider is a clone, this module."""
     root = Path(str(sys.modules[__name__].__file__)).parents[__name__.count(".")]
     clone = {"PYTHONPATH": str(root)} if (root / "pyproject.toml").exists() else {}
     return {**clone, TABLE_VARIABLE: str(table)}

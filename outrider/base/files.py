@@ -72,7 +72,7 @@ def parse_json(content: bytes | str) -> object:
 
 
 def digest_of(plain: object) -> str:
-    """sha256 of a value as JSON, whatever the order of its keys."""
+    """sha256 of a value as JSON; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -107,16 +107,16 @@ def save_parts(
     *parts: "PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig",
     remedy: str = "free space or choose another place",
 ) -> None:
-    """Save a model, tokenizer or config of transformers to `folder`; its files then have the usual mode, which those of
-    safetensors have not. Raises `UserError` if they cannot be written."""
+    """Save a model, tokenizer or config of transformers to `folder`. Its files get the usual mode; safetensors' own are
+    private. Raises `UserError` if they cannot be written."""
     try:
         for part in parts:
             part.save_pretrained(folder)
-    except Exception as error:  # what is written in Rust has classes of its own for this, or a bare Exception
+    except Exception as error:  # libraries in Rust raise their own classes, or a bare Exception
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
         raise UserError(f"{folder}: cannot be written ({reason(error)}); {remedy}") from None
-    os.umask(umask := os.umask(0o077))  # there is no other way to ask for it
+    os.umask(umask := os.umask(0o077))  # the only way to read it
     for file in folder.iterdir():
         file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
 

@@ -119,15 +119,15 @@ def counted(
 def command(name: str) -> Iterator[None]:
     """The outermost stage of a command. Its output restarts the interval of silence, and is printed above the bar."""
     global _relays
-    _relays = os.environ.pop(RELAY, None) is not None  # not for the processes that this one starts
+    _relays = os.environ.pop(RELAY, None) is not None  # removed from the environment of processes that this one starts
     with Stage(name), redirect_stdout(_Above(sys.stdout)), redirect_stderr(_Above(sys.stderr)):
         yield
 
 
 def relayed(line: str) -> bool:
-    """Take over the progress in a line of a command that was started with `RELAY`; False for its other output.
+    """Take over the progress in a line of a command that was started with `RELAY`; False for other output.
 
-    The empty line ends it, after the command.
+    An empty line ends the progress, after the command.
     """
     global _below
     if line and not line.startswith(_MARK):
@@ -142,7 +142,7 @@ def speaks() -> bool:
 
 
 def _say_all(stages: Sequence[Stage]) -> str:
-    """All active stages in words, and the time left once: that of the outermost one that knows it."""
+    """All active stages in words, and the time left of the outermost stage that knows it."""
     words, _, left_below = _below.partition("\t")
     left = next((in_words(left) for stage in stages if (left := stage.told) is not None and left >= 1), left_below)
     said, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if _relays else "; left: "
@@ -150,7 +150,7 @@ def _say_all(stages: Sequence[Stage]) -> str:
 
 
 class _Bar(tqdm):
-    """The bar of all stages, which tqdm's monitor refreshes; where no terminal shows it, lines in its place."""
+    """The bar of all stages, which tqdm's monitor refreshes. Without a terminal it prints lines instead."""
 
     monitor_interval = 1.0  # seconds
 
@@ -189,7 +189,7 @@ class _Bar(tqdm):
 
 
 class _Above(DummyTqdmFile):
-    """A stream whose whole lines go above the bar, which is on another one."""
+    """A stream whose lines are printed above the bar; the bar is on another stream."""
 
     __setattr__ = object.__setattr__  # W&B puts its own `write` around this one: on the wrapped stream it would recurse
 

@@ -57,7 +57,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def made_for_something(folder: Path) -> Iterator[None]:
-    """Within it, a command that makes `folder` and fails before anything is written there leaves none."""
+    """Context manager: remove a `folder` that this command made, if it fails before anything is written there."""
     new = not folder.exists()
     try:
         yield
@@ -114,7 +114,7 @@ def changes(
 ) -> list[tuple[str, object, object]]:
     """The `differences` of two identities, without options of `config` that only one of them knows.
 
-    One that is newer than `before` has its default now; one that is gone was given no value.
+    An option newer than `before` must have its default now; an option that is gone must have been unset.
     """
 
     def is_new(key: str, old: object, new: object) -> bool:
@@ -127,8 +127,8 @@ def changes(
 def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    An option of `config`, the settings of now, that `before` lacks is new. It had its default then. "code", the version
-    that wrote the record, may differ: a run of a week must survive a fix of code that it does not use.
+    An option of `config`, the settings of now, that `before` lacks is new. It must have its default now. "code", the
+    version that wrote the record, may differ: a run of a week must survive a fix of code that it does not use.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
@@ -142,11 +142,11 @@ def check_identity(before: object, now: Mapping[str, object], where: Path, confi
 
 
 def finished(record: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> bool:
-    """Whether a run of the same `identity` has already left its `record`: nothing is to be done then.
+    """Whether a run of the same `identity` is finished, as its `record` shows.
 
     record: the JSON file that a run writes last, whose "made_of" is its identity. config: as for `check_identity`.
 
-    Raises `UserError` where a finished run is not to be resumed, or was another one.
+    Raises `UserError` if a finished run was another one, or `resume` is off.
     """
     if not record.exists():
         return False

@@ -66,7 +66,7 @@ class Place(Named):
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """The values of other options with which a field is read; with other values it must stay at its default."""
+    """Values of other options with which a field is read; otherwise it must stay at its default."""
 
     options: tuple[tuple[str, tuple[object, ...]], ...]
 
@@ -90,7 +90,7 @@ def opt(
     default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING, decides: bool = True
 ) -> Any:
     """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it."""
-    said = {"description": help or None, "decides": decides}  # pydantic reads the first
+    said = {"description": help or None, "decides": decides}  # pydantic reads `description`
     return dataclasses.field(default=default, default_factory=factory, metadata=said)
 
 
@@ -125,7 +125,7 @@ class Settings:
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """As pydantic makes it, with the docstrings of inherited fields too."""
+        """The JSON schema of pydantic, with the docstrings of inherited fields too."""
         shape = handler(schema)
         fields = handler.resolve_ref_schema(shape)["properties"]
         for base in filter(dataclasses.is_dataclass, cls.__bases__):
@@ -186,7 +186,7 @@ def require_default(config: Settings, name: str, why: str, prefix: str = "") -> 
 
 
 def default_at(config: object, key: str) -> object:
-    """The default, plain, of the field at the dotted `key` in `config` that affects results; `ABSENT` without one."""
+    """The default, as JSON, of the field of `config` at the dotted `key`, if it affects results; else `ABSENT`."""
     *outer, last = key.split(".")
     for part in outer:
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
@@ -229,19 +229,19 @@ def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
 
 @cache
 def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    """pydantic's validator of a `kind` in a tuple of one, since it takes no configuration for a bare dataclass."""
+    """pydantic's validator of a 1-tuple of `kind`: for a bare dataclass it accepts no configuration."""
     return TypeAdapter(tuple[kind], config=_CONFIG)
 
 
 @cache
 def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
-    """The validator of the fields of an instance, as a mapping in a tuple of one."""
+    """The validator of an instance's fields, given as a mapping in a 1-tuple."""
     kinds = {own.name: _hints(kind)[own.name] for own in dataclasses.fields(kind)}
     return _adapter(cast(Any, TypedDict)(kind.__name__, kinds))
 
 
 def _checked(made: Settings) -> Settings:
-    """Settings that pydantic made, checked as a whole; it adds the place to what they refuse."""
+    """Settings that pydantic made, after their `__post_init__`; a `UserError` of it gets the place."""
     try:
         made.__post_init__()
     except UserError as error:
@@ -250,14 +250,14 @@ def _checked(made: Settings) -> Settings:
 
 
 def _validated(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
-    """What pydantic makes of `data`, `value` in a list. Raises `UserError` naming the first key that is wrong."""
+    """The result of pydantic for `data`, which is `value` in a list. Raises `UserError` naming the first wrong key."""
     try:
         return validate(data)
     except UserError as error:  # of a dataclass that is no `Settings`
         raise UserError(f"{path}: {error}" if path else str(error)) from None
     except ValidationError as error:
         found = [(*_place(one["loc"][1:], value, path), one) for one in error.errors(include_url=False)]
-    first = found[0][0]  # of a union all members are refused, some by what is inside
+    first = found[0][0]  # each member of a union has errors, some of inner values
     key, given, one = max((f for f in found if re.match(f"{re.escape(first)}($|[.[])", f[0])), key=lambda f: len(f[0]))
     match one["type"]:
         case "missing":
@@ -266,7 +266,7 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
             raise UserError(f"{key}: unknown")
         case "refused":
             raise UserError(_at(key, one["msg"]))
-        case "json_invalid":  # pydantic reads all that Python writes but this
+        case "json_invalid":  # JSON of Python that pydantic does not read
             raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     messages = dict.fromkeys(error["msg"].removeprefix("Input should be ") for own, _, error in found if own == key)
     said = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", one)) for one in messages)
@@ -275,7 +275,7 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
 
 
 def _place(parts: Sequence[int | str], value: object, path: str) -> tuple[str, object]:
-    """The key of pydantic's location in `value`, and what is there; it names members of unions too, which have none."""
+    """The dotted key of pydantic's location in `value`, without the names of union members; and the value there."""
     for part in parts:
         if isinstance(value, Mapping) and part in value:
             path, value = _at(path, str(part)), value[part]

@@ -1,4 +1,4 @@
-"""Texts for people: what messages show, without secrets; times, tables, misspelt names, quoted values.
+"""Texts for people: messages without secrets, times, tables, misspelt names, quoted values.
 
 `outrider.base.errors` loads it with the first error: nothing of it is needed to decode.
 """
@@ -40,7 +40,7 @@ GONE = {  # names of earlier versions, and why they are gone
     "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip
 _LONGEST, _END = 4000, 1000  # characters of a message, and of each end of a longer one
-_NEAR = 2**16  # characters at each end of a text that are looked at: the others are not shown
+_NEAR = 2**16  # characters at each end of a text that are searched for secrets; the others are not shown
 _FEWEST = 6  # characters of a secret: shorter values of such variables are switches
 SECRET_NAME = re.compile(r"(?i)(key|token|secret|pass|password|passwd|credentials?|_pat)_?\d*$")
 # In a URL of its own a password may have spaces, in a text it has none; it may have slashes, unless a port is before.
@@ -50,12 +50,12 @@ _FIELD = re.compile(
     r"\b[\w.-]{0,64}(?:hf_token|access_token|api_?key|secret|password|passwd))(?:=|['\"]: ?)['\"]?)[^&\s'\"]+"
 )
 _SHAPE = re.compile(r"\b(?:hf_|sk-(?:\w+-)?|gh[pousr]_)[A-Za-z0-9]{20,}")  # a key without a name beside it
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal would obey
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters of terminals
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]+")
 
 
 def secret(name: str) -> str | None:
-    """The key in the environment variable `name`, None without one. Raises `UserError` for one that no header holds."""
+    """The key in the environment variable `name`, None without one. Raises `UserError` if no header can hold it."""
     key = os.environ.get(name) or None
     if key and not (key.isascii() and key.isprintable()):
         raise UserError(f"{name}: the key in it has a line break or another character that no key has; set it again")
@@ -73,7 +73,7 @@ def clean(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """`text` as a message may have it: `clean`, and of a very long one the two ends."""
+    """`text` for a message: `clean`, and only the two ends of a very long one."""
     size = len(text)
     text = clean(text if size <= 2 * _NEAR else text[:_NEAR] + text[-_NEAR:])
     text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
@@ -159,7 +159,7 @@ class Table:
 
 
 class _Figures(string.Formatter):
-    """Fills the templates of columns. What the facts lack is empty."""
+    """Fills the templates of columns; a missing fact gives an empty text."""
 
     def get_field(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -174,7 +174,7 @@ class _Figures(string.Formatter):
 def figure(value: Any, form: str = "interval") -> str:
     """A figure as text; a dash for None and a median of nothing. A text stays.
 
-    form: one of `format`, with "?" behind it if zero is a dash too. Of a median with its interval: "interval"; "times",
+    form: one of `format`, with "?" appended if zero is a dash too. For a median with its interval: "interval"; "times",
     the median alone; "ms", in thousandths.
     """
     if isinstance(value, str):

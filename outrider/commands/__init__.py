@@ -90,7 +90,7 @@ def entry(
                 _quieten()
                 if words[:1] == ["--settings"] and words[1:]:
                     made = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
-                    sys.argv[1:] = construct(list[str], made["words"])  # which its records name
+                    sys.argv[1:] = construct(list[str], made["words"])  # the options that its records name
                     carry_out(construct(schema, made["settings"]))
                     return
                 refuse_flags(name, words)
@@ -140,7 +140,7 @@ def config_for(script: str, words: Sequence[str]) -> Any:
 
 
 def value_of(word: str) -> object:
-    """The value that Hydra reads in KEY=VALUE; the text of it where it reads none."""
+    """The value that Hydra reads from KEY=VALUE; the text itself if Hydra cannot read it."""
     try:
         return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
     except (HydraException, OmegaConfBaseException):
@@ -148,7 +148,7 @@ def value_of(word: str) -> object:
 
 
 def is_whole(name: str) -> bool:
-    """Whether the command needs to be told nothing."""
+    """Whether the command has no required option."""
     try:
         config_for(COMMANDS[name].script, ())
     except UserError:
@@ -169,8 +169,8 @@ def refuse_flags(name: str, words: Sequence[str]) -> None:
 def look_for_places(config: Settings) -> None:
     """Raise `UserError` for a missing input file of the command, before torch is imported.
 
-    A rehearsal reads only the files that its command line gives; a plan reads neither text nor prompts, but those to
-    be answered.
+    A rehearsal reads only the files that its command line gives; a plan reads no text, and only prompts that are to be
+    answered.
     """
     debug = getattr(config, "debug", False)
     plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
@@ -184,9 +184,9 @@ def look_for_places(config: Settings) -> None:
 
 @contextmanager
 def reported(resumes: bool = False) -> Iterator[None]:
-    """Within it, a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
+    """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
-    resumes: whether the same command goes on where Ctrl-C stopped it, which is then said.
+    resumes: whether the same command continues after Ctrl-C; a line then says so.
     """
     try:
         yield
@@ -287,7 +287,7 @@ def _fail(message: str) -> typing.NoReturn:
 
 
 def _open(kind: Any) -> Any:
-    """Settings as OmegaConf takes them: names, defaults, and what is text. Other types are for `construct` to check."""
+    """Settings as OmegaConf takes them: names, defaults, and which are texts. `construct` checks other types."""
     opened, hints = [], typing.get_type_hints(kind)
     for own in dataclasses.fields(kind):
         hint, default, factory = hints[own.name], own.default, own.default_factory

@@ -104,7 +104,7 @@ def _options(shape: Mapping[str, Any], composed: DictConfig | None, prefix: str)
 
 
 def _default(composed: DictConfig, name: str) -> str:
-    """The composed value; of one that depends on the device, both in words; of one that must be given, nothing."""
+    """The composed value; both values if it depends on the device; "" if the option is required."""
     if OmegaConf.is_interpolation(composed, name):
         written = dict(composed.items_ex(resolve=False))[name]
         return re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", str(written))

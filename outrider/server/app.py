@@ -34,7 +34,7 @@ def serve(config: ServeConfig) -> None:
     except OSError as error:
         raise UserError(f"host={config.host} port={config.port}: {error.strerror}; give others") from None
     service = Service(load_model(config), config)
-    service.model.generate("Hello", max_new_tokens=1)  # it compiles and measures what the first text needs
+    service.model.generate("Hello", max_new_tokens=1)  # compiles and measures now, not for the first client
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has finished
     try:
         print(f"serving {service.name} at http://{config.host}:{listening.getsockname()[1]}", flush=True)
@@ -55,7 +55,7 @@ def load_model(config: ServeConfig) -> Decoder:
 
 
 def make_server(service: "Service") -> uvicorn.Server:
-    """A server that is ready to run. When it is told to end it finishes what is being answered, within `grace`."""
+    """A server that is ready to run. On a signal to end it finishes the running answers, within `grace`."""
     grace = service.config.grace
     return uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", timeout_graceful_shutdown=grace))
 
@@ -158,7 +158,7 @@ async def _events(reply: Reply, answers: Answers) -> AsyncIterator[str]:
 
 
 async def _cancel_once_gone(request: Request, answers: Answers) -> None:
-    """Give the answers up as soon as the client has left."""
+    """Cancel the answers as soon as the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     answers.cancel()

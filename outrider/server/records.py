@@ -1,4 +1,4 @@
-"""What a client asks for and what it is answered, as OpenAI's API has it: requests become jobs, pieces become records.
+"""Requests and records of OpenAI's API: a request becomes jobs, and the pieces of their texts become records.
 
 A field that would change the answer and is not read here is refused by name. If token ids are asked for, choices also
 have `prompt_token_ids`, `token_ids`, and `drafted`: for each of them whether the drafter proposed it.
@@ -29,7 +29,7 @@ HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalit
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Top = Annotated[int, Ge(0), Le(128)]
 Json = dict[str, object]
-_LEAST = -9999.0  # what OpenAI's API says of a token without probability: JSON has no infinity
+_LEAST = -9999.0  # OpenAI's value for a token without probability: JSON has no infinity
 
 
 class Message(BaseModel, extra="allow", strict=True):
@@ -64,7 +64,7 @@ class ApiRequest(BaseModel, extra="allow", strict=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens have their log-probabilities said; None: nor has the chosen one."""
+        """The number of likeliest tokens whose log-probabilities are returned; None: not even the chosen token's."""
         if self.top_logprobs and self.logprobs is not True:
             raise RefusedError("top_logprobs: needs logprobs=true", "top_logprobs")
         if isinstance(self.logprobs, bool):
@@ -159,7 +159,7 @@ def _sampling(request: ApiRequest, config: ServeConfig) -> SamplingConfig:
 
 
 def _length(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:
-    """How many tokens may follow a prompt of so many."""
+    """How many tokens may follow a prompt of this length."""
     context, wanted = context_of(model, config), request.max_completion_tokens or request.max_tokens
     if prompt + (wanted or 1) > context:
         said = f"a prompt of {prompt} tokens and max_tokens={wanted or 1} exceed the context of {context}"

@@ -43,8 +43,8 @@ class Job:
 class Piece:
     """New tokens of a text, all drafted or all the target's own, and the text that is certain with them.
 
-    The text may be of earlier tokens, and is empty while later ones may change it. scores: of the tokens, if asked for.
-    proposed: how many tokens the drafter proposed since the piece before. reason: why the text ends, "stop" or
+    The text may belong to earlier tokens; it is empty while later tokens may change it. scores: of the tokens, if asked
+    for. proposed: how many tokens the drafter proposed since the piece before. reason: why the text ends, "stop" or
     "length"; of the last piece alone, which has no tokens.
     """
 
@@ -56,7 +56,7 @@ class Piece:
     reason: str | None = None
 
 
-Event = tuple[int, Piece | UserError] | None  # what is new of a text, with its number; None: no more comes
+Event = tuple[int, Piece | UserError] | None  # a text's number and its next piece or error; None: the end of all
 
 
 class RefusedError(UserError):
@@ -76,15 +76,15 @@ class Answers:
         self._deadline, self._events = self._loop.time() + seconds, asyncio.Queue[Event]()
         self.futures: list[Future[None]] = []
         self.cancelled = False
-        self.watch: asyncio.Task[None] | None = None  # that cancels them; the loop keeps no task alive
+        self.watch: asyncio.Task[None] | None = None  # cancels them; held here, as the loop holds no task
 
     def put(self, event: Event) -> None:
-        """Hand over what is new; by any thread."""
+        """Hand over an event. Any thread may call it."""
         with suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def cancel(self) -> None:
-        """Give the texts up: those at work after the round that is computed, the others at once. By any thread."""
+        """Cancel the texts: running ones after their current round, the others at once. Any thread may call it."""
         self.cancelled = True
         for future in self.futures:
             future.cancel()
@@ -107,7 +107,7 @@ class Answers:
 
 
 class Workers:
-    """`threads` threads that write texts, while more wait, `most` in all.
+    """`threads` threads that write texts. Further texts wait; running and waiting ones are `most` at most.
 
     open: the texts that are written or wait. counts: of all texts by how they ended, and of tokens.
     """
@@ -192,7 +192,7 @@ def write(
 
 
 def until(text: str, stops: Collection[str]) -> tuple[str, str, bool]:
-    """What is before the first of `stops`, what is held back as it may begin one, and whether one came."""
+    """The text before the first of `stops`, the rest that may begin one, and whether one was found."""
     places = [place for place in map(text.find, stops) if place >= 0]
     if places:
         return text[: min(places)], "", True

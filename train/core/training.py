@@ -83,7 +83,7 @@ class Training(Generic[Student]):
 
 @dataclass(frozen=True)
 class Plan:
-    """What each device holds in a training, known without weights. facts: others, printed above it."""
+    """The memory of each device in a training, computed without weights. facts: printed above it."""
 
     held: Sequence[Held]
     facts: Mapping[str, object]

@@ -40,7 +40,7 @@ _REMEDY = "make others with outrider generate-responses temperature=0 top_k_logi
 
 
 class Text(NamedTuple):
-    """Token ids to continue, and the target's greedy answer to them if it is on record."""
+    """Token ids to continue, and the target's recorded greedy answer to them, if any."""
 
     prompt: list[int]
     answer: list[int] | None = None
@@ -48,9 +48,9 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafting:
-    """How texts are continued by a drafter.
+    """How a drafter continues texts.
 
-    decode: `speculative` of a target, or `replay` of texts with answers. draft_model: makes one, fresh for a text.
+    decode: `speculative` of a target, or `replay` of texts with answers. draft_model: makes a new one for each text.
     new_tokens: at most; max_draft: tokens drafted a round; ends: the tokens that end a text.
     """
 
@@ -64,8 +64,8 @@ class Drafting:
 class Recorder:
     """A stop rule that never stops early and records the head's inputs and the outcome of every tested token.
 
-    Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others. whole: keep
-    those too, with the label 0. After an accepted one of `ends` there is no text that any could be a part of.
+    The accepted tokens and the first rejected one are tested; the target says nothing about later ones. whole: keep
+    those too, with the label 0. Tokens after an accepted one of `ends` are never kept.
     """
 
     def __init__(self, max_draft: int, whole: bool, ends: Collection[int]):
@@ -105,7 +105,7 @@ def capture(drafting: Drafting, text: Text, whole: bool = False) -> Batch:
     recorder, most, given = Recorder(drafting.max_draft, whole, drafting.ends), drafting.new_tokens, [text.prompt]
     if text.answer is not None:
         given.append(text.answer)
-        if text.answer[-1] not in drafting.ends:  # a draft does not see where another one ends
+        if text.answer[-1] not in drafting.ends:  # so that a draft does not show where the answer ends
             most = min(most, len(text.answer))
     drafter = ModelDrafter(drafting.draft_model(), Chain(recorder))
     for _ in drafting.decode(drafter, *given, max_new_tokens=most, eos=drafting.ends):
@@ -118,8 +118,8 @@ def capture_texts(
 ) -> Batch:
     """`capture` of all `texts`, in their order, on every process; each continues its share of them.
 
-    When the time of `limit` is over, the remaining texts are left out: the captured ones are spread over all texts, and
-    every process has enough tokens for a row of `fit`, if its texts hold them.
+    When the time of `limit` is over, the remaining texts are left out. The captured ones are spread over all texts.
+    Every process captures enough tokens for a row of `fit`, if its texts have them.
     """
     mine, tokens = dict[int, Batch](), 0
     limit = replace(limit, started=limit.clock())
@@ -147,11 +147,11 @@ def capture_splits(
     limit: TimeLimit,
     state: PartialState,
 ) -> dict[Split, Batch]:
-    """The examples of each split: of held-out texts whole rounds. The time of `limit` is shared by numbers of texts.
+    """The examples of each split; held-out ones are whole rounds.
 
-    They are kept in one file of `out_dir`, so a run that is stopped later goes on with them. settings: JSON-able, what
-    decides what is captured of a text. load: loads what decodes, if anything is left to capture; this takes none of
-    the time.
+    The splits share the time of `limit` in proportion to their texts. The examples are kept in a file of `out_dir`, so
+    a run that is stopped later continues with them. settings: JSON-able, everything that determines the capture of a
+    text. load: loads the models, if anything is left to capture; this does not count as time.
 
     Raises `UserError` where no token was drafted, and for a run that has begun to learn from other examples.
     """
@@ -188,8 +188,8 @@ def digest_of(value: object) -> str:
 
 
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
-    """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template, as
-    far as the runs that made them have recorded it."""
+    """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template,
+    according to the records of the runs that made them."""
     for folder, record in records_of_runs(data).items():
         run: dict[str, Any] = record
         mine, model = target.fingerprint, run.get("model", {})
@@ -209,8 +209,8 @@ def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
 
 
 def recorded_text(row: Batch) -> Text | None:
-    """The first prompt of a row (see `TopKRows`) and the answer to it; None where a token of the answer was neither the
-    target's most likely one nor as likely."""
+    """The first prompt of a row (see `TopKRows`) and the answer to it; None if a token of the answer is less likely
+    than the target's most likely one."""
     supervised = row["labels"] != IGNORE
     first = int(supervised.nonzero()[0])
     place = slice(first, first + int(supervised[first:].int().cumprod(0).sum()))

@@ -68,7 +68,7 @@ def require_context(model: PreTrainedConfig, seq_len: int, decode_tokens: int, w
 def llama_config(
     shape: DrafterConfig | ToyTargetConfig, vocabulary: int, positions: int, tokenizer: PreTrainedTokenizerBase
 ) -> LlamaConfig:
-    """The config of a Llama of this shape. positions: the context that it says it has."""
+    """The config of a Llama of this shape. positions: the context that its config states."""
     described = {
         "vocab_size": vocabulary,
         "hidden_size": shape.hidden,
@@ -89,7 +89,7 @@ def parameters_of(student: nn.Module) -> tuple[int, int]:
 
 
 def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabulary: int) -> list[Held]:
-    """Of a training of `student` (see `training_memory`)."""
+    """The memory of a training of `student` (see `training_memory`)."""
     fit = config.fit
     return training_memory(
         student,
@@ -146,7 +146,7 @@ def export(
 ) -> None:
     """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load.
 
-    convert: makes of it, in a folder there, what is to be written instead. Raises `UserError`.
+    convert: (folder) → the files to write instead, made in that folder. Raises `UserError`.
     """
     staged = out_dir / run_dir.STAGING
     shutil.rmtree(staged, ignore_errors=True)

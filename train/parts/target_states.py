@@ -42,7 +42,7 @@ def packed_width(width: int) -> int:
 def pack(vectors: Tensor) -> Tensor:
     """vectors [..., H] as int8 [..., `packed_width(H)`].
 
-    Raises `OverflowError` where a scale is beyond float16, or a value no number.
+    Raises `OverflowError` if a scale exceeds float16, or a value is not finite.
     """
     groups = F.pad(vectors.float(), (0, -vectors.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
@@ -53,7 +53,7 @@ def pack(vectors: Tensor) -> Tensor:
 
 
 def stored(vectors: Tensor, dtype: torch.dtype) -> Tensor:
-    """vectors [..., H] as `dtype`, or as `pack` makes them. Raises `OverflowError` where it cannot hold them."""
+    """vectors [..., H] in `dtype`, or packed by `pack`. Raises `OverflowError` if that cannot represent them."""
     if dtype == torch.int8:
         return pack(vectors)
     if not bool((converted := vectors.to(dtype)).isfinite().all()):
@@ -62,7 +62,7 @@ def stored(vectors: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int) -> Tensor:
-    """What `pack` made of vectors of `width` values, float32 [..., width]."""
+    """The vectors of `width` values that `pack` packed, float32 [..., width]."""
     groups = packed.unflatten(-1, (-1, GROUP + _SCALE_BYTES))
     scales = groups[..., GROUP:].contiguous().view(torch.float16)
     return (groups[..., :GROUP] * scales.float()).flatten(-2)[..., :width]
@@ -99,9 +99,8 @@ def with_states(
 ) -> RowsWithStates:
     """`rows` with the target's states, read from the folder `where` after computing the missing ones.
 
-    kept_as: the name of their dtype there.
-
-    load: loads that target, and gives what computes the states of a batch of rows. item: (T, k + 1, H_t). made_from:
+    kept_as: the name of their dtype there. load: loads the target and returns the function from a batch of rows to
+    states. item: (T, k + 1, H_t). made_from:
     JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space, and if that dtype cannot represent the states.
@@ -124,7 +123,7 @@ def with_states(
 
 
 def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
-    """Whether all states are there, of `size` bytes; else the blocks of an earlier run for them stay, if there are any.
+    """Whether all states are there, of `size` bytes. If not, the blocks of an earlier run are kept.
 
     Raises `UserError` if other states are there, and if there is too little space: writing to a mapped file on a full
     disk kills the process.

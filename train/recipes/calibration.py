@@ -60,7 +60,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
         require_answers_of(target, config.data)
     plugin = kind.load_plugin().reading(config.reading)
     digest = plugin.digest(config.checkpoint)
-    assert isinstance(plugin, ModelDrafterPlugin)  # each kind that has a head
+    assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
     warn_of_template(config, plugin.trained(config.checkpoint).data, target)
     fingerprint = from_main(state, lambda: target.fingerprint)
     known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
@@ -96,7 +96,7 @@ class CalibrationModel(nn.Module):
     """The head on standardised inputs, so that one learning rate fits every model; see `folded`.
 
     It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
-    odds=False: these stay without weight, as in the paper.
+    odds=False: the draft's odds get no weight, as in the paper.
     """
 
     mean_target: Tensor

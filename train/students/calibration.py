@@ -52,9 +52,10 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
 
 
 def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
-    """`config` with the held-out share that is recorded of the drafter's training: what it learned from tells nothing.
+    """`config` with the held-out share of the drafter's training, so that the head is not tested on text that the
+    drafter has seen.
 
-    Another share than the default was given on purpose; it is kept, with a warning.
+    A share other than the default is kept, with a warning.
     """
     data = kind.load_plugin().reading(config.reading).trained(config.checkpoint).data or {}
     recorded, given = data.get("heldout_fraction"), config.data.heldout_fraction
@@ -67,7 +68,7 @@ def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
 
 
 def layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
-    """How many of the target's first layers are read; None: the whole target."""
+    """The number of the target's first layers that are read; None: the whole target."""
     if config.answers == "target":
         return None
     return read_meta(config.checkpoint).exit_layer if kind == EARLY_EXIT else 0
@@ -90,8 +91,8 @@ def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] |
 
 
 def texts_of(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> dict[Split, list[Text]]:
-    """The texts of each split to continue; limits: of the drafter, in tokens. Raises `UserError` if a split has none,
-    and if no prompt leaves room for the new tokens."""
+    """The texts of each split to continue. limits: context limits of the drafter, in tokens. Raises `UserError` if a
+    split has none, and if no prompt leaves room for the new tokens."""
     context = min([context_limit(target.config), *limits])
     longest = min(config.seq_len, context - config.new_tokens)
     if longest < 1:
@@ -134,7 +135,7 @@ def load_decoder(
 
 
 def capture_plan(config: CalibrateConfig, kind: Kind) -> Plan:
-    """Of each device while the head's training data is captured."""
+    """The memory of each device while the head's training data is captured."""
     target, device = find_target(config, kind).config, planned_device()
     positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
     place = Place.of(config.dtype, target, positions, device)

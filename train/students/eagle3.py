@@ -47,7 +47,7 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
 
 
 class HeadOnTarget(nn.Module):
-    """A trainable float32 head on the frozen layers of a whole target: training-time test but for its loss.
+    """A trainable float32 head on the frozen layers of a whole target: training-time test, without the loss.
 
     Step t of `steps` predicts token j at position j − 2 − t of its document: step 0 from the target's feature there and
     the token after it, later steps from the previous step's output there and the next token of the text. So every token
@@ -97,7 +97,7 @@ class HeadOnTarget(nn.Module):
     def guesses(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, kept: Tensor, steps: int
     ) -> Tensor:
-        """The head's output where step t of `steps` predicts the label of position kept[i], [n, steps, H].
+        """The head's outputs [n, steps, H]: [i, t] is that of step t where it predicts the label of position kept[i].
 
         aux [B, T, k · H_t]: the target's aux hidden states. kept [n]: flat indices into [B, T]. If a document has no
         such position the values are meaningless (see `valid`).

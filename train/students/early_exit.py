@@ -48,7 +48,7 @@ Student = TypeVar("Student", bound="ExitOnFrozenLayers")
 
 
 class ExitOnFrozenLayers(nn.Module):
-    """The target's frozen first N layers, and a trainable exit layer on them: EESD's training module but for its loss.
+    """The target's frozen first N layers, and a trainable exit layer on them: EESD's training module, without the loss.
 
     The exit layer, its norm and, with `train_head`, its head become float32 master weights. Everything else is frozen,
     keeps its dtype and runs without gradient.
@@ -141,7 +141,7 @@ class ExitOnFrozenLayers(nn.Module):
 
 
 def exit_plan(config: EesdConfig, target: PreTrainedConfig) -> Plan:
-    """Of an early exit of the shape that `config` has."""
+    """The memory of training an early exit of the shape in `config`."""
     student, read = empty_exit(config, target)
     held = fit_memory(config, student, target.hidden_size, target.vocab_size)
     if config.decode_prompts:  # in addition to the student, in the dtype for serving
@@ -154,7 +154,7 @@ def exit_plan(config: EesdConfig, target: PreTrainedConfig) -> Plan:
 
 
 def empty_exit(config: EesdConfig, target: PreTrainedConfig) -> tuple[ExitOnFrozenLayers, int]:
-    """The student without weights, in the dtypes that it has here, and the number of values that are read for it."""
+    """The student without weights, in its dtypes, and the number of values that are read for it."""
     layers = layers_read(config, target) or range(target.num_hidden_layers)
     model = nn.Module.to(empty_layers(target, layers), frozen_dtype(config.frozen_dtype, planned_device()))
     if target.tie_word_embeddings:

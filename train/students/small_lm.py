@@ -77,7 +77,7 @@ def start_lm(
 ) -> PreTrainedModel:
     """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
 
-    rows: of the target's embedding, which its own gets as well (see `fit_rows`); None: as it is.
+    rows: those of the target's embedding, to pad it to (see `fit_rows`); None: leave its size.
     Exactly the parameters to train require a gradient.
     """
     drafter = config.drafter
@@ -113,7 +113,7 @@ def start_lm(
 
 
 class SmallLMAndTeacher(nn.Module):
-    """A float32 small LM, trained whole or through adapters as given: the training module but for its loss.
+    """A float32 small LM, trained whole or through adapters as given: the training module, without the loss.
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
     target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
@@ -178,7 +178,7 @@ def plain(lm: PreTrainedModel) -> PreTrainedModel:
 
 
 def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
-    """Of a small LM that the config `drafter` describes, beside the target."""
+    """The memory of training a small LM of config `drafter`, with the target."""
     place = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
     fitted = fit_memory(config, empty_model(drafter), 0, target.vocab_size)
     return Plan(target_memory(target, place) + fitted, {})

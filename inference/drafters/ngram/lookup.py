@@ -21,7 +21,7 @@ from outrider.inference.sizing.policy import OWN, Tuning
 # With max_draft=auto: the prior probability that a drafted token is right if the previous one is.
 _FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band
 _FURTHER = 0.8
-_FILLING = 1e-6  # of padding tokens, which fill a draft up to a length whose cost is measured
+_FILLING = 1e-6  # path probability of padding tokens, which fill a draft up to a length to be timed
 # After `_PATIENCE` (at first, at most) unprofitable drafts, `_TRIAL` tokens of one are submitted anyway.
 _TRIAL, _PATIENCE = 2, (8, 128)
 _LOSS = 0.01  # see `Allowance`; generations are short, and each one starts with the full allowance

@@ -143,7 +143,7 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._place: tuple[Any, Any] | None = None  # handle of the memory, stream
+        self._place: tuple[Any, Any] | None = None  # handle of the memory pool, stream
 
     def capture(self, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> torch.cuda.CUDAGraph:
         """`run` captured as a graph. changed: tensors that `run` updates; they are restored before this returns."""
