@@ -146,7 +146,7 @@ def new_reading(
         activation="silu",
         vocabulary=target.vocab_size,
         draft_vocabulary=draft_vocabulary or target.vocab_size,
-        rope={"rope_type": "default", "rope_theta": _theta(target)},
+        rope={"rope_type": "default", "rope_theta": rope_base(target)},
         max_positions=context_limit(target),
         windows=(None,),
         tap_norms=newer,
@@ -160,7 +160,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted(set(chosen)))
 
 
-def _theta(target: PreTrainedConfig) -> float:
+def rope_base(target: PreTrainedConfig) -> float:
     """The base of the target's rotary embedding if it has a single one; else the usual base."""
     theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
     return float(theta) if isinstance(theta, int | float) else 10000.0

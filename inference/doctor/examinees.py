@@ -4,82 +4,57 @@ Each variant of an EAGLE-3 head's reading changes one thing of the declared read
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
-from outrider.data_prep.text.documents import encode
-from outrider.data_prep.text.records import Counts
-from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
-from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.eagle3.reading import Reading, changed, require_target
-from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.draft_models.eagle3.model import Eagle3, Steps
+from outrider.draft_models.eagle3.reading import Reading, changed, default_taps, require_target, rope_base
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.draft_models.targets.open_target import OpenTarget, read_config
+from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import LayerStack, require_layers
 from outrider.draft_models.targets.target import Band, Target
 from outrider.inference.doctor.scores import Recording, read
 from outrider.inference.drafters.shaped import bare
-from outrider.inference.loading.targets import templates_of
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
-
-if TYPE_CHECKING:
-    from outrider.inference.drafters.eagle3 import Eagle3Plugin
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, read_record
 
 DECLARED = "as declared"
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
-RECORDS = 32  # number of training records that are read
-OLD_THETA = 10000.0  # EAGLE trains with this value, whatever its config says
-_TAPS = "its config.json counts the target's layers in another way, or names those of another target"
-_ROPE = "its training had another rotary embedding than its config.json describes"
-_SWITCHES = {  # boolean fields of `Reading`: what each normalises, and when
-    "norm_before_residual": ("residual stream of its first layer", "begins with the normed feature"),
-    "norm_output": ("its own output", "is normed before it is fed back"),
-    "tap_norms": ("taps", "are normed one by one"),
-    "joint_norm": ("taps", "are normed together"),
-    "embedding_norm": ("token's embedding", "is normed"),
-    "final_norm": ("output", "is normed before the logits"),
-    "head_norms": ("queries and keys", "are normed"),
+_FAULTS = {  # by the changed field of `Reading`: what is wrong with the head, where the option does not say it
+    "taps": "its config.json counts the target's layers in another way",
+    "own_embedding": "trained without the embedding in its file, which is random, another model's or overwritten",
+    "own_head": "trained without the head in its file, which is random, another model's or overwritten",
 }
-_STILL = (
-    "it was trained with drafted tokens at the position of the token before them; train it again, with positions that "
-    "move on"
-)
-# The drafter's logits [steps, places, V] on a recording, predicting each place: in step s the last s tokens before it
-# were drafted, correctly.
-Drafting = Callable[[Recording], Tensor]
+_UNLIKE = "it was trained so, unlike what its config.json says"
+_STILL = "it was trained with drafted tokens at the position of the token before them: train it again, as they move on"
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A variant of reading a drafter's checkpoint.
 
-    name: how it differs from the declared one. option: the option that selects it; "": not available here.
+    name: how it differs from the declared one. drafting: the drafter's logits [steps, places, V] on a recording; in
+    step s the last s tokens before a place were drafted, correctly. option: the option that selects it; "": none does.
     meaning: what is wrong with the drafter if this variant is better. boundaries: the layer boundaries at which it
     needs the target's hidden states.
     """
 
     name: str
-    drafting: Drafting
+    drafting: Callable[[Recording], Tensor]
+    boundaries: tuple[int, ...] = ()
     option: str = ""
     meaning: str = ""
-    boundaries: tuple[int, ...] = ()
 
 
 class Fact(NamedTuple):
@@ -90,52 +65,33 @@ class Fact(NamedTuple):
     suspect: bool = False
 
 
-@dataclass(frozen=True)
-class Examinee:
-    """A drafter to examine.
+class Examinee(NamedTuple):
+    """A drafter to examine. variants: the reading that its config declares, then others with one difference each."""
 
-    declared: as its config declares. others: variants with one difference. known_tokens: its draft vocabulary; None:
-    all tokens.
-    """
-
-    declared: Variant
-    others: Sequence[Variant] = ()
-    known_tokens: Sequence[int] | None = None
+    variants: Sequence[Variant]
     facts: Sequence[Fact] = ()
-
-    @property
-    def boundaries(self) -> set[int]:
-        """Boundaries of the target's layers at which its variants need hidden states."""
-        return {one for way in (self.declared, *self.others) for one in way.boundaries}
 
 
 @torch.inference_mode()
 def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) -> Tensor:
     """Logits [2, places, V] of a head: of the first draft step, and of the second one after a correct token.
 
-    Entry t is the pair (feature t, token t + 1) and predicts token t + 2. In the second step an entry's feature is the
-    output of the first step for t, and its token is token t + 2. It attends to the true entries up to t and to itself,
-    at position t + 1. still: at position t instead, as in trainings that do not advance the position.
+    The steps are those of training (see `Steps`). still: drafted tokens keep the position of the token before them, as
+    in trainings that do not advance the position.
     """
-    tokens, places = recording.tokens, torch.tensor(recording.places, device=recording.tokens.device)
+    tokens, start, cache = recording.tokens, recording.start, Steps()
     count = len(tokens) - 1
-    aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count].to(
-        head.dtype
-    )
     index = torch.arange(count, device=tokens.device)
-    head.reserve(count + 1)
-    cache = DynamicCache()
-    past = {window: None if window is None else Band.sliding(index, window) for window in head.windows}
-    first = head.run(head.embed(tokens[None, 1:]), head.features(aux), past, head.rotary(index[None]), cache)
-    own = places - STEPS - 1  # the entries whose outputs are the features of the second step
-    true, itself = index <= own[:, None], torch.eye(len(own), dtype=torch.bool, device=tokens.device)
-    positions = own + (0 if still else 1)
-    masks = {}
-    for window in head.windows:
-        near = true if window is None else true & (positions[:, None] - index < window)
-        masks[window] = torch.cat([near, itself], dim=1)[None, None]
-    second = head.run(head.embed(tokens[None, own + 2]), first[:, own], masks, head.rotary(positions[None]), cache)
-    return head.logits(torch.cat([first[:, places - STEPS], second]))
+    aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count]
+    hidden, found = head.features(aux.to(head.dtype)), []
+    head.reserve(count + STEPS)
+    for step in range(STEPS):
+        cache.now, moved = step, 0 if still else step
+        masks = {window: Band.sliding(index, (window or count + STEPS) - moved) for window in head.windows}
+        embedding = head.embed(tokens.roll(-1 - step)[None, :count])  # the last `step` ones are of no place
+        hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)
+        found.append(hidden[0, start - 2 - step : count - 1 - step])
+    return head.logits(torch.stack(found))
 
 
 @torch.inference_mode()
@@ -143,116 +99,49 @@ def draft_by_exit(drafter: EarlyExit, stack: LayerStack, recording: Recording) -
     """Logits [1, places, V] of an early exit on the target `stack`."""
     hidden = recording.aux_hidden[drafter.exit_layer]
     positions = torch.arange(hidden.shape[1], device=hidden.device)
-    stack.reserve(len(positions))
     mask = None if drafter.window is None else Band.sliding(positions, drafter.window)
     out = drafter.run(hidden, mask, stack.rotary(positions[None]))
-    return drafter.logits(out[:, [place - 1 for place in recording.places]])
+    return drafter.logits(out[:, recording.start - 1 : -1])
 
 
-@torch.inference_mode()
 def draft_by_lm(lm: Target, recording: Recording) -> Tensor:
     """Logits [1, places, V'] of a small LM; its vocabulary size V' may differ from the target's."""
-    start = recording.places[0] - 1
-    logits, _ = read(lm, recording.tokens.clamp(max=last_id(lm)).tolist(), start)
-    return logits[None, [place - 1 - start for place in recording.places]]
-
-
-NOT_KNOWN = Fact("learned from", "not known: no record of its data")
-UNSEEN = Fact(
-    "not to be seen", "a loss mask that was not shifted with the labels, and too little or foreign training text"
-)
-
-
-def numbers(stored: object, run: torch.dtype) -> Fact:
-    """The stored dtype of the weights (None: unknown), and the dtype they run in."""
-    said, here = (str(one).removeprefix("torch.") for one in (stored or "a type not said", run))
-    narrow = here == "float16" and said != here
-    return Fact("numbers", f"stored in {said}, run in {here}" + ", whose range is smaller" * narrow, narrow)
+    logits, _ = read(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)
+    return logits[None, :-1]
 
 
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
-    """Whether the target is the one that the drafter was trained on, as far as `record` tells."""
-    if not record:
-        return Fact("made for", "not known: no record of its training")
+    """Whether the target is the one that the drafter was trained on, as far as `record`, which may be empty, tells."""
     name, settings = record.get("target", "a target not said"), record.get("settings")
     try:
         trained = construct(Fingerprint, settings.get("target") if isinstance(settings, dict) else None)
-        differs = trained.differences(target.fingerprint)
     except UserError:
         return Fact("made for", f"{name}, whose weights were not recorded")
-    if not differs:
-        return Fact("made for", f"{name}, whose digests are this target's")
-    return Fact("made for", f"{name}, not this target ({'; '.join(differs)})", True)
+    differs = trained.differences(target.fingerprint)
+    said = f"not this target ({'; '.join(differs)})" if differs else "whose digests are this target's"
+    return Fact("made for", f"{name}, {said}", bool(differs))
 
 
-def training_facts(data: object, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Iterator[Fact]:
-    """Facts about `data`, the recorded settings of the training data (None: not recorded).
-
-    template: the one that renders this evaluation's conversations; None: it has no conversations.
-    """
-    try:
-        config: DataConfig = construct(DataConfig, data)
-    except UserError:
-        yield NOT_KNOWN
-        return
-    learned = templates_of(config.deciding(), tokenizer)
-    if template is not None and learned:
-        here = "tokenizer" if template == "auto" else template
-        said = f"trained with {' and '.join(sorted(learned))}, prompts are rendered by {here}"
-        yield Fact("template", said, here not in learned)
-    yield learned_from(config, tokenizer)
+def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
+    """An early exit that is prepared to decode on `stack`. It was loaded, so its digests are this target's."""
+    drafting = partial(draft_by_exit, bare(model), require_layers(stack))
+    return Examinee([Variant(DECLARED, drafting, (bare(model).exit_layer,))])
 
 
-def learned_from(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fact:
-    """The share of supervised tokens in the first records of the training data. Nothing is downloaded."""
-    sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
-    if "hub" in sources:
-        return Fact("learned from", "not looked at: its data lies on the Hub")
-    try:
-        records = list(islice(read_records(config, "train"), RECORDS))
-        documents = encode(records, tokenizer, config.template, Counts())
-    except UserError as error:
-        return Fact("learned from", f"not known: its data cannot be read any more ({error})")
-    tokens = sum(len(one.ids) for one in documents)
-    share = sum(int(one.supervised.sum()) for one in documents) / max(1, tokens)
-    said = f"{share:.1%} of the {tokens} tokens of its first {len(records)} records"
-    return Fact("learned from", said, suspect=share == 0)
-
-
-def examine_exit(
-    plugin: DrafterPlugin[EarlyExit], model: EarlyExit, where: str, target: OpenTarget, stack: Target
-) -> Examinee:
-    """An early exit that is prepared to decode on `stack`."""
-    drafter, meta = bare(model), read_meta(where)
-    return Examinee(
-        Variant(DECLARED, partial(draft_by_exit, drafter, require_layers(stack)), boundaries=(drafter.exit_layer,)),
-        known_tokens=plugin.known_tokens(where),
-        facts=[
-            Fact("made for", f"{meta.fingerprint.target}, whose digests are this target's"),
-            numbers(meta.dtype, stack.dtype),
-        ],
-    )
-
-
-def examine_lm(
-    plugin: DrafterPlugin[SmallLM], model: SmallLM, where: str, target: OpenTarget, stack: Target
-) -> Examinee:
+def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     """A small LM for `target`."""
-    lm = cast("SmallLM", bare(model))
-    record = read_record(where, LM_TRAINING_FILE)
-    stored = read_config(where, role=SMALL_LM.name).dtype  # a loaded model's config has the dtype in which it runs
-    return Examinee(
-        Variant(DECLARED, partial(draft_by_lm, lm)),
-        known_tokens=plugin.known_tokens(where),
-        facts=[made_for(record, target), numbers(stored, lm.dtype)],
-    )
+    variant = Variant(DECLARED, partial(draft_by_lm, cast("SmallLM", bare(model))))
+    return Examinee([variant], [made_for(read_record(where, LM_TRAINING_FILE), target)])
 
 
-def examine_head(plugin: "Eagle3Plugin", model: Eagle3, where: str, target: OpenTarget, stack: Target) -> Examinee:
-    """An EAGLE-3 head that is prepared to draft for `stack`. Its weights are read once for all variants."""
+def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
+    """An EAGLE-3 head that is prepared to draft for `stack`. Its weights are read once for all variants.
+
+    changes: those with which it is read now; they count as declared.
+    """
     layered, shared = require_layers(stack), bare(model).shared_embedding
     embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight
-    stored = open_head(where, target.config, changes=plugin.changes)
+    stored = open_head(where, target.config, changes=changes)
     tensors = stored.tensors(stack.dtype, stack.device)
 
     def make(reading: Reading) -> Eagle3:
@@ -264,93 +153,58 @@ def examine_head(plugin: "Eagle3Plugin", model: Eagle3, where: str, target: Open
             head.use_head(output)
         return head
 
-    declared = make(stored.reading)
-    variants, seen = [], [stored.reading]
-    for name, changes, meaning in _neighbours(stored.reading, tensors, target):
+    declared, taps, seen = make(stored.reading), stored.reading.taps, [stored.reading]
+    variants = [Variant(DECLARED, partial(draft_by_head, declared), taps)]
+    for change in _neighbours(stored.reading, target):
         try:
-            reading = changed(stored.reading, changes, target.config)
+            reading = changed(stored.reading, change, target.config)
             if reading in seen:
                 continue
-            head = make(reading)
+            drafting = partial(draft_by_head, make(reading))
         except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
-        variants.append(Variant(name, partial(draft_by_head, head), str(changes), meaning, reading.taps))
-    taps, still = stored.reading.taps, partial(draft_by_head, declared, still=True)
-    variants.append(Variant("drafted positions stand still", still, "", _STILL, taps))
-    record = read_record(stored.source, HEAD_TRAINING_FILE)
-    return Examinee(
-        Variant(DECLARED, partial(draft_by_head, declared), boundaries=taps),
-        variants,
-        known_tokens=None if declared.draft_tokens is None else declared.draft_tokens.tolist(),
-        facts=list(_head_facts(stored, record, declared, tensors, target)),
-    )
+        option, meaning = str(change), _FAULTS.get(next(iter(change.stated())), _UNLIKE)
+        variants.append(Variant(option, drafting, reading.taps, option, meaning))
+    still = partial(draft_by_head, declared, still=True)
+    variants.append(Variant("drafted positions stand still", still, taps, meaning=_STILL))
+    return Examinee(variants, list(_head_facts(stored, tensors, target)))
 
 
-def _head_facts(
-    stored: StoredHead, record: Mapping[str, object], head: Eagle3, tensors: Mapping[str, Tensor], target: OpenTarget
-) -> Iterator[Fact]:
-    """The facts in a head's files. record: written by a training in this toolkit."""
-    reading = stored.reading
+def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Fact]:
+    """The facts in a head's files."""
+    reading, record = stored.reading, read_record(stored.source, HEAD_TRAINING_FILE)
     yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
     match stored.config.get("speculators_config"):
         case _ if record:
             yield made_for(record, target)
         case {"verifier": {"name_or_path": name}} if name:
             yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
-    yield numbers(stored.config.get("dtype") or stored.config.get("torch_dtype"), head.dtype)
-    some = reading.draft_vocabulary < reading.vocabulary
-    yield Fact("draft vocabulary", f"{reading.draft_vocabulary} of {reading.vocabulary} tokens")
-    if some and reading.draft_ids == "offset" and not tensors[D2T].any():
-        first = f"the first {reading.draft_vocabulary} ids"
-        yield Fact("d2t", f"all zero, so that its tokens are {first}: it was never put in", True)
+    if reading.draft_vocabulary < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
+        yield Fact(
+            "d2t", f"all zero: its tokens are the first {reading.draft_vocabulary}, as it was never put in", True
+        )
     limit, context = reading.max_positions, context_limit(target.config)
     if limit < context:
-        what = f"max_position_embeddings={limit}, below the target's {context}"
-        yield Fact("positions", f"{what}: servers draft no further; this runtime does", True)
+        yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
 
 
-Neighbour = tuple[str, ReadingChanges, str]  # a variant's name, its changed fields, the head's fault if it is better
-
-
-def _neighbours(reading: Reading, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Neighbour]:
-    """The variants to try; some may be impossible, or equal to the declared reading."""
-    layers = target.config.num_hidden_layers
+def _neighbours(reading: Reading, target: OpenTarget) -> Iterator[ReadingChanges]:
+    """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
     later, earlier = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
-    yield f"taps a layer later {list(later)}", ReadingChanges(taps=later), _TAPS
-    if earlier[0] >= 0:
-        yield f"taps a layer earlier {list(earlier)}", ReadingChanges(taps=earlier), _TAPS
-    usual = (2, layers // 2, layers - 3)
-    if len(reading.taps) == 3 and layers >= 7:
-        yield f"EAGLE's usual taps {list(usual)}", ReadingChanges(taps=usual), _TAPS
-    yield from _ropes(target)
-    for name, (what, said) in _SWITCHES.items():
-        on = not getattr(reading, name)
-        switch: dict[str, Any] = {name: on}
-        changes = ReadingChanges(**switch)
-        meaning = f"{what} {said if on else said.replace('is', 'is not').replace('are', 'are not')}"
-        yield f"{name} {'on' if on else 'off'}", changes, meaning
-    if D2T in tensors and reading.draft_vocabulary < reading.vocabulary:
-        other: Literal["index", "offset"] = "index" if reading.draft_ids == "offset" else "offset"
-        meaning = f"its d2t holds the {'ids of tokens' if other == 'index' else 'offsets of ids'}"
-        yield f"d2t as {other}", ReadingChanges(draft_ids=other), meaning
-    said = "was not the one in its file, which is random, another model's or overwritten"
-    yield "target's embedding", ReadingChanges(own_embedding=False), f"in training its embedding {said}"
-    yield "target's head", ReadingChanges(own_head=False), f"in training its head {said}"
+    usual = default_taps(target.config.num_hidden_layers)
+    yield from (ReadingChanges(taps=taps) for taps in (later, earlier, usual) if taps[0] >= 0)
+    yield ReadingChanges(rope="target")
+    for base in (None, 10000.0, rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
+        yield from (ReadingChanges(rope_theta=base), ReadingChanges(rope="plain", rope_theta=base))
+    for field in fields(ReadingChanges):
+        declared = getattr(reading, field.name, None)
+        if isinstance(declared, bool):
+            yield construct(ReadingChanges, {field.name: not declared})
+    yield ReadingChanges(draft_ids="index" if reading.draft_ids == "offset" else "offset")
 
 
-def _ropes(target: OpenTarget) -> Iterator[Neighbour]:
-    rope = getattr(target.config, "rope_parameters", None) or {}
-    yield "the target's rope", ReadingChanges(rope="target"), _ROPE
-    yield "a plain rope", ReadingChanges(rope="plain"), _ROPE
-    for theta in (OLD_THETA, rope.get("rope_theta")):
-        if isinstance(theta, int | float) and theta > 0:
-            yield f"rope_theta {theta:g}", ReadingChanges(rope_theta=float(theta)), _ROPE
-            both = ReadingChanges(rope="plain", rope_theta=float(theta))
-            yield f"a plain rope of rope_theta {theta:g}", both, _ROPE
-
-
-# By kind: (plugin, `prepare`d model, the model's path, target, stack) → its `Examinee`.
+# By kind: (`prepare`d model, the model's path, target, stack, changes of a reading) → its `Examinee`.
 EXAMINERS: dict[str, Callable[..., Examinee]] = {
     EARLY_EXIT.name: examine_exit,
     SMALL_LM.name: examine_lm,

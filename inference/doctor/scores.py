@@ -1,17 +1,13 @@
 """Recordings of the target, a drafter's agreement with them, tests whether another reading is better, and the table."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.draft_models.acceptance import acceptance
 from outrider.draft_models.targets.target import Target
 from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.target_session import Runtime
@@ -20,102 +16,66 @@ from outrider.inference.core.tree import chain_parents
 FIRST = 3  # the first place of a text that a head can draft as its second token
 BLOCK = 8  # neighbouring places that form one observation, as they are correlated
 FEWEST = 16  # observations that a verdict needs, or the number of places in as many full blocks
-FLIPS = 50_000
 CHANCE = 1e-3  # significance level: with a larger p-value no reading is called better
-UNSAID = -50.0  # lower bound on log-probabilities, which are −∞ for tokens outside the draft vocabulary
 MARGIN = 0.02  # in agreement; a smaller lead does not justify another reading
 LOW = 0.2  # agreement at the first token below which a drafter hardly pays under any reading
-STEPS = ("first", "second")  # of a head's draft
 Findings = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A prompt and the target's answer to it, read once by the target.
+class Recording(NamedTuple):
+    """A prompt and the target's greedy answer to it, read once by the target.
 
-    tokens: the whole text [n], on the target's device. places: the judged positions of the answer. log_p [places, V]
-    and choices [places]: the target's log-probabilities and most likely tokens there. aux_hidden: the target's hidden
-    states [1, n, d] by layer boundary (see `LayerStack.run_with_aux`). category: of the prompt.
+    tokens: the whole text [n], on the target's device. start: the places start … n − 1, in the answer, are judged.
+    aux_hidden: the target's hidden states [1, n, d] by layer boundary (see `LayerStack.run_with_aux`).
     """
 
     tokens: Tensor
-    places: tuple[int, ...]
-    log_p: Tensor
-    choices: Tensor
+    start: int
     aux_hidden: dict[int, Tensor]
-    category: str
 
 
-@torch.inference_mode()
 def record(
-    target: Target,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    boundaries: Sequence[int],
-    category: str = "",
+    target: Target, prompt: Sequence[int], boundaries: Sequence[int], new: int, eos: frozenset[int] = frozenset()
 ) -> Recording | None:
-    """One pass of the target over a text; None if no position of the answer can be judged.
+    """The answer of `target` to `prompt`, of up to `new` tokens; None if no place of it can be judged.
 
-    boundaries: layer boundaries to record, for a target that runs layer by layer. The answer's first token is never
+    boundaries: layer boundaries to record, of a target that runs layer by layer. The answer's first token is never
     drafted, so it is not among the places.
     """
-    text = [*prompt, *answer]
-    places = tuple(range(max(len(prompt) + 1, FIRST), len(text)))
-    if not places:
+    rounds = autoregressive(target, prompt, max_new_tokens=new, eos=eos)
+    tokens = torch.tensor([*prompt, *(token for one in rounds for token in one.tokens)], device=target.device)
+    start = max(len(prompt) + 1, FIRST)
+    if start >= len(tokens):
         return None
-    logits, aux_hidden = read(target, text, len(prompt), boundaries)
-    logits = logits[[place - 1 - len(prompt) for place in places]]
-    # Logits computed in half precision are normalised in float32.
-    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    tokens = torch.tensor(text, device=target.device)
-    return Recording(tokens, places, log_p, log_p.argmax(-1), aux_hidden, category)
+    return Recording(tokens, start, read(target, tokens, len(prompt), boundaries)[1] if boundaries else {})
 
 
 @torch.inference_mode()
-def read(
-    target: Target, text: Sequence[int], start: int, boundaries: Sequence[int] = ()
-) -> tuple[Tensor, dict[int, Tensor]]:
+def read(model: Target, tokens: Tensor, start: int, boundaries: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
-    session = Runtime().session(target, 0, len(text))
+    session, aux = Runtime().session(model, 0, len(tokens)), list[Tensor]()
     session.aux_layers = tuple(boundaries)
-    tokens, parts = torch.tensor(text, device=target.device), []
-    for begin, end in ((0, start), (start, len(text))):
+    for begin, end in ((0, start), (start, len(tokens))):  # so that a prompt has no logits, which would be many
         rows = range(end - begin)
         session.feed(tokens[begin:end], chain_parents(0, len(rows)))
         logits = session.finish(last_only=begin == 0)
         if boundaries:
-            parts.append(session.aux_hidden(rows))
+            aux.append(session.aux_hidden(rows))
         session.commit(rows)
-    if not boundaries:
-        return logits, {}
-    aux_hidden = torch.cat(parts, dim=1).chunk(len(boundaries), dim=-1)
-    return logits, dict(zip(boundaries, aux_hidden, strict=True))
+    states = torch.cat(aux, dim=1).chunk(len(boundaries), dim=-1) if boundaries else ()
+    return logits, dict(zip(boundaries, states, strict=True))
 
 
-def answer_of(target: Target, prompt: Sequence[int], count: int, eos: frozenset[int]) -> list[int]:
-    """The target's greedy answer to `prompt`, up to `count` tokens."""
-    rounds = autoregressive(target, prompt, max_new_tokens=count, eos=eos)
-    return [token for one in rounds for token in one.tokens]
+class Scores(NamedTuple):
+    """Figures at all judged places of all texts.
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Figures at all judged places of all texts, [steps, places] each; blocks [places].
-
-    agree: whether the drafter's most likely token is the target's. accepted: Σ min(p, q). log_q: of the target's most
-    likely token. finite: whether all logits are finite. blocks: the observation that each place belongs to.
+    agree [steps, places]: whether the drafter's most likely token is the target's. finite [steps, places]: whether all
+    logits are finite; if not, it does not agree. blocks [places]: the observation that each place belongs to.
     """
 
     agree: np.ndarray
-    accepted: np.ndarray
-    log_q: np.ndarray
     finite: np.ndarray
     blocks: np.ndarray
-
-    @property
-    def means(self) -> dict[str, list[float]]:
-        """The means over the places, by step."""
-        return {name: getattr(self, name).mean(1).tolist() for name in ("agree", "accepted", "log_q", "finite")}
 
     @property
     def agreement(self) -> float:
@@ -125,46 +85,30 @@ class Scores:
 
 def score(logits: Tensor, recording: Recording, text: int) -> Scores:
     """The scores of a drafter's logits [steps, places, V'] on a recording, which is text number `text`."""
-    size = recording.log_p.shape[-1]
     finite = logits.isfinite().all(-1)
-    logits = torch.where(finite[..., None], logits, 0.0)
-    logits = F.pad(logits[..., :size], (0, max(0, size - logits.shape[-1])), value=-torch.inf)
-    log_q = logits.to(recording.log_p.dtype).log_softmax(-1)
-    chosen = log_q.argmax(-1)
-    of_choice = log_q.gather(-1, recording.choices.expand(len(log_q), -1)[..., None])[..., 0]
-    blocks = np.array([(text << 32) + place // BLOCK for place in range(len(recording.places))])
-    return Scores(
-        (chosen == recording.choices).cpu().numpy(),
-        acceptance(recording.log_p, log_q).double().cpu().numpy(),
-        of_choice.clamp_min(UNSAID).double().cpu().numpy(),
-        finite.cpu().numpy(),
-        blocks,
-    )
+    agree = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
+    blocks = (text << 32) + np.arange(agree.shape[-1]) // BLOCK
+    return Scores(agree.cpu().numpy(), finite.cpu().numpy(), blocks)
 
 
 def join(parts: Sequence[Scores]) -> Scores:
     """The scores of several texts as one."""
-    return Scores(*(np.concatenate([getattr(part, one.name) for part in parts], axis=-1) for one in fields(Scores)))
+    return Scores(*(np.concatenate(every, axis=-1) for every in zip(*parts, strict=True)))
 
 
 def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
-    """The p-value of a mean lead [places]: the probability of one at least as large if every block's sign were random.
+    """The p-value of a lead, integers [places]: the probability of a sum at least as large if every block's sign were
+    random. 1 if there are too few places for a verdict.
 
-    The sign-flip test of paired observations (Fisher 1935, §21). 1 if there are too few places for a verdict.
+    The sign-flip test of paired observations (Fisher 1935, §21), over all flips.
     """
-    _, place = np.unique(blocks, return_inverse=True)
-    sums = np.bincount(place, weights=lead).astype(np.float32)  # exact, as the terms are halves and ones
     if len(lead) < FEWEST * BLOCK:
         return 1.0
-    as_large = int((_signs(len(sums)) @ sums >= sums.sum()).sum())
-    return (1 + as_large) / (1 + FLIPS)
-
-
-@functools.lru_cache(maxsize=2)
-def _signs(count: int) -> np.ndarray:
-    """Random signs [flips, count] from a fixed seed."""
-    signs: np.ndarray = np.random.default_rng(0).integers(2, size=(FLIPS, count), dtype=np.int8).astype(np.float32)
-    return 2 * signs - 1
+    sums = np.bincount(np.unique(blocks, return_inverse=True)[1], weights=lead).astype(int)
+    odds = np.ones(1)  # of every sum, from the least one on
+    for size in np.abs(sums[sums != 0]):
+        odds = np.convolve(odds, [0.5, *[0.0] * (2 * size - 1), 0.5])
+    return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
 
 
 def is_better(one: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
@@ -172,60 +116,43 @@ def is_better(one: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
-    chance = min(1.0, tried * chance_of((one.agree.astype(float) - than.agree).mean(0), one.blocks))
+    chance = min(1.0, tried * chance_of((one.agree.astype(int) - than.agree).sum(0), one.blocks))
     return chance < CHANCE and one.agreement - than.agreement >= MARGIN, chance
 
 
-def table(kind: str, found: Findings) -> list[str]:
-    """The findings on one drafter: a line per reading, the declared one first, then the other findings.
+def table(kind: str, found: Findings) -> Iterator[str]:
+    """The findings on one drafter: a line per reading, the declared one first, then facts and the verdict.
 
     A fact that may explain a bad drafter begins with an exclamation mark.
     """
-    lines = [f"doctor: {kind}, {found['places']} tokens of {found['texts']} answers of the target"]
-    if found["ways"]:
-        declared, *others = found["ways"]
-        rows = [declared, *sorted(others, key=lambda row: -row["agreement"])]
-        lines += _ways(rows)
-    lines += [f"  {'! ' * fact['suspect']}{fact['name']}: {fact['said']}" for fact in found["facts"]]
-    return [*lines, *_shares(found), *verdict(found)]
-
-
-def _ways(rows: Sequence[Findings]) -> Iterator[str]:
-    wide = max(len(row["name"]) for row in rows)
-    titles = "".join(f"{head:>11}" for head in ("1st token", "2nd token")[: len(rows[0]["agree"])])
-    yield f"  {'read':<{wide}}{titles}{'Σmin(p,q)':>11}{'log q':>8}{'chance':>9}"
-    for row in rows:
-        shares = "".join(f"{share:>11.1%}" for share in row["agree"])
-        chance = "" if row["chance"] is None else f"{row['chance']:>9.4f}" if row["chance"] < 0.1 else f"{'–':>9}"
-        yield f"  {row['name']:<{wide}}{shares}{row['accepted'][0]:>11.3f}{row['log_q'][0]:>8.2f}{chance}"
-
-
-def _shares(found: Findings) -> Iterator[str]:
-    if found["coverage"]:
-        shares = dict(found["coverage"])
-        every = shares.pop("all")
-        parts = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items()))
-        yield f"  its tokens are {every:.1%} of what the target said ({parts})"
-    if found["ways"] and min(found["ways"][0]["finite"]) < 1:
-        broken = 1 - min(found["ways"][0]["finite"])
-        yield f"  {broken:.1%} of its logits are not finite: its numbers overflow in this dtype"
-    for length, share in (found.get("lengths") or {}).items():
-        yield f"  at {length} tokens: {share:.1%}"
-
-
-def verdict(found: Findings) -> Iterator[str]:
-    """The conclusion, in a line or two."""
+    yield f"doctor: {kind}, {found['places']} tokens of {found['texts']} answers of the target"
     if not found["ways"]:
         yield "  no token of an answer could be judged: give prompts that the target answers with more"
         return
+    rows = [found["ways"][0], *sorted(found["ways"][1:], key=lambda row: -row["agreement"])]
+    wide = max(len(row["name"]) for row in rows)
+    titles = "".join(f"{head:>11}" for head in ("1st token", "2nd token")[: len(rows[0]["agree"])])
+    yield f"  {'read':<{wide}}{titles}{'chance':>9}"
+    for row in rows:
+        shares = "".join(f"{share:>11.1%}" for share in row["agree"])
+        chance = "" if row["chance"] is None else f"{row['chance']:>9.1g}" if row["chance"] < 0.1 else f"{'–':>9}"
+        yield f"  {row['name']:<{wide}}{shares}{chance}"
+    for length, share in found.get("lengths", {}).items():
+        yield f"  at {length} tokens: {share:.1%}"
+    yield from (f"  {'! ' * fact['suspect']}{fact['name']}: {fact['said']}" for fact in found["facts"])
+    yield from _verdict(found)
+
+
+def _verdict(found: Findings) -> Iterator[str]:
     better, declared = found["better"], found["ways"][0]
+    if min(declared["finite"]) < 1:
+        yield f"  {1 - min(declared['finite']):.1%} of its logits are not finite: its numbers overflow in this dtype"
     if found["places"] < FEWEST * BLOCK:
         yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts"
     if better is not None:
         yield f"  {better['name']} is better: {better['meaning']}"
     elif declared["agree"][0] < LOW:
-        others = " No other reading is better." if len(found["ways"]) > 1 else ""
-        yield f"  it seldom agrees.{others} Look at its target, its data and the template"
+        yield "  it seldom agrees, and no other reading is better: look at its target, its data and the template"
 
 
 def refuse(kind: str, where: str, found: Findings) -> None:
@@ -233,15 +160,10 @@ def refuse(kind: str, where: str, found: Findings) -> None:
     had = [row for row in found["ways"] if row["wins"] and row["option"]]
     if not had:
         return
-    better = max(had, key=lambda row: row["agreement"])
-    declared = found["ways"][0]
+    better, declared = max(had, key=lambda row: row["agreement"]), found["ways"][0]
     raise UserError(
         f"{kind}={where}: its config.json declares another head than its weights are. Over {found['places']} tokens it "
-        f"agrees with the target at {_both(declared)} as declared, and at {_both(better)} with {better['name']} "
-        f"(by chance with a probability of at most {better['chance']:.1g}): {better['meaning']}. "
+        f"agrees with the target at {declared['agreement']:.1%} as declared, and at {better['agreement']:.1%} with "
+        f"{better['option']} (by chance with a probability of at most {better['chance']:.1g}): {better['meaning']}. "
         f"Give {better['option']} to read it so, or doctor=false to take it as declared"
     )
-
-
-def _both(row: Findings) -> str:
-    return " and ".join(f"{share:.1%} of {one} tokens" for share, one in zip(row["agree"], STEPS, strict=True))

@@ -172,7 +172,7 @@ def _evaluate(
 
     def begin() -> Any:
         assert models is not None  # the main process has a share
-        doctor = see_doctor(config, setup, models, prompts, rendered)
+        doctor = see_doctor(config, setup, models, rendered)
         begun = asdict(replace(prepare_methods(config, setup, models, rendered[0], positions), doctor=doctor))
         begin_run(out_dir, settings, begun)
         return begun
@@ -263,13 +263,13 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
 
 
 def see_doctor(
-    config: EvaluateConfig, setup: TargetSetup, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
+    config: EvaluateConfig, setup: TargetSetup, models: Models, rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
     """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
     from outrider.inference.doctor.examine import examine  # imported only if requested
 
     with Stage("examining drafters"):
-        found = examine(config, setup, models, prompts, rendered)
+        found = examine(config, setup, models, rendered)
     for kind, one in found.items():
         print("\n".join(table(kind, one)), flush=True)
         refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.doctor.examinees import draft_by_head
-from outrider.inference.doctor.scores import Recording, answer_of, record
+from outrider.inference.doctor.scores import Recording, record
 from tests.tiny import byte_tokenizer, open_stack, save_target
 
 TOKENS = range(5, 125)  # of the target and the head
@@ -56,7 +55,7 @@ def recordings(stack: LayerStack) -> list[Recording]:
     found = []
     for text in TEXTS:
         prompt = byte_tokenizer()(text)["input_ids"]
-        recording = record(stack, prompt, answer_of(stack, prompt, NEW, frozenset()), range(len(stack.layers) + 1))
+        recording = record(stack, prompt, range(len(stack.layers) + 1), NEW)
         assert recording is not None
         found.append(recording)
     return found
@@ -91,8 +90,8 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
     texts = [_outside_of_inference(recording) for recording in said]
     draft: Callable[..., Tensor] = draft_by_head.__wrapped__  # type: ignore[attr-defined]  # without inference mode
     for _ in range(steps):
-        drafts = [(draft(head, text, still=still), text.choices) for text in texts]
-        loss = sum(F.cross_entropy(logits.flatten(0, 1), choices.repeat(len(logits))) for logits, choices in drafts)
+        drafts = [(draft(head, text, still=still), text.tokens[text.start :]) for text in texts]
+        loss = sum(F.cross_entropy(logits.flatten(0, 1), said.repeat(len(logits))) for logits, said in drafts)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -100,8 +99,7 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
 
 
 def _outside_of_inference(recording: Recording) -> Recording:
-    aux_hidden = {boundary: hidden.clone() for boundary, hidden in recording.aux_hidden.items()}
-    return replace(recording, tokens=recording.tokens.clone(), choices=recording.choices.clone(), aux_hidden=aux_hidden)
+    return recording._replace(aux_hidden={place: hidden.clone() for place, hidden in recording.aux_hidden.items()})
 
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of config.json and the tensors

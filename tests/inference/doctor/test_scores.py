@@ -1,6 +1,6 @@
 """When another reading is called better: seldom by chance, and whenever it plainly is."""
 
-from dataclasses import replace
+import itertools
 
 import numpy as np
 
@@ -8,8 +8,15 @@ from outrider.inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chan
 
 
 def scores_of(agree: np.ndarray) -> Scores:
-    plain = np.zeros((1, len(agree)))
-    return Scores(agree[None].astype(bool), plain, plain, plain > -1, np.arange(len(agree)) // BLOCK)
+    return Scores(agree[None].astype(bool), agree[None] > -1, np.arange(len(agree)) // BLOCK)
+
+
+def test_the_chance_of_a_lead_is_counted_over_all_signs() -> None:
+    signs = np.array(list(itertools.product((-1, 1), repeat=FEWEST)))
+    for seed in range(3):
+        leads = np.random.default_rng(seed).integers(-1, 3, FEWEST * BLOCK)
+        sums = leads.reshape(FEWEST, BLOCK).sum(1)
+        assert chance_of(leads, np.arange(len(leads)) // BLOCK) == (signs @ sums >= sums.sum()).mean()
 
 
 def test_readings_that_are_as_good_are_seldom_called_better() -> None:
@@ -18,8 +25,8 @@ def test_readings_that_are_as_good_are_seldom_called_better() -> None:
     for _ in range(100):
         runs = draw.random((2, 2 * FEWEST)) < 0.5  # whole blocks agree or do not
         one, other = (scores_of(np.repeat(run, BLOCK)) for run in runs)
-        wrong += chance_of(one.agree[0].astype(float) - other.agree[0], one.blocks) < 0.05
-        single += chance_of(one.agree[0].astype(float) - other.agree[0], np.arange(len(one.blocks))) < 0.05
+        wrong += chance_of(one.agree[0].astype(int) - other.agree[0], one.blocks) < 0.05
+        single += chance_of(one.agree[0].astype(int) - other.agree[0], np.arange(len(one.blocks))) < 0.05
         assert not is_better(one, other, tried=15)[0]
     assert wrong / 100 < 0.12 < single / 100
 
@@ -33,8 +40,8 @@ def test_a_lead_must_be_worth_it_and_have_been_seen_often() -> None:
     few = BLOCK * (FEWEST - 1)
     assert not is_better(scores_of(np.ones(few)), scores_of(np.zeros(few)))[0]
     short = scores_of(np.ones(few))  # as many places, in texts of few tokens each
-    short = replace(short, blocks=np.arange(few) // 2)
-    assert not is_better(short, replace(short, agree=~short.agree))[0]
+    short = short._replace(blocks=np.arange(few) // 2)
+    assert not is_better(short, short._replace(agree=~short.agree))[0]
     places = np.arange(4 * count)
     slightly = (places % 2 == 0) | (places % (8 * BLOCK) == 1)  # surely better, by 1/64
     better, chance = is_better(scores_of(slightly), scores_of(places % 2 == 0))
