@@ -53,7 +53,7 @@ MODULES = """
     xml.sax.xmlreader xmlrpc.client xmlrpc.server zipapp zipfile zipimport zlib zoneinfo
 """
 
-# What a person might ask about something documented, by category. {name}: what it is called; {text}: its documentation;
+# Questions about a documented object, by category. {name}: its name; {text}: its documentation;
 # "|" begins the user's next turn. "error" is asked about exceptions only, and the three after it not about them.
 TEMPLATES = {
     "explain": (

@@ -33,7 +33,7 @@ _ALWAYS = (NGRAMS.name, PROMPT_LOOKUP.name)
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _MORE = 1.2  # minutes given for the answers, over those expected from the speed of the first answers
-_HELDOUT = 8  # answers that a training holds out at least, of so many prompts
+_HELDOUT = 8  # prompts, and at least as many answers, that a training holds out
 _QUICK = 1.5  # minutes of the steps without a target and without a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least: no `minutes` is below the sum of the two
 _REPORT_LOADS = 3.0  # loading times before a report measures: it compares, lays out and tunes models
@@ -157,7 +157,7 @@ def rows_of(device: Device, parameters: float, text_bytes: float, free_bytes: fl
 
 
 def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
-    """What to train, and how long.
+    """The trainings and their minutes.
 
     unfit: why the target cannot have a drafter of some kind. Raises `UserError` if loading alone takes all minutes.
     """
@@ -222,7 +222,7 @@ def describe(choice: Choice, look: Look) -> str:
 
 
 def outlook(config: AutoConfig, device: Device, unfit: Mapping[str, str]) -> str:
-    """What is known of the plan before anything has run, as text."""
+    """The part of the plan that is known before anything has run, as text."""
     kinds = [kind for kind in ORDER[device] if kind not in unfit] if config.train == "auto" else config.train
     looking = look_minutes(config)
     timed = max(0.0, config.minutes - looking - _QUICK)

@@ -67,7 +67,7 @@ def require_one_process(command: str) -> None:
 
 
 def words_of(options: Options) -> list[str]:
-    """`options` as on a command line; of a mapping each value by its dotted key."""
+    """`options` as on a command line, with a dotted key for each value of a mapping."""
     words: list[str] = []
     for key, value in options.items():
         if isinstance(value, Mapping):

@@ -332,7 +332,7 @@ class StreamedText:
         return self._cleaned(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))
 
     def rest(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         end = len(self.tokens) - (self.tokens[-1:] != [] and self.tokens[-1] in self._ends)
         self._see(self._decoded(self.tokens[self._before : end]))
         return self._cleaned(len(self._waiting))

@@ -101,12 +101,12 @@ class SkipRecordError(Exception):
 
 
 class Counts(Counter[str]):
-    """What became of the records that were read. first: the place of one that cannot be used, and why it cannot."""
+    """Counts of records by outcome. first: the place of the first unusable record, and the reason."""
 
     first = ""
 
     def refuse(self, kind: str, why: str) -> None:
-        """Count what cannot be used; `why` begins with its place."""
+        """Count an unusable record; `why` begins with its place."""
         self[kind] += 1
         self.first = self.first or why
 
@@ -121,7 +121,7 @@ class Counts(Counter[str]):
 
 
 def warn_of_unused(counts: Mapping[str, int], first: str) -> None:
-    """Warn of what could not be used, if `first` says why."""
+    """Warn of unusable records, if `first` names one."""
     if first:
         kinds = ("empty", "malformed", "unreadable", "unsupervised", "refused", "skipped")
         found = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))

@@ -22,7 +22,7 @@ NOT_DECIDING = {
     "_name_or_path", "_commit_hash", "transformers_version",  # where it came from, and what wrote it
     "architectures", "auto_map",  # Python classes: the runtime goes by model_type, and runs no code of a model's
     "dtype", "torch_dtype",  # each run chooses and records its own; the stored one is in the tensors' digests
-    "use_cache", "output_attentions", "output_hidden_states", "return_dict",  # what comes back beside the logits
+    "use_cache", "output_attentions", "output_hidden_states", "return_dict",  # further outputs of a forward
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",  # of classifiers
     "initializer_range", "init_std",  # the weights before training
     "gradient_checkpointing",  # memory while training

@@ -133,10 +133,10 @@ def load_proven(
     device: torch.device | str = "cpu",
     role: str = "target",
 ) -> PreTrainedModel:
-    """What `load_layers` loads, after `prove_weights` and `prove_layers`. role: the model's option. Raises `UserError`.
+    """The model of `load_layers`, proven by `prove_weights` and `prove_layers`. role: the model's option.
 
     For that, transformers loads the whole model. If it is larger than `LARGEST_COPY`, only its first layer is loaded,
-    and of the rest the shapes are compared. `prove_weights` is skipped if a file is not on this machine.
+    and of the rest the shapes are compared. `prove_weights` is skipped if a file is not here. Raises `UserError`.
     """
     model = load_layers(files, config, layers, dtype=dtype, device=device, role=role)
     if files.complete:

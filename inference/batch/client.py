@@ -70,7 +70,7 @@ class Client:
     def fetch(
         self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Value] = read_json
     ) -> Value:
-        """What `read` makes of the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
+        """The result of `read` for the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
         try:
             with self._http.stream("GET" if body is None else "POST", f"{self.url}{path}", json=body) as response:
                 if response.is_success:

@@ -215,7 +215,7 @@ def describe_texts(tasks: Sequence[Task], answered: int) -> str:
 
 
 def ending(config: GenerateConfig) -> str:
-    """What ends the answers, in words."""
+    """The limits that end the answers, in words."""
     if config.minutes is not None:
         return f"minutes={config.minutes:g} end it at the latest"
     return "all are answered; minutes= would end it earlier, data.max_records= makes them fewer"

@@ -19,7 +19,7 @@ class View(Protocol):
 
     @property
     def cache(self) -> LayerCache:
-        """Of the layers that the pass runs."""
+        """The cache of the layers that the pass runs."""
         ...
 
     @property

@@ -338,7 +338,7 @@ def _facts(
     prompts: Sequence[Prompt],
     done: Mapping[int, Measured],
 ) -> dict[str, Any]:
-    """What all methods of the report have in common: settings, models, and the conditions of the measurement."""
+    """The facts common to all methods of the report: settings, models, and the conditions of the measurement."""
     runs = done.values()
     return {
         "target": setup.target.source,

@@ -56,8 +56,8 @@ Told = Counter[str | int] | None
 class EngineServer:
     """Continues prompts as an `EngineProcess` does.
 
-    counts: of the last prompts, rounds and how many accepted 1, 2, … drafted tokens (vLLM's /metrics), None where each
-    round came by itself; or drafted tokens and how many were accepted (llama.cpp's answers); empty if it says neither.
+    counts, of the last prompts: the rounds, and how many accepted 1, 2, … drafted tokens (vLLM's /metrics; None if
+    rounds come one by one); or drafted and accepted tokens (llama.cpp); else empty.
     """
 
     def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
@@ -78,7 +78,7 @@ class EngineServer:
         owner, own = self._server.owner, str(reply.get("system_fingerprint") or "")
         self.version = own if own.startswith(owner) else f"{owner} {own}".strip()
         said, read = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
-        same = said.strip("\ufffd ") == str(read).strip("\ufffd ")  # a stream may leave out what is not whole
+        same = said.strip("\ufffd ") == str(read).strip("\ufffd ")  # a stream may omit an incomplete character
         expected = f"a server of {setup.target.source}: what it calls {said!r} is {read!r} there"
         require(same, option, url, expected)
         told = self._told()
@@ -88,7 +88,7 @@ class EngineServer:
     def continued(
         self, prompts: Sequence[Sequence[int]], asked: Json, drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
-        """As `EngineProcess.continued`. A round is what came together, so several may be one. Raises `UserError`."""
+        """As `EngineProcess.continued`. A chunk counts as a round, though it may hold several. Raises `UserError`."""
 
         def ask(prompt: Sequence[int], seed: int) -> Streamed:
             more = {**({} if asked["eos"] else {"ignore_eos": True}), **asked["sampling"]}
@@ -102,7 +102,7 @@ class EngineServer:
         return texts, seconds
 
     def _told(self) -> Told:
-        """vLLM's counters since it began, by name and by place of an accepted token; None of other servers."""
+        """vLLM's counters since its start, by name and by place of an accepted token; None for other servers."""
         try:
             text = self._server.client.fetch("/metrics", read=lambda response: b"".join(bounded(response)).decode())
             found = Counter[str | int]()
@@ -127,7 +127,7 @@ class EngineServer:
             after.subtract(before)
             rounds, accepted = after["drafts"], after["accepted_tokens"]
             counts = (max(rounds, said - accepted), *(after[place] for place in range(drafted)))  # some without drafts
-        possible = said + drafted * len(texts)  # of the last round of each the end may be cut off
+        possible = said + drafted * len(texts)  # the last round of each text may be cut off
         sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
         expected = f"counts that {said} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
         require(sound and list(counts) == sorted(counts, reverse=True), self.named, self._server.client.url, expected)
@@ -145,7 +145,7 @@ Arm = EngineProcess | EngineServer
 
 @dataclass(frozen=True)
 class BlockKey:
-    """What is measured once. engine: it, its Python and its options, as JSON; positions: of the block's prompts."""
+    """The identity of a block. engine: its name, Python and options, as JSON; positions: of the block's prompts."""
 
     engine: str
     method: str
@@ -171,7 +171,7 @@ class Block:
 
 
 def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
-    """Raise `UserError` if the engine of `config` is not there, or cannot run this target on so many prompts."""
+    """Raise `UserError` if the engine of `config` is not there, or cannot run this target on `prompts` prompts."""
     most, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
     require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
     require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
@@ -189,7 +189,7 @@ def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, proce
 
 
 def served_methods(config: EngineConfig) -> dict[str, MethodConfig]:
-    """The methods that the engine of `config` runs. Says which it cannot run."""
+    """The methods that the engine of `config` can run. Prints the others."""
     reasons = {name: why_not(config.engine, method) for name, method in config.methods.items()}
     for name, reason in reasons.items():
         if reason is not None:
@@ -230,7 +230,7 @@ def measure_served(
 
 
 def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
-    """All blocks of a method. None has fewer prompts than there are requests at a time."""
+    """All blocks of a method. A block has at least as many prompts as requests run at a time."""
     where = config.engine_plain or config.engine_python
     engine = json.dumps([config.engine, where, config.engine_options], sort_keys=True)
     for count in config.concurrency:
@@ -278,7 +278,7 @@ def sampling_of(config: EngineConfig, setup: TargetSetup) -> SamplingConfig:
 
 
 def _asked(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Row:
-    """How the engine is to continue prompts. Greedy decoding reads the penalty of `sampling` alone."""
+    """The engine's request for continuing prompts. Greedy decoding reads only the penalty of `sampling`."""
     read = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
     said = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
     return {"max_new_tokens": config.max_new_tokens, "eos": sorted(eos), "temperature": sampling.temperature,
@@ -323,7 +323,7 @@ def _exported(config: EngineConfig, setup: TargetSetup, source: str, where: str,
 
 
 def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
-    """The rounds of the engine's text, drafted as `NgramProposer` drafts there, from the table and the text alone."""
+    """The rounds of the engine's text with the drafts of `NgramProposer`, computed from table and text."""
     text = result.generations[result.reference].tokens
     rounds = chain_rounds(table, result.prompt, text, most)
     return Generation(text, 0.0, 0.0, tuple(Round(said, many, len(said) - 1, many, 0.0) for many, said in rounds))
@@ -340,7 +340,7 @@ def serve_methods(
 
     ours: the results of this runtime for the first turns of prompts, by position. Raises `UserError`.
     """
-    require_served(config, setup, len(ours))  # minutes= may have ended before the others
+    require_served(config, setup, len(ours))  # minutes= may have left prompts out
     methods, streams = served_methods(config), Streams(config.seed).within("served")
     blocks, drawn = measure_served(config, setup, methods, rendered, sorted(ours), out), config.sampling.temperature > 0
     texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
@@ -373,7 +373,7 @@ def serve_methods(
 def _judged(
     config: EngineConfig, setup: TargetSetup, blocks: Sequence[Block], known: Mapping[int, Sequence[int]], out: Path
 ) -> dict[tuple[str, str], Row]:
-    """By method and arm, the audit of the engine's texts that are not the `known` ones; nothing where all are."""
+    """By method and arm, the audit of the engine's texts that differ from the `known` ones; empty if none differs."""
     model, audited = None, dict[tuple[str, str], Row]()
     said: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], Row]] = {}
     for method, result in ((block.key.method, result) for block in blocks for result in block.results):

@@ -218,7 +218,7 @@ def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: t
     own.do_sample = False
     own.max_length = len(prompt) + settings.max_new_tokens
     if own.min_new_tokens is not None:
-        own.min_length = None  # which it stands in for
+        own.min_length = None  # `min_new_tokens` replaces it
     ends = settings.eos_token_id or None
     own._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device)
     model: Any = _Model()

@@ -152,7 +152,7 @@ def open_target_of(checkpoint: str, target: str | None, revision: str | None) ->
 
 
 def no_drafter_in(folder: Path) -> str:
-    """What `folder` holds instead of a drafter, and what is expected."""
+    """An error text: the contents of `folder`, which is no drafter, and the expected ones."""
     files: dict[str, list[str]] = {}
     for kind in KINDS.values():
         if kind.file is not None:

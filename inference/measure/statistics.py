@@ -178,7 +178,7 @@ def share_of_loops(texts: Sequence[tuple[int, ...]]) -> dict[str, float]:
 
 
 def loops_text(found: Mapping[str, float]) -> str:
-    """What `share_of_loops` found, in words."""
+    """The result of `share_of_loops` in words."""
     return f"{found['looping']} of {found['texts']} texts repeat themselves ({found['share']:.0%} of all tokens)"
 
 

@@ -1,4 +1,4 @@
-"""What all pages say of a report in sentences."""
+"""The sentences about a report, for all pages."""
 
 import json
 from collections.abc import Mapping, Sequence

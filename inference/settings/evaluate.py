@@ -64,7 +64,7 @@ class DraftingConfig(Settings):
         return {kind.name: where for kind in KINDS.values() if (where := self.where(kind)) is not None}
 
     def trained(self) -> dict[str, Trained]:
-        """What is recorded of the training of each of these models. Raises `UserError` if a record cannot be read."""
+        """The training record of each of these models. Raises `UserError` if a record cannot be read."""
         return {name: self.plugin(KINDS[name]).trained(where) for name, where in self.places.items()}
 
     def plugin(self, kind: Kind) -> Plugin:
@@ -75,7 +75,7 @@ class DraftingConfig(Settings):
         """Raise `UserError` if the command cannot run the methods."""
 
     def _instead(self) -> str:
-        """What was given in place of a model that is missing, for an error."""
+        """The options that were given instead of a missing model, for an error."""
         return ""
 
 
@@ -133,7 +133,7 @@ class DecodingConfig(DraftingConfig):
         return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
 
     def _instead(self) -> str:
-        """What `checkpoint` holds, for an error about what is missing."""
+        """The contents of `checkpoint`, for an error about a missing model."""
         if self.held is None:
             return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
         return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"

@@ -84,7 +84,7 @@ class DrafterPlugin(ABC, Generic[Model]):
         return None
 
     def trained(self, where: str) -> "Trained":
-        """What is recorded of the training of the model in `where`."""
+        """The record of the training of the model in `where`."""
         return Trained()
 
     def empty(self, where: str, target: "PreTrainedConfig") -> "nn.Module | None":
@@ -121,7 +121,7 @@ Plugin = DrafterPlugin[Any]  # of a kind that is only known when it runs
 
 @dataclass(frozen=True)
 class Trained:
-    """Of a training: its seconds, the settings of its data (see `DataConfig`), its target; None: it is not recorded."""
+    """A training's seconds, the settings of its data (see `DataConfig`), and its target; None: not recorded."""
 
     seconds: float | None = None
     data: dict[str, object] | None = None
@@ -130,7 +130,7 @@ class Trained:
 
     @classmethod
     def of(cls, record: Mapping[str, object]) -> "Trained":
-        """What a JSON record says: of the data at its top, or in its `settings`."""
+        """The facts in a JSON record; those of the data are at its top or in its `settings`."""
         seconds, settings = record.get("training_seconds"), record.get("settings", record)
         data = settings.get("data") if isinstance(settings, Mapping) else None
         known = float(seconds) if isinstance(seconds, int | float) else None

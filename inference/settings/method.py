@@ -41,7 +41,7 @@ Rule = Literal[
     "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
     "bandit",
 ]  # fmt: skip
-# What stop.threshold is where it is null, of the rules that have one.
+# The default of stop.threshold, for the rules that have a threshold.
 THRESHOLDS: Mapping[Rule, float] = {
     "confidence": 0.4,
     "adaedl": 0.5,

@@ -28,7 +28,7 @@ class OptTree(Tree):
     every level sorted by p̂; ties cannot remove a parent, and no gather is needed. Any prefix of that order is also a
     tree. `TreeGrowth` chooses the prefix with the best rate, and how many nodes of a level to feed.
 
-    What ranks is q after the sampler, or the softmax of logits / temperature (see `Tree.ranking`).
+    Nodes are ranked by q after the sampler, or by the softmax of logits / temperature (see `Tree.ranking`).
 
     width: the most nodes of a level that are fed, most likely first. With it and δ = 0 the tree is EAGLE-2's (arXiv
     2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.

@@ -77,7 +77,7 @@ class Tree(Structure):
         self.settings = settings
 
     def ranking(self, source: Source) -> ToProbs | None:
-        """What turns logits into the q that a tree grows by, if this is not the softmax of the logits."""
+        """The function from logits to the q by which a tree grows; None: the softmax of the logits."""
         return source.to_probs if self.settings.rank == "sampler" else None
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of the Python API: prompts, as a text, a conversation or token ids, and options that it knows."""
+"""Arguments of the Python API: prompts, as a text, a conversation or token ids, and known options."""
 
 import functools
 import inspect

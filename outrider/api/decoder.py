@@ -240,8 +240,8 @@ class Decoder:
         """The rounds of a generation: the committed tokens of every pass, and how many of them were drafted.
 
         The first is the prefill. speculate=False: the target alone, one token a pass. logprobs: the rounds are
-        `ScoredRound`s, with the target's log-probabilities of their tokens and of so many likeliest ones in the place
-        of each. Raises `UserError` as `stream`.
+        `ScoredRound`s, with the target's log-probabilities of their tokens, and of this many likeliest ones at each
+        place. Raises `UserError` as `stream`.
         """
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         count = construct(Count, max_new_tokens, "max_new_tokens")

@@ -1,4 +1,4 @@
-"""What `import outrider` gives: a model that decodes, and that is measured as evaluate-checkpoint does."""
+"""The model of `import outrider`: it decodes, and it is measured as by evaluate-checkpoint."""
 
 import json
 import tempfile

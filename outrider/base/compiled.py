@@ -45,7 +45,7 @@ def kept_entry(function: Callable[..., None], signature: str, fastmath: set[str]
 
 @contextmanager
 def _in_our_folder() -> Iterator[None]:
-    """What is decorated inside is kept in our folder, and nothing else: numba's setting is put back.
+    """Context manager: code compiled inside is cached in our folder; numba's setting is restored after it.
 
     One for each version: numba looks whether the file of a function has changed, but not at those of what it calls.
     """

@@ -22,7 +22,7 @@ from outrider.base.words import in_words
 Item = TypeVar("Item")
 INTERVAL = 10.0  # seconds without output before a line is printed; a call that holds the GIL delays it
 RELAY = "OUTRIDER_RELAY"  # the environment of a command whose starter hands every line of output to `relayed`
-_MARK = "\x1eprogress\t"  # what such a command's progress begins with
+_MARK = "\x1eprogress\t"  # the beginning of such a command's lines of progress
 _SHAPE = "{desc} |{bar:20}| {elapsed}"
 _RISE = 1.2  # an estimate of the time left is not shown if it exceeds an earlier one by this factor
 

@@ -35,7 +35,7 @@ class WandbConfig(Settings):
         return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_wandb() else "offline"
 
     def is_on(self) -> bool:
-        """Whether anything is logged. Raises `UserError` if wandb is needed and not installed, or its key is none."""
+        """Whether anything is logged. Raises `UserError` if wandb is needed and missing, or its key is invalid."""
         on = self.resolved_mode() != "disabled"
         if on:
             secret("WANDB_API_KEY")

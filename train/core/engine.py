@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:
-        """Those that are saved in one file, not by FSDP or DeepSpeed."""
+        """The optimizers that are saved in one file, not by FSDP or DeepSpeed."""
         return [] if self._fsdp or self._deepspeed else [self.optimizer]
 
     @property

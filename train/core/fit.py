@@ -39,7 +39,7 @@ STATE_FILE = "training_state.json"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What `STATE_FILE` holds.
+    """The content of `STATE_FILE`.
 
     metrics: the last evaluation, by name; empty where there was none. seconds: what the training had taken by then, of
     all runs, evaluations included. total: the steps of the whole run, as far as they were known.

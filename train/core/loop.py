@@ -38,7 +38,7 @@ def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
 
 
 def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
-    """Those of a step's `rows` that one process has, in micro batches of `micro` rows.
+    """One process's share of a step's `rows`, in micro batches of `micro` rows.
 
     The processes take micro batches in turn. len(rows) is a multiple of micro · processes.
     """

@@ -60,7 +60,7 @@ class StepBudget:
         self._warned |= known
 
     def ended_by(self, config: FitConfig, rows: int) -> str:
-        """What ended a run on `rows` rows, in words."""
+        """The reason why a run on `rows` rows ended, in words."""
         steps, minutes = self.total, self.limit.minutes
         if steps < self.most:
             return f"minutes={minutes:g} ended it after {steps} of {self.most} steps"

@@ -203,7 +203,7 @@ class DrafterConfig(Settings):
 
 
 def require_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    """Raise `UserError` unless a Llama of that width can have so many heads."""
+    """Raise `UserError` unless a Llama of this width can have this many heads."""
     require(hidden % (2 * heads) == 0, "hidden", hidden, f"an even multiple of heads ({heads})")
     require(heads % kv_heads == 0, "kv_heads", kv_heads, f"a divisor of heads ({heads})")
 

@@ -1,4 +1,4 @@
-"""What a calibration head learns from: whose drafts they are, and which texts are continued by what."""
+"""The training data of a calibration head: the drafter, the texts, and the model that continues them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
