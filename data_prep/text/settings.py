@@ -49,7 +49,7 @@ class SourceConfig(Settings):
     data_dir: Annotated[str | None, _OF_HUB] = opt(None, "of the dataset: read this folder only")
     revision: Annotated[str | None, _OF_HUB] = opt(None, "of the dataset")
     split: Annotated[Annotated[str, Named("the name of a split")], _OF_HUB] = opt("train", "of the dataset")
-    streaming: Annotated[bool, _OF_HUB] = opt(True, "handed to `datasets.load_dataset`, as the four before")
+    streaming: Annotated[bool, _OF_HUB] = opt(True, "passed to `datasets.load_dataset`, like the four options before")
     layout: Layout = "auto"
     """how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
     evaluate-checkpoint reads, for generate-responses alone"""
@@ -95,7 +95,7 @@ class DataConfig(SourceConfig):
     """One data set: a source, or with source=mix several."""
 
     mix: dict[str, MixPart] = field(default_factory=dict)
-    """the sources by name, each read as its own fields say; the fields above are then left alone"""
+    """the sources by name, each with fields of its own; the fields above must then stay at their defaults"""
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.05
     """share of the records kept out of training, chosen by a hash of the user's first turn or the text"""
     cache_dir: str | None = free(None, "where tokenised rows are kept; None: `user_cache()`")

@@ -31,9 +31,9 @@ class RehearsedConfig(RunConfig):
     """A command that can be rehearsed (see `inference.loading.rehearsal`)."""
 
     debug: bool = free(False)
-    """a rehearsal in <out_dir>-debug: target, data and prompts that the command line gives are looked at, then all runs
+    """a rehearsal in <out_dir>-debug: it checks the target, data and prompts on the command line, then runs everything
     on tiny random models and little data"""
-    debug_architecture: Architecture = free("llama", "of those tiny models; without it that of a target that is given")
+    debug_architecture: Architecture = free("llama", "of the tiny models, if no target is given")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class ReadingChanges(Settings):
     """plain: every dimension rotates, positions as they are; target: the rope of the target"""
     rope_theta: Positive | None = opt(None, "its base")
     norm_before_residual: bool | None = opt(None, "the first layer adds to the normed feature")
-    norm_output: bool | None = opt(None, "the next step is given what the final norm gives")
+    norm_output: bool | None = opt(None, "the next step gets the output of the final norm")
     tap_norms: bool | None = opt(None, 'each aux hidden state is normed ("fc_norm")')
-    joint_norm: bool | None = opt(None, 'all of them together are ("norm_before_fc")')
-    embedding_norm: bool | None = opt(None, "the token's embedding is")
+    joint_norm: bool | None = opt(None, 'their concatenation is normed ("norm_before_fc")')
+    embedding_norm: bool | None = opt(None, "the token's embedding is normed")
     final_norm: bool | None = opt(None, "there is a norm before the logits")
     head_norms: bool | None = opt(None, "queries and keys are normed head by head (Qwen3)")
-    draft_ids: Literal["offset", "index"] | None = opt(None, "what d2t holds")
+    draft_ids: Literal["offset", "index"] | None = opt(None, "what d2t holds: id − index, or the id")
     own_embedding: bool | None = opt(None, "false: the target's embedding, whatever the head's file has")
     own_head: bool | None = opt(None, "false: the target's head")
 

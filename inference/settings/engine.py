@@ -77,10 +77,10 @@ class EngineConfig(EvaluateConfig):
     """measure-engine: evaluate-checkpoint, and the same methods in a serving engine that can run them."""
 
     engine: Engine | Url = free()
-    """the engine (docs/deploy.md), which runs without a drafter and with each; or the URL of an OpenAI-compatible
-    server that runs already, with the drafter and draft length of one method"""
+    """the engine (docs/deploy.md): it runs without a drafter, then with each; or the URL of a running OpenAI-compatible
+    server that has the drafter and draft length of one method"""
     engine_plain: Url | None = free(None)
-    """with engine=URL: the same server without a drafter; null: no speed-up is said"""
+    """with engine=URL: the same server without a drafter; null: no speed-up is reported"""
     server_model: str | None = free(None, "with engine=URL: the target's name there; null: the first one that it lists")
     engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
     """directory of the engine's environment, or its Python; null: the one that runs this"""

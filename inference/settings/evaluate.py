@@ -84,22 +84,22 @@ class DecodingConfig(DraftingConfig):
     """A target, its drafters, and how they decode."""
 
     checkpoint: DrafterFolder | None = None
-    """directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there"""
+    """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head or n-gram table"""
     small_lm: Model | None = opt(None, "causal LM, as `target`, for methods with source=small_lm")
     eagle3: Head | None = opt(None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3")
     target: Model | None = None
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     template: PromptTemplate = "auto"
-    """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; another
-    than the drafters' is refused, but for none: bare text"""
+    """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; none:
+    bare text. Any other template than the drafters' is refused"""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     dtype: DecodeDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
     target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)"""
     device: str = opt("auto", "auto | cpu | cuda | cuda:N")
     runtime: Runtime = opt("auto", "graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)")
-    seed: int = opt(0, "of sampling, and of what rules and searches draw")
+    seed: int = opt(0, "of sampling, and of random stop rules and searches")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,15 +150,15 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
     prompt_chars: Count = free(1000, "python_stdlib: characters of a file to continue from")
     num_prompts: Count | None = free(24, "evenly spread; null: all")
     minutes: Positive | None = free(None)
-    """take no new prompt when this time is over, of all runs in out_dir together, but at least 5; null: all prompts"""
+    """start no new prompt after this time (all runs in out_dir together), but measure at least 5; null: all prompts"""
     max_new_tokens: Annotated[int, Ge(2)] = opt(128, "the first is the prefill's")
-    ignore_eos: bool = opt(False, "go on to max_new_tokens")
+    ignore_eos: bool = opt(False, "continue after end tokens, to max_new_tokens")
     generation_config: Literal["target", "none"] = "target"
-    """target: what acts on greedy decoding there is taken over; none: ignored"""
+    """target: use its settings that affect greedy decoding; none: ignore them"""
     stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
     """text also ends with the first of these; none: the target's"""
     repeats: Count = 1
-    """timed passes over every prompt, which draw anew when sampling; the one of median time counts"""
+    """timed runs of every prompt, with new random numbers when sampling; the run of median time counts"""
     compare_transformers: bool = opt(True, "also time model.generate")
     batch: Count = opt(1, "prompts that each method decodes at once; model.generate takes one after another")
     plan: bool = free(False, "only say what every device would hold; needs no weights")
@@ -166,10 +166,10 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
     reading: ReadingChanges = field(default_factory=ReadingChanges)
     """how the EAGLE-3 head is read where its config.json is wrong"""
     doctor: bool | None = None
-    """examine the drafters before they are measured: how often they agree with the target, and whether read in another
-    way they would more; null: only EAGLE-3 heads of other trainers, and quickly"""
+    """examine the drafters before they are measured: how often they agree with the target, and whether another reading
+    would agree more; null: only EAGLE-3 heads of other trainers, and quickly"""
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
-    """texts of so many tokens, joined from the prompts, on which agreement is looked at too"""
+    """lengths in tokens of texts, joined from the prompts, on which agreement is measured too"""
     show_prompts: Annotated[int, Ge(0)] = free(4)
     """texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed"""
     wandb: WandbConfig = free(factory=WandbConfig, help="the table and the page in Weights & Biases too")

@@ -60,29 +60,29 @@ class StopConfig(Settings):
     """a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head that
     `outrider calibrate` trains"""
     max_draft: Size | None = None
-    """tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
-    null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself"""
+    """most tokens of a chain, or levels of a tree, in a round; rule=fixed drafts exactly this many; auto: what pays;
+    null: 8 tokens (15 with rule=survival), or the structure's own levels"""
     threshold: Annotated[Annotated[float, Gt(0), Lt(1)] | None, only(rule=tuple(THRESHOLDS))] = None
     """stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
     risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7"""
-    gamma: Annotated[Positive, only(rule="adaedl")] = opt(0.2, "γ, of the entropy in the bound")
+    gamma: Annotated[Positive, only(rule="adaedl")] = opt(0.2, "γ: weight of the entropy in the bound")
     alpha: Annotated[Positive, only(rule="beta")] = opt(4.0, "successes that the prior counts for")
     beta: Annotated[Positive, only(rule="beta")] = opt(2.0, "failures that the prior counts for")
     update: Annotated[Literal["natural", "printed"], only(rule="beta")] = opt("natural", "printed: the paper's formula")
     discount: Annotated[float, Gt(0), Le(1), only(rule="beta")] = 1.0
-    """what trials keep of their weight in every further round; 1: all, as in the paper"""
+    """factor on the weight of earlier trials in every round; 1: as in the paper"""
     evidence: Annotated[Literal["both", "model", "sample"], only(rule="calibrated")] = "both"
-    """model: the head alone; sample: what was observed alone"""
+    """model: only the head; sample: only the observed acceptance"""
     model_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "model"))] = 0.15
-    """σ_M, how far off the head is taken to be"""
+    """σ_M: assumed error of the head"""
     sample_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "sample"))] = 1.0
-    """σ_S, how far off what was observed is taken to be"""
+    """σ_S: assumed error of the observed acceptance"""
     prior: Annotated[Share, only(rule=_THOMPSON, evidence=("both", "sample"))] = 0.7
-    """θ̂ before anything was observed"""
+    """θ̂ before the first observation"""
     mean: Annotated[Literal["sample", "printed"], only(rule=_THOMPSON, evidence=("both", "sample"))] = "sample"
     """θ̂ is the share of tested tokens that were right; printed: the paper's formula"""
     score: Annotated[Literal["draft", "head"], only(rule="survival")] = "draft"
-    """what a token's probability to be right is computed from: that of the draft, or `outrider calibrate`'s head"""
+    """source of a token's probability to be right: the draft's q, or the head of `outrider calibrate`"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +129,7 @@ class StructureConfig(Settings):
     """children per node, level by level, e.g. [4,2,2]; or auto"""
     draw: Annotated[Draw, only(kind="k_config")] = opt("without_replacement", "how children come about when sampling")
     width: Annotated[Count | None, only(kind="opt_tree")] = None
-    """nodes of a level that are extended at most, the likeliest ones; null: all that are in the best tree so far"""
+    """most nodes of a level that are extended, the likeliest first; null: all that are in the best tree so far"""
     delta: Annotated[Share | None, only(kind="opt_tree")] = None
     """stop when E(A) gains no more than this; null: μ, as measured here"""
     out_degree: Annotated[Count, only(kind="token_graph")] = opt(4, "children of a node at most")
@@ -175,21 +175,21 @@ class NgramConfig(Settings):
     order: Annotated[Literal[2, 3, 4], only(evidence="table")] = opt(3, "the n of its n-grams")
     adapt: Annotated[bool, only(evidence="table")] = opt(True, "raise the n-grams of prompt and output (Algorithm 2)")
     increment: Annotated[float, Gt(0), Le(1), only(evidence="table", adapt=True)] = 0.4
-    """what Algorithm 2 adds to an n-gram that occurs"""
+    """probability that Algorithm 2 adds to an n-gram when it occurs"""
     max_probability: Annotated[Share, only(evidence="table", adapt=True)] = 0.7
-    """and the most that it comes to; at least increment"""
+    """its limit; at least increment"""
     search: Annotated[Literal["best_first", "puct"], only(evidence="table")] = opt("best_first", "the paper's is puct")
     iterations: Annotated[Count, only(evidence="table", search="puct")] = opt(150, "s")
-    sentences: Annotated[Count, only(evidence="table", search="puct")] = opt(24, "n, the best ones that make the tree")
+    sentences: Annotated[Count, only(evidence="table", search="puct")] = opt(24, "n: sentences that make the tree")
     widest: Annotated[Count, only(evidence="table", search="puct")] = 12
-    """t, likeliest successors of a state in the table that count"""
+    """t: most successors of a state that the search uses, the likeliest first"""
     c1: Annotated[float, Ge(0), only(evidence="table", search="puct")] = opt(32.0, "more explores more")
     c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
     """larger makes exploration grow more slowly"""
     longest: Annotated[int, Ge(0), only(evidence="mixed")] = 16
     """longest context that is looked up in the text; 0: the text says nothing"""
     decay: Annotated[float, Gt(0), Le(1), only(evidence="mixed")] = 0.85
-    """what a count keeps when its context occurs again"""
+    """factor on older counts when their context occurs again"""
     strength: Annotated[Positive, only(evidence="mixed")] = 60.0
     """how many tokens' evidence the prior weight of a source counts for"""
     recycle: Annotated[int, Ge(0), Le(64), only(evidence="mixed")] = 0

@@ -21,13 +21,13 @@ class ServeConfig(DecodingConfig):
     host: str = opt("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
     port: Annotated[int, Ge(0), Lt(2**16)] = opt(8000, "0: any that is free")
     api_key: Annotated[str, Named("a key")] | None = None
-    """that clients must send; null: the one in the variable OUTRIDER_API_KEY, else none is asked for"""
-    max_new_tokens: Count = opt(512, "of an answer at most, where the request does not say it")
+    """key that clients must send; null: that of the variable OUTRIDER_API_KEY, or no key"""
+    max_new_tokens: Count = opt(512, "most tokens of an answer, if the request states no limit")
     batch: Count = opt(8, "texts that are decoded at once")
     queue: Annotated[int, Ge(0)] = opt(64, "texts that may wait meanwhile; requests for more get status 429")
     context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the target's context")
     max_bytes: Count = opt(2**24, "of a request")
-    timeout: Positive = opt(600.0, "seconds that a request may take, with the time that it waits")
+    timeout: Positive = opt(600.0, "seconds that a request may take, waiting included")
     grace: Count = opt(30, "seconds to finish what is being answered after SIGTERM or Ctrl-C")
 
 
