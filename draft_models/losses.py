@@ -119,12 +119,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, rule
 
 
 def rows_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    wanted: Tensor,
-    *,
-    rule: LogitRule = PLAIN,
-    shares: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, wanted: Tensor, *, rule: LogitRule = PLAIN, shares: Tensor | None = None
 ) -> Tensor:
     """`linear_cross_entropy` of rows [n, d] that are all supervised, with labels `wanted` [n].
 

@@ -122,7 +122,7 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
             changes[name] = small(value, folder, models)
         elif name == "target" or (name in _MODELS and isinstance(value, str)):
             changes[name] = _model(config, name, value, folder, models)
-        elif name == "features" and value is not None:
+        elif name == "features" and value not in (None, "auto"):
             changes[name] = str(folder / name)
         elif name == "prompts" and isinstance(value, str):
             changes[name] = value if models is None and _is_in(folder, value) else "python_stdlib"

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ from outrider.train.parts.target_states import (
     packed_width,
     unpack,
     with_states,
+    with_states_in_turn,
 )
-from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
 from tests.train.jobs import FIT, heading, log, require_lossless, same
 
@@ -94,12 +96,16 @@ def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig)
 
 def test_training_from_stored_features_is_the_same(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """Bit for bit in float32. Those that another target, dtype or text made are refused."""
-    run = heading(sure, corpus, tmp_path / "online", eval_rows=1, fit=replace(FIT, steps=2))
+    fit = replace(FIT, steps=None, epochs=1.5)
+    run = heading(sure, corpus, tmp_path / "online", eval_rows=1, fit=fit, features=None)
     train_eagle3(run)
     kept = replace(run, features=str(tmp_path / "features"), features_dtype="float32")
-    for folder in ("filled", "read"):
-        train_eagle3(replace(kept, out_dir=str(tmp_path / folder)))
+    for folder, one in (("filled", kept), ("read", kept), ("in turn", replace(run, features="auto"))):
+        with patch.object(Eagle3Student, "states_of", autospec=True, side_effect=Eagle3Student.states_of) as made:
+            train_eagle3(replace(one, out_dir=str(tmp_path / folder)))
         assert same(weights(tmp_path / folder), weights(tmp_path / "online"))
+        assert (made.call_count > 0) == (folder != "read")
+        assert not (tmp_path / folder / "features").exists()
     states = tmp_path / "features" / STATES_FILE
     states.write_bytes(bytes(states.stat().st_size))
     train_eagle3(replace(kept, out_dir=str(tmp_path / "of zeros")))  # from what is stored alone
@@ -152,6 +158,24 @@ def test_states_are_made_once_and_a_killed_filling_goes_on_with_what_is_missing(
     (tmp_path / STATES_FILE).write_bytes(b"cut")
     found = target.fill(rows, tmp_path)
     assert torch.equal(found[0]["states"], target.table[found[0]["input_ids"]])
+
+
+def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(rows: PackedRows, tmp_path: Path) -> None:
+    target = Target(killed_at=2)
+
+    def read() -> list[dict[str, Tensor]]:
+        given = (tmp_path, torch.float32, {"from": "text"})
+        found = with_states_in_turn(rows, target.states_of, (48, 2, 40), *given)
+        return [found[index] for index in range(len(rows))]
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    target.killed_at = None
+    for row in [*read(), *read()]:
+        assert torch.equal(row["states"], target.table[row["input_ids"]])
+    assert target.batches == len(rows)
+    large = (48, 2, 10**11)
+    assert with_states_in_turn(rows, target.states_of, large, tmp_path / "full", torch.float32, {}) is rows
 
 
 def test_states_in_int8_are_what_their_values_are_rounded_to(rows: PackedRows, tmp_path: Path) -> None:

@@ -74,18 +74,26 @@ ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class RowsWithStates:
-    """`PackedRows` whose items also have states [T, k + 1, H_t]."""
+    """`PackedRows` whose items also have states [T, k + 1, H_t].
+
+    done, states_of: of states made when they are first read: uint8 [rows], and what computes those of a batch.
+    """
 
     rows: PackedRows
     states: Tensor  # in the stored format
     width: int  # H_t
+    done: Tensor | None = None
+    states_of: Callable[[Batch], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
-        kept = self.states[index]
-        return {**self.rows[index], "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
+        row, kept = self.rows[index], self.states[index]
+        if self.done is not None and self.states_of is not None and not self.done[index]:
+            kept.copy_(self.states_of(default_collate([row]))[0])
+            self.done[index] = 1
+        return {**row, "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
 
 
 def with_states(
@@ -122,6 +130,29 @@ def with_states(
     return RowsWithStates(rows, states, width)
 
 
+def with_states_in_turn(
+    rows: PackedRows,
+    states_of: Callable[[Batch], Tensor],
+    item: tuple[int, int, int],
+    folder: Path,
+    dtype: torch.dtype,
+    made_from: Mapping[str, object],
+) -> PackedRows | RowsWithStates:
+    """`rows` with the target's states, each made when it is first read, then kept in `folder` as the target made it.
+
+    The rows alone if all states would take more than half of the free space there. dtype: of the target; the others are
+    as in `with_states`. A killed run finds those that it made.
+    """
+    shape = (len(rows), *item)
+    size = math.prod(shape) * dtype.itemsize
+    if not (require_writable(str(folder)) / STATES_FILE).exists() and 2 * size > shutil.disk_usage(folder).free:
+        return rows
+    _open(folder, {**made_from, "dtype": str(dtype), "shape": list(shape)}, size, len(rows))
+    states = torch.from_file(str(folder / STATES_FILE), True, math.prod(shape), dtype=dtype).view(shape)
+    done = torch.from_file(str(folder / DONE_FILE), True, len(rows), dtype=torch.uint8)
+    return RowsWithStates(rows, states, item[-1], done, states_of)
+
+
 def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
     """Whether all states are there, of `size` bytes. If not, the blocks of an earlier run are kept.
 
@@ -140,7 +171,7 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
         if not done.exists():
             return True
         there = int(torch.from_file(str(done), False, blocks, dtype=torch.uint8).sum())
-        print(f"features={folder} goes_on_after={there} of {blocks} blocks of {ROWS_AT_ONCE} rows", flush=True)
+        print(f"features={folder} goes_on_after={there} of {blocks} blocks", flush=True)
         return False
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
     states.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ is train/core/loop.py.
 """
 
 import copy
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -40,8 +42,9 @@ from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training
 from outrider.train.parts.drafter import frozen_dtype, parameters_of, pick_tokens, write_records
 from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, MovedNorms, batches_of
-from outrider.train.parts.target_states import RowsWithStates, with_states
+from outrider.train.parts.target_states import RowsWithStates, with_states, with_states_in_turn
 from outrider.train.settings.drafters import Eagle3Config
+from outrider.train.settings.fit import FitConfig
 from outrider.train.students.eagle3 import (
     HeadOnTarget,
     head_plan,
@@ -49,6 +52,8 @@ from outrider.train.students.eagle3 import (
     reading_of,
     supervised,
 )
+
+FEATURES = "features"  # in out_dir, while a training with features=auto runs
 
 
 @rehearsable
@@ -92,12 +97,14 @@ def prepare(
         return Eagle3Student(stack, head, config)
 
     taught: PackedRows | RowsWithStates = rows
-    if config.features is not None:
-        made_by = {**made_from, "frozen_dtype": str(dtype)}
-        item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
+    made_by = {**made_from, "frozen_dtype": str(dtype)}
+    item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
+    if config.features not in (None, "auto"):
         kept = config.features, config.features_dtype
         taught = with_states(rows, lambda: build().states_of, item, *kept, made_by, state)
     student = build()
+    if config.features == "auto" and reads_again(config.fit, len(rows), state):
+        taught = with_states_in_turn(rows, student.states_of, item, Path(config.out_dir) / FEATURES, dtype, made_by)
     trained, frozen = parameters_of(student)
     say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
         f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} trained_parameters={trained} "
@@ -118,6 +125,12 @@ def prepare(
         saved_whole=student.head,
         minutes=config.minutes,
     )
+
+
+def reads_again(fit: FitConfig, rows: int, state: PartialState) -> bool:
+    """Whether a training reads a row twice, in one process that has all parameters of the target."""
+    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
+    return state.num_processes == 1 and not sharded and fit.total_steps(rows) * fit.batch_rows > rows
 
 
 class Eagle3Student(HeadOnTarget):
@@ -191,4 +204,5 @@ def save(
     facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
     facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len}
     facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
+    shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
     write_records(TRAINING_FILE, config, identity, trained, use_of(config.dialect), facts, ("tau",))
