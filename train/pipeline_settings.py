@@ -77,12 +77,12 @@ class PipelineConfig(RunConfig):
     expected_minutes: dict[str, Positive] = free(factory=dict)
     """of each step, on the experiment's machine; they tell the time left"""
     target: Model | None = None
-    """model directory, GGUF file or Hub name; null: what step target or fetch leaves, which are passed over where it is
-    given"""
+    """model directory, GGUF file or Hub name, which replaces the steps target and fetch; null: the product of the one
+    of them that runs"""
     out_dir: str = free("runs/pipeline", "where everything goes")
     minutes: Positive | None = None
-    """what all steps together may take on the experiment's machine, two CPU cores if it names none: it shortens or
-    lengthens the minutes that the experiment gives them, all in proportion; null: as the experiment says"""
+    """minutes of all steps together, on the experiment's machine (two CPU cores if it names none): scales the minutes
+    of the experiment's steps in proportion; null: as in the experiment"""
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same commands, everything small")
 
     def __post_init__(self) -> None:

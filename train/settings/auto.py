@@ -30,11 +30,11 @@ class AutoConfig(RunConfig):
     template: PromptTemplate = "auto"
     """of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations"""
     minutes: Annotated[float, Ge(3.5)] = 30.0
-    """for everything; a step that has begun to load or to save still ends"""
+    """time limit of everything; a step that is loading or saving still finishes"""
     train: tuple[str, ...] | Literal["auto"] = "auto"
-    """of early_exit, small_lm and eagle3, those that are trained, besides n-grams; auto: those that pay by what was
-    measured at the start; []: none"""
-    plan: bool = free(False, "only say what it would do; needs no weights")
+    """the drafters to train, of early_exit, small_lm and eagle3, besides n-grams; auto: those that should pay, by a
+    measurement at the start; []: none"""
+    plan: bool = free(False, "only print the plan; needs no weights")
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same steps, everything small")
     out_dir: str = free(f"runs/auto/{NAME}", "where everything goes; {target}: the target's name")
 

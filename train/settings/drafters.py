@@ -61,8 +61,8 @@ class TaughtTraining(DrafterTraining):
     """A training that can learn from cached distributions of the target."""
 
     teacher: Teacher = "online"
-    """where any objective but cross_entropy has the target's distribution from: the whole target, run along, or cached
-    top-k beside `data`"""
+    """source of the target's distribution, for objectives other than cross_entropy: online runs the whole target;
+    cached reads the top k stored with `data`"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,12 +86,12 @@ class EesdConfig(TaughtTraining):
 
     target: Model = free(help="model directory, GGUF file or Hub name; only the layers needed are read")
     start: DrafterFolder | None = None
-    """an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
-    layer, norm and head"""
+    """an early exit of this target to continue training, for example on more data; null: a new one, which begins as the
+    target's last layer, norm and head"""
     exit_layer: Annotated[Count | None, _NEW] = opt(None, "N, the target layers under the exit; null: 8 % of them")
     exit_depth: Annotated[Count, _NEW] = opt(1, "transformer layers of the exit")
     train_head: Annotated[bool, _NEW] = True
-    """a head of its own; false: share the target's, recommended for a large vocabulary"""
+    """train a head of its own; false: share the target's, recommended for a large vocabulary"""
     draft_vocabulary: Annotated[Count | None, _NEW] = None
     """tokens that it predicts, the text's most frequent; null: all"""
     train_layer: Annotated[bool, _NEW] = True
@@ -145,22 +145,22 @@ class CalibrateConfig(RehearsedConfig):
     """model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     reading: ReadingChanges = free(factory=ReadingChanges)
-    """how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too"""
+    """corrections of an EAGLE-3 head's config.json; give evaluate-checkpoint the same"""
     answers: Literal["target", "recorded"] = "target"
-    """what continues texts: the target, or its greedy answers, which are then `data` (see docs/when-to-stop.md): of the
-    target only the layers that the drafter shares are read, and the head sees no hidden state of the last one"""
-    prompts: Count = free(400, "texts continued to learn from; a row's start each")
-    heldout_prompts: Count = free(64, "texts continued to report on")
+    """target: it continues texts; recorded: `data` holds its greedy answers (see docs/when-to-stop.md). Then only the
+    layers that the drafter shares are read, and the head sees no hidden state of the last layer"""
+    prompts: Count = free(400, "texts continued for training, each from the start of a row")
+    heldout_prompts: Count = free(64, "texts continued for the report")
     minutes: Positive | None = None
-    """continue texts until this time is over, but until 64 tokens of either kind are drafted; those to learn from and
-    those to report on share it by their numbers; null: all of them"""
-    seq_len: Width = free(512, "tokens of a text at most that are continued")
+    """continue texts until this time is over, but draft at least 64 tokens for training and 64 for the report, which
+    share the time in proportion to their texts; null: all texts"""
+    seq_len: Width = free(512, "most tokens of a text before its continuation")
     new_tokens: Annotated[int, Ge(3)] = 128
     """per prompt, greedy; the first is the prefill's, and the last is never drafted"""
     max_draft: Count = opt(10, "tokens drafted every round: the paper's positions")
-    l2: Annotated[float, Ge(0)] = opt(1000.0, "penalty on the head's weights, as strong as the loss of so many tokens")
+    l2: Annotated[float, Ge(0)] = opt(1000.0, "penalty on the head's weights, in units of the loss of one token")
     odds: bool = True
-    """false: the paper's head, which sees the hidden states alone: not the draft's own log-odds, and no temperatures"""
+    """false: the paper's head, which sees only hidden states, without the draft's log-odds and without temperatures"""
     dtype: RunDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
     plan: bool = free(False, "only say what every device would hold; needs no weights")
@@ -178,8 +178,8 @@ class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
     path: Model | None = opt(None, "model directory, GGUF file or Hub name")
-    revision: str | None = opt(None, "of it on the Hub")
-    layers: Count | None = opt(None, "of a new drafter, in place of `path`")
+    revision: str | None = opt(None, "of that model on the Hub")
+    layers: Count | None = opt(None, "of a new drafter, instead of `path`")
     hidden: Count | None = opt(None, "width")
     heads: Count | None = opt(None, "of attention")
     kv_heads: Count | None = opt(None, "null: heads")
@@ -214,7 +214,7 @@ class FinetuneConfig(TaughtTraining):
 
     drafter: DrafterConfig
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
-    on_policy: Share = opt(0.0, "share of the steps on continuations that the drafter itself has sampled")
+    on_policy: Share = opt(0.0, "share of the steps that train on continuations sampled by the drafter")
     on_policy_tokens: int = opt(64, "sampled per row in such a step")
     draft_vocabulary: Count | None = None
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
@@ -251,24 +251,24 @@ class Eagle3Config(DrafterTraining):
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
     start: Head | None = None
-    """an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
-    which begin as the target's"""
+    """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
+    its logits' matrix begins as the target's"""
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
-    reading: ReadingChanges = opt(factory=ReadingChanges, help="how that head is read where its config.json is wrong")
+    reading: ReadingChanges = opt(factory=ReadingChanges, help="corrections of the config.json of the head in `start`")
     version: Annotated[Literal["3", "3.1"], _NEW] = "3.1"
-    """3.1 norms each tap and what a step hands on; 3: neither, as first published"""
+    """3.1: norms each tap and each step's output; 3: neither, as first published"""
     taps: Annotated[tuple[NotNegative, ...], _NEW] = ()
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
     intermediate: Annotated[Count | None, _NEW] = opt(None, "width inside its MLP; null: the target's")
     draft_vocabulary: Annotated[Count | None, _NEW] = None
     """tokens that it predicts, the text's most frequent; null: all"""
-    train_head: bool = opt(True, "false: the matrix of its logits stays as it begins")
-    draft_steps: Count = opt(7, "of training-time test: as many tokens in a row as it learns to draft")
-    step_decay: Annotated[Share, Ge(0)] = opt(0.8, "a step counts so many times what the one before counts")
+    train_head: bool = opt(True, "false: keep the initial matrix of its logits")
+    draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft")
+    step_decay: Annotated[Share, Ge(0)] = opt(0.8, "weight of a step's loss relative to the step before")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
     dialect: Written = "specforge"
-    """whose names and words config.json and the tensors have: SpecForge's heads have three taps"""
+    """format of config.json and tensor names; SpecForge's heads have three taps"""
     features: str | None = "auto"
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     auto: in out_dir until the end, if the text is read again and half of the disk's free space suffices; null: it runs

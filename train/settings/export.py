@@ -24,12 +24,12 @@ class ExportConfig(RunConfig):
     head's only config.json is read, of a table's the tokenizer too"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="of a head: where its config.json is wrong")
-    engine: Engine = opt("vllm", "what is to load it")
+    engine: Engine = opt("vllm", "the engine that will load it")
     engine_python: Annotated[str | None, only(engine="openvino")] = free(None)
     """environment of OpenVINO, or its Python; its optimum-cli converts; null: this one"""
     dtype: FloatDtype | None = None
-    """of the weights that are written, a table has none; null: as a head or the target of an early exit has them, but
-    float16 for bfloat16 where engine=openvino"""
+    """dtype of the written weights (a table has none); null: that of the head, or of an early exit's target, but with
+    engine=openvino float16 instead of bfloat16"""
     out_dir: str = free("runs/export", "where it goes; resume=true replaces what is there")
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class FitConfig(Settings):
     log_every: Count = free(10, "steps between lines of the log")
     eval_every: Count | None = free(None, "steps; null: at the end only")
     save_every: Count | None = free(None, "steps; null: at the end only")
-    keep_checkpoints: Count = free(2, "so many of the latest ones stay")
+    keep_checkpoints: Count = free(2, "latest checkpoints that are kept")
     seed: Seed = opt(0, "of the order of rows, and of all that training draws")
     wandb: WandbConfig = free(factory=WandbConfig)
 
