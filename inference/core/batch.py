@@ -140,6 +140,7 @@ class Batch(Runtime):
     def __init__(self, runtime: Runtime | None = None) -> None:
         self.runtime = runtime or Runtime()
         self.texts: list[Text] = []
+        self.rounds = 0  # the number of steps that ended rounds
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
         """As `eager_session(target, split, capacity, context)`, with passes of several texts run as one."""
@@ -147,10 +148,10 @@ class Batch(Runtime):
             return self.runtime.session(target, split, capacity, context)
         return eager_session(target, split, capacity, context, _wait)
 
-    def sharing(self, target: Target) -> int:
-        """The number of texts whose passes over `target` run as one."""
+    def sharing(self, target: Target) -> tuple[int, int]:
+        """The number of texts whose passes over `target` run as one now, and the number of their round."""
         together = self.runtime.name == Runtime.name and target.layered is not None
-        return max(1, len(self.texts)) if together else 1
+        return max(1, len(self.texts)) if together else 1, self.rounds
 
     def add(self, text: Text) -> None:
         """Decode `text` too, from the next step on."""
@@ -183,6 +184,7 @@ class Batch(Runtime):
             text.run = text.run or greenlet(partial(_decode, text))
             self._resume(text)
         drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
+        self.rounds += not drafting
         groups: dict[Hashable, list[Text]] = {}
         for text in drafting or self.texts:
             if text.waits is not None:

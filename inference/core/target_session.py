@@ -354,10 +354,6 @@ class Runtime:
     def prepare(self, positions: int, kernels: "Sequence[KernelChoice]") -> None:
         """Called before the first session: texts have up to `positions` tokens; `kernels` are used."""
 
-    def sharing(self, target: Target) -> int:
-        """The number of texts whose passes over `target` run as one."""
-        return 1
-
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
         """As `eager_session(target, split, capacity, context)`."""
         return eager_session(target, split, capacity, context)

@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
-        if self.allowance is not None and self.allowance.spent():
+        if self.allowance is not None and not self.allowance.opens(self.structure.rule.gain()):
             return DraftTree(root[:0], (), ())
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
@@ -99,12 +99,8 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     ) -> Drafter:
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
-        return ModelDrafter(self.draft_model(bare(model), method), structure, allowance_of(tuning))
-
-
-def allowance_of(tuning: Tuning | None) -> Allowance | None:
-    """The `Allowance` of a method with measured costs; None for other methods: they draft in every round."""
-    return None if tuning is None else Allowance(tuning.costs)
+        allowance = None if tuning is None else tuning.allowance()
+        return ModelDrafter(self.draft_model(bare(model), method), structure, allowance)
 
 
 class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):

@@ -274,15 +274,14 @@ def new_drafter(
     streams: Streams,
     drawn: bool = False,
     tuning: Tuning | None = None,
-    texts: int = 1,
 ) -> Drafter:
     """A new drafter of `method`, for the generation of `streams`.
 
-    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`). texts: how many
-    share passes; sizes are then chosen for that many, unless `drawn`, since sampled tokens depend on the sizes.
+    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`): those that pay
+    beside other texts, unless drawn. What is drawn depends on the sizes, and is a function of the seed.
     """
-    if tuning is not None and texts > 1 and not drawn:
-        tuning = replace(tuning, costs=tuning.costs.of_one(texts))
+    if tuning is not None and drawn:
+        tuning = replace(tuning, shared=None)
     kind = KINDS[method.source]
     return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
 

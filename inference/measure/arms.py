@@ -53,6 +53,8 @@ def make_arms(
     arms: dict[str, Arm] = {AUTOREGRESSIVE: ours.autoregress}
     for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
+        if tuning is not None and isinstance(runtime, Batch):
+            tuning = tuning.of_all(partial(runtime.sharing, stack))
         make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
         arms[name] = partial(ours.draft, name, make, method.verify)
     if runtime is not None:
@@ -83,7 +85,7 @@ class _Ours:
     ) -> Generation:
         """Decoding with the drafters of `make` (see `new_drafter`); with all arguments up to `rule` bound, an `Arm`."""
         own = streams.within(name)
-        drafter = make(own, texts=1 if self.runtime is None else self.runtime.sharing(self.stack))
+        drafter = make(own)
         generation = self._run(partial(speculative, self.stack, drafter), prompt, own, rule)
         return replace(generation, totals=dict(drafter.totals))
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +18,8 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Round
-from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.session import Pass, Session, View
+from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
@@ -102,13 +104,14 @@ def measure(
     The rounds of a generation cycle through `probes`, so that drift of the machine affects all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer. A prompt too long to continue is cut at the front.
     """
-    own = {name: model for name, model in drafters.items() if name == method.source}
-    limits = [context_limit(stack.config), *position_limits(own)]
+    model = {name: model for name, model in drafters.items() if name == method.source}
+    limits = [context_limit(stack.config), *position_limits(model)]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
     sampler = replace(text, max_new_tokens=new_tokens).sampler(prompt, stack.device)
     sampled = text.sampling.temperature > 0
-    generations = itertools.count()
+    generations, passes = itertools.count(), _Passes(clock)
+    runtime = passes if runtime is None or runtime.name == Runtime.name else runtime
 
     def make(one: MethodConfig, own: Streams) -> Drafter:
         return new_drafter(one, drafters, own, sampled)
@@ -119,11 +122,14 @@ def measure(
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
-    plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
+    plain = typical([r.seconds for r in list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]])
+    beside = plain - typical(passes.laps or [0.0])  # seconds that are no pass
     probe: _Probe | _SizesInTurn
     if shaped := KINDS[method.source].shaped:
         explicit = probes(method)
-        structures = [_shaped(make(one, streams.within("probe", i))).structure for i, one in enumerate(explicit)]
+        structures = [
+            cast(ModelDrafter, make(one, streams.within("probe", i))).structure for i, one in enumerate(explicit)
+        ]
         probe = _Probe(structures, clock)
     else:
         explicit, probe = [method], _SizesInTurn()
@@ -132,15 +138,11 @@ def measure(
         return decode(speculative, probe.into(make(explicit[0], streams)), tokens=new_tokens)
 
     verified, rests = _cycle(_rounds_of(generate, probe, f"{method.source} drafter", new_tokens), probe, clock)
-    padded = runtime is not None and runtime.name == "graphed"
+    padded = runtime.name == "graphed"
     step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
-    costs = Costs(step, verify, typical(rests), typical([r.seconds for r in plain]))
+    own = (min(step[1], beside) if shaped else step[1], beside, beside) if runtime is passes else (0.0, 0.0, 0.0)
+    costs = Costs(step, verify, typical(rests), plain, own)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
-
-
-def _shaped(drafter: Drafter) -> ModelDrafter:
-    assert isinstance(drafter, ModelDrafter)
-    return drafter
 
 
 def _rounds_of(
@@ -180,6 +182,22 @@ def _cycle(
     return verified, rests
 
 
+class _Passes(Runtime):
+    """Runs each pass that texts could share. laps: its seconds."""
+
+    def __init__(self, clock: Clock):
+        self._clock, self.laps = clock, list[float]()
+
+    def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+        return eager_session(target, split, capacity, context, self._run)
+
+    def _run(self, _: object, pass_: Pass, x: Tensor, view: View) -> tuple[Tensor, ...]:
+        started = self._clock()
+        outputs = pass_(x, view)
+        self.laps.append(self._clock() - started)
+        return outputs
+
+
 class _Probe(Structure):
     """Cycles through several structures by round; records the time of a step by width, and the outcomes of trials.
 
@@ -198,7 +216,7 @@ class _Probe(Structure):
 
     def into(self, drafter: Drafter) -> Drafter:
         """`drafter` with these structures in turn."""
-        return ModelDrafter(_shaped(drafter).model, self)
+        return ModelDrafter(cast(ModelDrafter, drafter).model, self)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         watched = _Watched(source, self._clock)

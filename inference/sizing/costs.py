@@ -1,8 +1,11 @@
 """Seconds of decoding passes by width, the basis of every choice of size, and the bound on the loss that it allows."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from outrider.inference.settings import MOST_NODES
 
@@ -19,25 +22,38 @@ class Costs:
     layers that the draft has not run.
     rest: bookkeeping at the end of a round.
     plain: one token of autoregressive decoding.
+    own: the seconds of a step, of `verify` and of `plain` that are not a pass: no other text shares them.
     """
 
     step: tuple[float, ...]
     verify: tuple[float, ...]
     rest: float
     plain: float
+    own: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def of_one(self, texts: int) -> "Costs":
-        """The costs of one of `texts` texts that share their passes: its part of those over the rows of all.
+        """The costs of one of `texts` texts that share their passes: its part of those over the rows of all, and `own`.
 
         All are taken to have as many rows. So drafts get shorter as rows cost more, and end where each costs its own.
         """
+        widths = [*map(float, range(len(self.verify)))]
 
-        def part(curve: tuple[float, ...]) -> tuple[float, ...]:
-            widths, seconds = [*map(float, range(len(curve)))], [*curve]
-            return tuple(_interpolate(widths, seconds, float(texts * width)) / texts for width in range(len(curve)))
+        def part(curve: tuple[float, ...], own: float) -> tuple[float, ...]:
+            return tuple((_interpolate(widths, [*curve], texts * width) - own) / texts + own for width in widths)
 
-        verify = part(self.verify)
-        return Costs(part(self.step), verify, self.rest, self.plain * verify[1] / self.verify[1])
+        verify, (_, own, rest) = part(self.verify, self.own[1]), self.own
+        shared = (verify[1] - own) / (self.verify[1] - own) if self.verify[1] > own else 1.0
+        plain = (self.plain - rest) * shared + rest
+        return Costs(part(self.step, self.own[0]), verify, self.rest, plain, self.own)
+
+    @cached_property
+    def of_nodes(self) -> np.ndarray:
+        """Seconds of rounds with 0 … `MOST_NODES` nodes that one step drafts, float64."""
+        return np.array([step + verify + self.rest for step, verify in zip(self.step, self.verify[1:], strict=False)])
+
+    def of_chain(self, length: int) -> float:
+        """Seconds of a round with a chain of so many tokens."""
+        return length * self.step[1] + self.verify[length + 1] + self.rest
 
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The curves at a few widths, for a report."""
@@ -99,32 +115,72 @@ LOSS = 0.02  # share of plain decoding's rate
 # Rounds that the running rate averages over: each round reduces the weight of earlier ones by 1 / MEMORY. A useful
 # drafter is sometimes wrong several times in a row: with 33, two such rounds exceeded the allowance.
 MEMORY = 100
+TRIALS = 0.01  # share of plain decoding's time that may be spent on drafts that are not expected to pay
+
+Sharing = Callable[[], tuple[int, int]]  # the number of texts that share passes now, and the number of their round
 
 
 class Allowance:
-    """Skips drafting in rounds where drafts do not pay.
+    """Skips drafting in rounds where drafts do not pay; one for all texts of a batch, else one for each generation.
 
-    The running rate is this generation's tokens per second by the measured costs, and starts at plain decoding's. While
-    it is more than `loss` below plain decoding's rate, rounds skip drafting. Such rounds are plain decoding and raise
-    the running rate again, so another draft is tried eventually. A useless drafter costs at most `loss` plus one draft;
-    a useful one drafts in almost every round.
+    A draft pays if more tokens are expected of it than plain decoding gives in the same time: its *gain*, in tokens, is
+    above 0. Others are made as trials, whose expected losses are at most `TRIALS` of all tokens.
 
-    loss: the share of plain decoding's rate that may be lost. A generation of N tokens loses at most
-    (MEMORY + N) · loss tokens and one draft.
+    Expectations can be wrong. So the running rate, tokens per time that plain decoding takes for one by the measured
+    costs, starts at 1. While it is more than `loss` below 1, rounds skip drafting. Such rounds are plain decoding and
+    raise the running rate again, so another draft is made eventually. A useless drafter costs at most `loss` plus one
+    draft; a useful one drafts in almost every round.
+
+    costs: of a text alone. loss: the share of plain decoding's rate that may be lost. N tokens lose at most
+    (MEMORY + N) · loss tokens and one draft. sharing: of the texts that share this allowance.
     """
 
-    def __init__(self, costs: Costs, loss: float = LOSS):
-        self._costs, self._loss = costs, loss
-        self._emitted, self._seconds = float(MEMORY), MEMORY * costs.plain
+    def __init__(self, costs: Costs, loss: float = LOSS, sharing: Sharing = lambda: (1, 0)):
+        self._by_texts, self._loss, self._sharing = {1: costs}, loss, sharing
+        self._emitted = self._spent = float(MEMORY)
+        self._credit = 0.0  # tokens that trials may lose
+        self._gain, self._round, self._open = 0.0, -1, True  # of all texts
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of one of the texts that share passes now."""
+        texts = self._sharing()[0]
+        if texts not in self._by_texts:
+            self._by_texts[texts] = self._by_texts[1].of_one(texts)
+        return self._by_texts[texts]
 
     @property
     def rate(self) -> float:
-        """Tokens per second so far."""
-        return self._emitted / self._seconds
+        """The running rate so far, over plain decoding's."""
+        return self._emitted / self._spent
 
     def spent(self) -> bool:
-        """Whether this round skips drafting."""
-        return self.rate < (1 - self._loss) / self._costs.plain
+        """Whether no round drafts."""
+        return self.rate < 1 - self._loss
+
+    def tries(self, loss: float) -> bool:
+        """Whether to make a draft that is expected to lose so many tokens."""
+        tried = self._credit >= loss
+        self._credit -= loss * tried
+        return tried
+
+    def opens(self, gain: float | None) -> bool:
+        """Whether a text drafts in this round, by passes that texts share: all of them or none.
+
+        gain: of the draft that its evidence recommends; None: unknown, and taken to pay.
+        """
+        texts, number = self._sharing()
+        self._gain += ((1.0 if gain is None else gain) - self._gain) / texts
+        if texts == 1 or number != self._round:
+            self._round = number
+            self._open = not self.spent() and (self._gain > 0 or self.tries(-self._gain * texts))
+        return self._open
+
+    def _seconds(self, fed: Sequence[int], submitted: int) -> float:
+        """Of a round with a draft, in plain decoding's of a token."""
+        costs = self.costs
+        drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
+        return (drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.rest) / costs.plain
 
     def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
         """Learn from a round.
@@ -132,11 +188,8 @@ class Allowance:
         fed: rows of each drafter pass, empty if drafting was skipped; submitted: drafted tokens that were verified;
         emitted: tokens that the round produced.
         """
-        costs = self._costs
-        seconds = costs.plain
-        if fed:
-            drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
-            seconds = drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.rest
-        kept = 1 - 1 / MEMORY
+        texts, spent = self._sharing()[0], self._seconds(fed, submitted) if fed else 1.0
+        kept = 1 - 1 / (MEMORY * texts)
         self._emitted = kept * self._emitted + emitted
-        self._seconds = kept * self._seconds + seconds
+        self._spent = kept * self._spent + spent
+        self._credit = 0.0 if self.spent() else min(self._credit + TRIALS, float(texts))

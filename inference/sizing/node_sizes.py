@@ -12,8 +12,10 @@ import numpy as np
 from outrider.draft_models.ngrams.kernels import lean
 from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.settings import MOST_NODES
+from outrider.inference.sizing.costs import LOSS
 from outrider.inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
+_TRIAL = 2  # nodes at most of a draft that is not expected to pay
 SEARCH_SIZES = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
 _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q except the last
 
@@ -21,14 +23,13 @@ _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q ex
 class BestNodes:
     """nodes=auto: the count with the most tokens per second, from measured costs and observed acceptance.
 
-    own, neighbour: see `Evidence`.
+    own, neighbour: see `Evidence`; loss: see `Allowance`, which also decides when a draft that does not pay is tried.
     """
 
     most = MOST_NODES
 
-    def __init__(self, tuning: Tuning, *, own: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR):
-        costs = tuning.costs
-        self._seconds = np.array([costs.step[n] + costs.verify[n + 1] + costs.rest for n in range(MOST_NODES + 1)])
+    def __init__(self, tuning: Tuning, *, own: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = LOSS):
+        self._tuning, self._allowance = tuning, tuning.allowance(loss)
         self._evidence = Evidence(BANDS, tuning, own=own, neighbour=neighbour, start=1.0)
         self._trust = np.array(self._evidence.shares())
         self._worths = np.empty(MOST_NODES)
@@ -41,12 +42,20 @@ class BestNodes:
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         """See `Sizes`."""
-        self._chosen = int(best_nodes(parents, probs, self._trust, self._seconds, self._worths))
+        chosen, most = 0, min(_TRIAL, len(parents))
+        if most and not self._allowance.spent():
+            seconds = self._tuning.now.of_nodes
+            chosen = int(best_nodes(parents, probs, self._trust, seconds, self._worths))
+            loss = seconds[most] / seconds[0] - 1.0 - self._worths[:most].sum()
+            chosen = chosen or most * self._allowance.tries(float(loss))
+        self._chosen = chosen
         self.totals[f"{CHOSEN}nodes={self._chosen}"] += 1
         return self._chosen
 
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
         """See `Sizes`."""
+        nodes = len(parents)
+        self._allowance.observe([nodes] * (nodes > 0), nodes, len(accepted) + 1)
         self._evidence.add(trials_of(parents, probs, accepted))
         self._trust = np.array(self._evidence.shares())
 

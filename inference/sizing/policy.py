@@ -12,15 +12,15 @@ most likely tokens, so the distribution of sampled text stays exact. Greedy text
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.settings import LONGEST_CHAIN, MOST_NODES
-from outrider.inference.sizing.costs import Costs
+from outrider.inference.sizing.costs import LOSS, TRIALS, Allowance, Costs, Sharing
 
 DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
@@ -48,6 +48,21 @@ class Tuning:
     costs: Costs
     tried: tuple[float, ...] = ()
     right: tuple[float, ...] = ()
+    shared: Callable[[], Allowance] | None = None  # of all texts of a batch, whose number decides what passes cost
+
+    @property
+    def now(self) -> Costs:
+        """The costs of a round of one text now."""
+        return self.costs if self.shared is None else self.shared().costs
+
+    def of_all(self, sharing: Sharing) -> "Tuning":
+        """For texts that share passes: one allowance for all of them, and costs by their number."""
+        allowance = Allowance(self.costs, TRIALS, sharing)
+        return replace(self, shared=lambda: allowance)
+
+    def allowance(self, loss: float = LOSS) -> Allowance:
+        """The batch's, else a new one."""
+        return Allowance(self.costs, loss) if self.shared is None else self.shared()
 
 
 class Evidence:
@@ -112,7 +127,7 @@ def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
     for k, share in enumerate(shares, start=1):
         path *= share
         emitted += path
-        rate = emitted / (k * costs.step[1] + costs.verify[k + 1] + costs.rest)
+        rate = emitted / costs.of_chain(k)
         if rate > best:
             best, length = rate, k
     return length, best
@@ -147,7 +162,7 @@ class TreeSizes:
     """
 
     def __init__(self, tuning: Tuning, nodes: int | None, depth: int | None):
-        self.costs = tuning.costs
+        self._tuning = tuning
         self.nodes, self.depth = nodes, depth
         self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
         self._submitted = deque([self.max_nodes], RECENT)
@@ -156,7 +171,7 @@ class TreeSizes:
     def begin(self) -> "TreeGrowth":
         """The choices of one round."""
         likely = SPARE * max(FEWEST, *self._submitted) if self.nodes is None else self.nodes
-        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes))
+        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.now)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         self._evidence.add(trials_by_band(tree, accepted))
@@ -193,8 +208,8 @@ class TreeGrowth:
     nodes: the number of most likely nodes that are considered.
     """
 
-    def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int):
-        self._sizes, self._trust, self.nodes = sizes, trust, nodes
+    def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int, costs: Costs):
+        self._sizes, self._trust, self.nodes, self._costs = sizes, trust, nodes, costs
         self._spent, self._mass = 0.0, 1.0  # seconds of drafting; summed worth of the last level's submitted nodes
         self._worths: list[list[float]] = []  # of the nodes of every level
 
@@ -209,7 +224,7 @@ class TreeGrowth:
         Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for the
         next level, most likely first; 0: verify now.
         """
-        sizes, costs = self._sizes, self._sizes.costs
+        sizes, costs = self._sizes, self._costs
         self._spent += costs.step[fed]
         above = self._worths[-1] if self._worths else [1.0]
         trusted = (min(1.0, q * self._trust[band(q)]) for q in steps)
@@ -232,7 +247,7 @@ class TreeGrowth:
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """The number of rows to feed next, and the tokens per second then expected."""
-        costs, left = self._sizes.costs, self.nodes - len(worths)
+        costs, left = self._costs, self.nodes - len(worths)
         best, feed = 0.0, 0
         for rows, gain in enumerate(gains, start=1):
             emitted += max(0.0, gain - (worths[left - rows] if rows > left else 0.0))  # displaces the least likely node
@@ -286,7 +301,7 @@ class BestWidths:
         """shapes: the widths to choose among; those of `all_widths` if there are none."""
         self._shapes = tuple(shapes) or all_widths()
         self.max_depth = max(map(len, self._shapes))
-        self._seconds = np.array([round_seconds(widths, tuning.costs) for widths in self._shapes])
+        self._tuning, self._costs, self._seconds = tuning, tuning.costs, np.empty(0)
         self._depths = np.array([len(widths) for widths in self._shapes])
         self._places = np.zeros((len(self._shapes), DEEPEST), dtype=np.intp)  # widths, 0 beyond the last level
         for row, widths in zip(self._places, self._shapes, strict=True):
@@ -295,6 +310,9 @@ class BestWidths:
 
     def widths(self, limit: int) -> tuple[int, ...]:
         """The best tree of at most `limit` levels."""
+        if self._costs is not self._tuning.now or not len(self._seconds):
+            self._costs = costs = self._tuning.now
+            self._seconds = np.array([round_seconds(widths, costs) for widths in self._shapes])
         missed = np.cumprod([1.0] + [1.0 - share for share in self._evidence.shares()])
         accepted = (1.0 - missed)[self._places].cumprod(1).sum(1)
         rates = np.where(self._depths <= limit, (1.0 + accepted) / self._seconds, 0.0)

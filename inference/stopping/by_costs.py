@@ -81,19 +81,31 @@ class Survival(StopRule):
         self.max_draft = max_draft
         self.trust = trust
         self._score = score
-        self._costs = tuning.costs
+        self._tuning, self._costs = tuning, tuning.now
         self._evidence = Evidence(LONGEST_CHAIN, tuning)
         self._shares = self._evidence.shares()
-        length, rate = best_length(self._shares, self._costs)
-        self._seconds = PRIOR_ROUNDS * self._round_seconds(length)
-        self._emitted = rate * self._seconds
+        self._begin(*best_length(self._shares, self._costs))
         self._scores: list[float] = []
         self._survival = 1.0
+
+    def _begin(self, length: int, rate: float) -> None:
+        """Begin at the rate that is expected of the best length."""
+        self._seconds = PRIOR_ROUNDS * self._costs.of_chain(length)
+        self._emitted = rate * self._seconds
 
     @property
     def rate(self) -> float:
         """Tokens per second so far."""
         return self._emitted / self._seconds
+
+    def gain(self) -> float:
+        """By the best length, or by the running rate, which also knows what the scores are good for."""
+        costs = self._tuning.now
+        length, rate = best_length(self._shares, costs)
+        if costs is not self._costs:
+            self._costs = costs
+            self._begin(length, rate)
+        return (max(rate, self.rate) - 1 / costs.plain) * costs.of_chain(length)
 
     def stop(self, step: Step) -> bool:
         score = self._score(step)
@@ -121,10 +133,7 @@ class Survival(StopRule):
         self._evidence.add(trials_in_chain(drafted, accepted))
         self._shares = self._evidence.shares()
         self._emitted = KEEP * self._emitted + accepted + 1
-        self._seconds = KEEP * self._seconds + self._round_seconds(drafted)
-
-    def _round_seconds(self, drafted: int) -> float:
-        return drafted * self._costs.step[1] + self._costs.verify[drafted + 1] + self._costs.rest
+        self._seconds = KEEP * self._seconds + self._costs.of_chain(drafted)
 
 
 class BestLength(StopRule):
@@ -136,13 +145,18 @@ class BestLength(StopRule):
     max_draft = LONGEST_CHAIN
 
     def __init__(self, tuning: Tuning):
-        self._costs = tuning.costs
+        self._tuning = tuning
         self._evidence = Evidence(self.max_draft, tuning)
-        self.length = best_length(self._evidence.shares(), self._costs)[0]
+        self.gain()
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.length
 
     def observe(self, drafted: int, accepted: int) -> None:
         self._evidence.add(trials_in_chain(drafted, accepted))
-        self.length = best_length(self._evidence.shares(), self._costs)[0]
+        self.gain()
+
+    def gain(self) -> float:
+        costs = self._tuning.now
+        self.length, rate = best_length(self._evidence.shares(), costs)
+        return (rate - 1 / costs.plain) * costs.of_chain(self.length)

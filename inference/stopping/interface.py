@@ -90,6 +90,10 @@ class StopRule(Protocol):
         """Learn from a round: its draft had depth `drafted`, and `accepted` of its tokens were accepted."""
         return
 
+    def gain(self) -> float | None:
+        """The gain (see `Allowance`) of the next draft, if the rule has costs and it is a chain."""
+        return None
+
 
 def sigmoid(logit: float) -> float:
     """1 / (1 + e^−logit), for any number."""

@@ -332,9 +332,8 @@ class Decoder:
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _draft(self, streams: Streams, sampled: bool, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
-        """`speculative` with a new drafter, made beside the texts that are decoded then."""
-        texts = self._worker.batch.sharing(self.stack)
-        drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning, texts)
+        """`speculative` with a new drafter."""
+        drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
         yield from speculative(self.stack, drafter, prompt, **options)
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
@@ -348,7 +347,9 @@ class Decoder:
             {self.name: self.method}, self.stack, self.drafters, ids, self.setup.text(1, sampling),
             runtime=self.runtime, clock=clock,
         )  # fmt: skip
-        self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
+        self.method, self._tuned = ready[self.name], True
+        if tuning := tunings.get(self.name):
+            self._tuning = tuning.of_all(functools.partial(self._worker.batch.sharing, self.stack))
 
     def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
         said, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token

@@ -1,6 +1,5 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,9 +11,9 @@ from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.kinds import DrafterPlugin
 from outrider.inference.settings.method import AUTO, MethodConfig
-from outrider.inference.sizing.costs import Allowance
 from outrider.inference.sizing.node_sizes import BestNodes
 from outrider.inference.sizing.policy import OWN, Tuning
 
@@ -22,8 +21,8 @@ from outrider.inference.sizing.policy import OWN, Tuning
 _FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band
 _FURTHER = 0.8
 _FILLING = 1e-6  # path probability of padding tokens, which fill a draft up to a length to be timed
-# After `_PATIENCE` (at first, at most) unprofitable drafts, `_TRIAL` tokens of one are submitted anyway.
-_TRIAL, _PATIENCE = 2, (8, 128)
+_PARENTS = np.arange(-1, MOST_NODES - 1)
+_PATHS = [first * _FURTHER ** np.arange(MOST_NODES) for first in _FIRST]  # path probabilities
 _LOSS = 0.01  # see `Allowance`; generations are short, and each one starts with the full allowance
 
 
@@ -40,13 +39,9 @@ class PromptLookup(Drafter):
     def __init__(self, max_ngram: int = 3, max_draft: int = 10, tuning: Tuning | None = None):
         self.max_ngram = max_ngram
         self.max_rows = max_draft
-        self._allowance = None
         if tuning is not None:
             # The accuracy of copies depends on the text, so evidence from other texts has little weight.
-            self.sizes, self._allowance = BestNodes(tuning, own=OWN, neighbour=OWN), Allowance(tuning.costs, _LOSS)
-        self._skipped: Counter[int] = Counter()  # by the length of the n-gram
-        self._patience: dict[int, int] = {}
-        self._tried = 0  # the n-gram length that this round tries again, 0: none
+            self.sizes = BestNodes(tuning, own=OWN, neighbour=OWN, loss=_LOSS)
 
     @property
     def totals(self) -> Mapping[str, float]:
@@ -60,22 +55,14 @@ class PromptLookup(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         last = int(root)
         self._note_end()  # the n-grams at the end of the text are followed by the root
-        found: list[int] = []
-        if self._allowance is None or not self._allowance.spent():
-            found = self._submitted(last, min(limit, self.max_rows))
+        found = self._submitted(last, min(limit, self.max_rows))
         tokens = torch.tensor(found, dtype=torch.long, device=root.device)
         return DraftTree(tokens, chain_parents(0, len(found)), (-1,) * len(found))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
-        if self.sizes is not None and len(tree):
-            self.sizes.observe(*self._shape(len(tree)), nodes)
-        if self._allowance is not None:
-            self._allowance.observe([len(tree)] if len(tree) else [], len(tree), len(nodes) + 1)
-        if self._tried:
-            longer = min(2 * self._patience.get(self._tried, _PATIENCE[0]), _PATIENCE[1])
-            self._patience[self._tried] = _PATIENCE[0] if nodes else longer
-        self._tried = 0
+        if self.sizes is not None:
+            self.sizes.observe(_PARENTS[: len(tree)], self._paths[: len(tree)], nodes)
 
     def _submitted(self, last: int, most: int) -> list[int]:
         """The tokens to submit after the token `last`, at most `most`."""
@@ -83,16 +70,12 @@ class PromptLookup(Drafter):
         if self.sizes is None:
             return found
         most = min(most, self.sizes.search_size())
-        found = found[:most]
-        sure = [_FIRST[min(size, len(_FIRST)) - 1], *[_FURTHER] * most][: len(found)]
-        if self._allowance is None:  # the costs of lengths are being measured, so pad to the full length
-            sure += [_FILLING] * (most - len(found))
-            found += [last] * (most - len(found))
-        self._paths = np.cumprod(sure)
-        count = self.sizes.count(*self._shape(len(found)))
-        if found and not count and self._is_due(size):
-            count, self._tried = min(_TRIAL, len(found)), size
-        return found[:count]
+        found, self._paths = found[:most], _PATHS[min(size, len(_FIRST)) - 1][: min(len(found), most)]
+        if len(found) < most and not isinstance(self.sizes, BestNodes):  # the costs of lengths are being measured
+            missing = most - len(found)
+            self._paths = np.append(self._paths, _FILLING ** np.arange(1, missing + 1))
+            found += [last] * missing
+        return found[: self.sizes.count(_PARENTS[: len(found)], self._paths)]
 
     def _found(self, last: int, most: int) -> tuple[list[int], int]:
         """At most `most` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
@@ -102,18 +85,6 @@ class PromptLookup(Drafter):
             if at is not None:
                 return [*self._text[at : at + most], last][:most], size
         return [], 0
-
-    def _is_due(self, size: int) -> bool:
-        """Whether to try n-grams of this length again, although their drafts did not pay."""
-        self._skipped[size] += 1
-        if self._skipped[size] < self._patience.get(size, _PATIENCE[0]):
-            return False
-        self._skipped[size] = 0
-        return True
-
-    def _shape(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The parents and the path probabilities of the first `count` tokens (see `Sizes`)."""
-        return np.arange(-1, count - 1), self._paths[:count]
 
     def _append(self, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -183,7 +183,8 @@ def test_a_padding_runtime_has_steps_in_its_costs(models: tuple, monkeypatch: py
     stack, drafters, _ = models
     clock = WorkClock(monkeypatch)
     _, tunings = tune({"m": CHAIN}, stack, drafters, PROMPT, clock=clock, runtime=Graphed())
-    assert tunings["m"].costs.verify[5] == tunings["m"].costs.verify[8] == pytest.approx(1.08)
+    widths, seconds = (3, 5, 8, 9, 16), [1.04, 1.08, 1.08, 1.16, 1.16]
+    assert [tunings["m"].costs.verify[width] for width in widths] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("name", "source"), PAIRS)
@@ -207,7 +208,7 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         sizes = chosen_sizes([generation])
         drafting = {"chain": ["max_draft"], "opt_tree": ["max_depth", "nodes"], "k_config": ["widths"]}
         names = {"opt_tree, nodes": ["nodes"], "opt_tree, depth": ["max_depth"], **drafting}[name]
-        assert sorted(sizes) == names
+        assert sorted(sizes) == (names if sizes or not step else [])  # where steps are dear, nothing need be drafted
         chosen.append(sum(r.drafted for r in generation.rounds) / len(generation.rounds))
     if name != "opt_tree, depth":
         assert chosen[0] > chosen[1]
