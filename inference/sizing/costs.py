@@ -138,7 +138,7 @@ class Allowance:
     def __init__(self, costs: Costs, loss: float = LOSS, sharing: Sharing = lambda: (1, 0)):
         self._by_texts, self._loss, self._sharing = {1: costs}, loss, sharing
         self._emitted = self._spent = float(MEMORY)
-        self._credit = 0.0  # tokens that trials may lose
+        self._credit = 1.0  # tokens that trials may lose: at first those of one, as texts differ from the measured one
         self._gain, self._round, self._open = 0.0, -1, True  # of all texts
 
     @property

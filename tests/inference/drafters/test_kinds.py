@@ -238,7 +238,7 @@ def test_a_head_is_reported_tuned_and_resumed(
         assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
         assert report["drafter"] == str(tmp_path / "head")
         assert report["draft_vocabularies"]["eagle3"]["tokens"] == 256
-        assert report["seconds"]["draft"] > 0
+        assert report["seconds"]["draft"] > 0 or report["method"] == "auto"  # it may expect no draft to pay
     evaluate(replace(made, resume=True), QUESTIONS)
     weights = load_file(tmp_path / "head/model.safetensors")
     save_file({**weights, "fc.weight": 2 * weights["fc.weight"]}, tmp_path / "head/model.safetensors")
@@ -280,6 +280,6 @@ def test_a_target_without_layers_is_reported_tuned_and_resumed(
     for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
         assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
         assert (report["drafter"], report["settings"]["skip"]) == ("none", [1])
-        assert report["seconds"]["draft"] > 0
+        assert report["seconds"]["draft"] > 0 or report["method"] == "auto"
     with pytest.raises(UserError, match="other settings: methods"):
         evaluate(replace(made, methods={"fixed": replace(fixed, skip=(2,)), "auto": auto}, resume=True), QUESTIONS)

@@ -363,6 +363,7 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
         costs(node=row, rest=0.2), tuple(numbers.uniform(0, 20, BANDS)), tuple(numbers.uniform(0, 20, BANDS))
     )
     sizes = BestNodes(tuning)
+    sizes._allowance.tries(1.0)  # the first trial's tokens
     trust = sizes._evidence.shares()
     worths: list[float] = []
     for above, q in zip(parents, steps, strict=True):
@@ -529,6 +530,7 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     batch = [16, 0]
     shared = Allowance(FULL, TRIALS, lambda: (batch[0], batch[1]))
     rule, sizes = BestLength(Tuning(FULL, shared=lambda: shared)), BestNodes(Tuning(FULL, shared=lambda: shared))
+    assert [shared.tries(1.0), shared.tries(0.1)] == [True, False]  # once, as the text may differ from the measured one
     for batch[:], opens in (([16, 0], False), ([2, 0], False), ([2, 1], True), ([16, 1], True)):
         assert shared.opens(rule.gain()) == opens
     draft, counts = (np.arange(-1, 14), 0.8 ** np.arange(1.0, 16.0)), []
