@@ -153,9 +153,9 @@ def parting(
 
 
 def answered_by(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The templates by which a run of generate-responses asked, as `data.template` names them, from its record.
+    """The templates in the record of a generate-responses run, by their names in `data.template`.
 
-    "another": that of another tokenizer; "absent": the tokenizer had none. Without a record there are none.
+    "another": that of another tokenizer; "absent": the tokenizer had none. Empty without a record.
     """
     said = run.get("template")
     names = {tokenizer.chat_template: "tokenizer", "vicuna": "vicuna", "none": "none", None: "absent"}
@@ -299,12 +299,12 @@ def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class StreamedText:
-    """A text in pieces. Joined, with `rest`, they are `tokenizer.decode(tokens, skip_special_tokens=True)` of `tokens`,
-    which are all that came, less the last one if it is of `ends`: an end token need not be a special one.
+    """A text in pieces. All pieces and `rest`, joined, are `tokenizer.decode(tokens, skip_special_tokens=True)` of all
+    tokens that were added, without a last one in `ends` (an end token need not be special).
 
-    A piece is text that no later token changes. Held back are an incomplete character, bytes that may be part of one
-    (byte fallback), and what follows the last character that the tokenizer's clean-up of spaces, if any, never reads.
-    Each piece is decoded together with the one before (see `_is_local`); by other tokenizers, with all tokens.
+    A piece is text that no later token changes. Three things are held back: an incomplete character, bytes that may be
+    part of one (byte fallback), and, with a clean-up of spaces, the text after the last character that is in none of
+    its patterns. A piece is decoded with the one before it; if the decoder is not `_is_local`, with all tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
@@ -312,14 +312,14 @@ class StreamedText:
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
         plain, shown = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
         unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(plain) == plain
-        self._cleans = shown != plain or unsure  # no text of such tokens may be like `_SPACED`
+        self._cleans = shown != plain or unsure  # unsure: no tokens give the text `_SPACED`
         self._local = _is_local(tokenizer)
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
-        self._closed = 0  # the number of tokens up to the last one that `_is_open` is false of
-        self._seen, self._waiting = 0, ""  # characters since `before` that were seen; those that are no piece yet
+        self._closed = 0  # number of tokens up to the last one that is not `_is_open`
+        self._seen, self._waiting = 0, ""  # characters since `before` that were processed; the held-back ones
 
     def add(self, tokens: Iterable[int]) -> str:
-        """The piece that is known with these tokens; it may be empty."""
+        """The piece that becomes certain with these tokens; it may be empty."""
         for token in tokens:
             self.tokens.append(token)
             self._closed = self._closed if self._is_open(token) else len(self.tokens)
@@ -347,7 +347,7 @@ class StreamedText:
         return self._tokenizer.clean_up_tokenization(piece) if self._cleans else piece
 
     def _is_open(self, token: int) -> bool:
-        """Whether it may be part of a character that is not complete, or the last one, or is not shown."""
+        """Whether the token may be a part of an incomplete character, or is not shown."""
         shown = token not in self._ends and self._decoded([token])
         return not shown or bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
 
@@ -358,8 +358,8 @@ class StreamedText:
 def _is_local(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether tokens after a piece of text give the same text after that piece alone as after the whole text.
 
-    A piece ends with a whole character. These decoders read no further back than to the start of a character, but for
-    what they do to the first token of all.
+    A piece ends with a whole character. These decoders look back to the start of a character at most, and treat only
+    the first token of a text differently.
     """
     from transformers import PreTrainedTokenizerFast as Fast
 
@@ -368,7 +368,7 @@ def _is_local(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     try:
         state = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())
-    except Exception:  # none, or one written in Python
+    except Exception:  # no decoder, or one in Python
         return False
     steps = state.get("decoders", [state])
     replaced = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]

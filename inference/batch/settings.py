@@ -24,12 +24,12 @@ class GenerateConfig(TargetConfig):
     target: Model = free()
     """model directory, GGUF file or Hub name: a causal LM of transformers whose forward takes past_key_values"""
     data: DataConfig = free()
-    """whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out; it may grow"""
+    """its user turns, or the beginnings of its plain texts, are the prompts, without held-out records; it may grow"""
     turns: Literal["all", "first"] = "all"
     """conversations: answer all user turns, each after the target's own answers, or the first"""
-    prefix_tokens: Count = opt(64, "plain text: tokens of a text to continue; of a text shorter than twice that, half")
+    prefix_tokens: Count = opt(64, "plain text: tokens of a text to continue, at most half of the text")
     max_new_tokens: Count = opt(512, "per answer")
-    greedy_tokens: NotNegative = opt(4, "the first of every answer are the likeliest tokens, the rest are sampled")
+    greedy_tokens: NotNegative = opt(4, "so many first tokens of an answer are the likeliest, the rest are sampled")
     temperature: float = opt(1.0, "of the sampled tokens")
     top_k: int = opt(0, "sample among the k likeliest tokens; 0: all")
     top_p: float = opt(1.0, "sample among the likeliest tokens that together have this probability; 1: all")
@@ -47,14 +47,12 @@ class GenerateConfig(TargetConfig):
     server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
     concurrency: Count = free(16, "requests to the server at a time, batch_size at most")
     server_timeout: Positive = free(600.0, "seconds that the server may take for one request")
-    server_retries: NotNegative = free(
-        5, "how often a failed request is repeated, after pauses of 1, 2, 4, … 60 s, or as it says"
-    )
+    server_retries: NotNegative = free(5, "retries of a failed request, after 1, 2, 4, … 60 s, or as the server says")
     device_map: str | None = free(None, "auto spreads a large target over all GPUs of one process")
     plan: bool = free(False)
-    """only say how many prompts there are, what they take at most, and what ends it; reads the data, needs no
+    """only print the number of prompts, the most tokens and memory that they take, and what ends the run; needs no
     weights"""
-    seed: Seed = opt(0, "with a prompt's id it decides the answer")
+    seed: Seed = opt(0, "of sampling; an answer depends on it and the prompt's id")
     out_dir: str = free("runs/generate_responses", "where everything goes")
 
     def __post_init__(self) -> None:

@@ -173,7 +173,7 @@ def _parts(data: DataConfig) -> list[SourceConfig]:
 
 
 def _stays(source: SourceConfig, folder: Path) -> bool:
-    """Whether it is read from the pipeline in `folder`."""
+    """Whether `path` lies in the pipeline's `folder`."""
     return source.source == "local" and all(_is_in(folder, path) for path in source.path)
 
 

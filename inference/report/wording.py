@@ -164,7 +164,7 @@ def _choice(report: Report) -> str:
 
 
 def sentences(reports: Sequence[Report]) -> list[str]:
-    """On plain decoding, each method, the drafters, and turns that were left out."""
+    """Sentences on plain decoding, each method, the drafters, and skipped turns."""
     first, lines = reports[0], list[str]()
     token = first["autoregressive"]
     if token["token_us"] is not None:
@@ -179,7 +179,7 @@ def sentences(reports: Sequence[Report]) -> list[str]:
 
 
 def drafter_sentences(report: Report) -> list[str]:
-    """Draft vocabularies and times of training."""
+    """Sentences on draft vocabularies and training times."""
     lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
     if trained := report.get("trained_seconds"):
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
