@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
 
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):
-    """The plugin of a kind whose drafts, by its `draft_model`, are shaped by a structure."""
+    """The plugin of a kind with a `draft_model`, whose drafts a structure shapes."""
 
     @abstractmethod
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:

@@ -45,10 +45,10 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 
 FILE = "served.jsonl"
-FOLDER = "engine"  # of drafters as the engine loads them, of its logs, and of the texts that are audited
+FOLDER = "engine"  # folder of drafters in the engine's format, of its logs, and of the audited texts
 LEVEL = 0.001  # how often sampled texts may be refused by chance
 _WARM_UP_TOKENS = 8
-_TURNS = 3  # prompts of a block for each request at a time, where there are several
+_TURNS = 3  # prompts in a block per concurrent request, if there are several such requests
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
 Told = Counter[str | int] | None
 
@@ -116,7 +116,7 @@ class EngineServer:
     def _count(
         self, before: Told, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
-        """`counts` of the replies. Raises `UserError` for those that no such texts can have."""
+        """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
         after, rounds, said = self._told(), 0, sum(len(text.tokens) - 1 for text in texts)
         if before is None or after is None:
             timings = [one for reply in replies if isinstance(one := reply.get("timings"), dict)]
@@ -159,7 +159,7 @@ class Block:
     """Prompts that an engine continued in both arms, without a drafter and with one.
 
     results: a repeat is one more turn of a prompt. seconds: by arm, of all prompts together. counts: of a server's
-    drafts (see `EngineServer`). A server alone, without a second one that does not draft, has one arm.
+    drafts (see `EngineServer`). With one server only, there is one arm.
     """
 
     key: BlockKey
@@ -352,7 +352,7 @@ def serve_methods(
             some = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
             results = [result for block in some for result in block.results]
             here = [ours[int(str(result.conversation))].generations[name] for result in results]
-            if kind.served == "custom_class":  # here it drafts trees
+            if kind.served == "custom_class":  # in this runtime it drafts trees
                 table = open_table(str(config.where(kind)), *vocabulary)
                 here = [_by_the_table(table, draft_length(method), result) for result in results]
             totals = {arm: sum(block.seconds[arm] for block in some) for arm in some[0].seconds}

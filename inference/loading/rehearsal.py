@@ -1,4 +1,4 @@
-"""debug=true: the same command on tiny random models and a few rows, without a network; the inputs are looked at first.
+"""debug=true: the same command on tiny random models and a few rows, without a network; the inputs are checked first.
 
 `small` makes settings small by the options' names, for all commands and all steps of a pipeline.
 """
@@ -82,7 +82,7 @@ def _rehearsal(config: Config) -> Iterator[Config]:
     Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
     """
     from outrider.base.processes import from_main, join_processes, only_run_of
-    from outrider.draft_models.tiny.models import save_tiny_models  # torch, which some commands do without
+    from outrider.draft_models.tiny.models import save_tiny_models  # imports torch, which some commands do not need
 
     folder, state = rehearsal_folder(config.out_dir), join_processes()
     from_main(state, lambda: None if config.resume else require_rehearsal(folder, MODELS))
@@ -193,7 +193,9 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     """
     target, tokenizer = None, None
     if getattr(config, "target", None) is not None and wanted("target"):
-        from outrider.draft_models.targets.open_target import open_target  # torch, which not every command needs
+        from outrider.draft_models.targets.open_target import (
+            open_target,
+        )  # imports torch, which some commands do not need
 
         target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
         tokenizer = target.tokenizer

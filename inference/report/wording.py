@@ -247,7 +247,7 @@ def target_differs(report: Report) -> bool:
 
 
 def wrong_arms(reports: Sequence[Report]) -> list[str]:
-    """The arms whose text is not that of the target alone."""
+    """The arms whose text is not the target's."""
     if target_differs(reports[0]):
         return ["the target's own run, plain decoding,"]
     return [report["method"] for report in reports if not is_lossless(report)]

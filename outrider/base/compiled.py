@@ -37,7 +37,7 @@ def kept_entry(function: Callable[..., None], signature: str, fastmath: set[str]
     before, began = _clock.seconds, time.perf_counter()
     with _in_our_folder():
         compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
-    if not compiled.cache_hits:  # with what it calls
+    if not compiled.cache_hits:  # with the functions that it calls
         _clock.seconds = before
         _clock.add(time.perf_counter() - began)
     return compiled

@@ -59,7 +59,7 @@ def parts_of(stored: Numbers, kept: Numbers) -> int:
 
 @_inlined
 def _table(address, sources):
-    """The table at an address. sources: closed over by the caller, see `_SOURCES`."""
+    """The table at an address. sources: `_SOURCES`, closed over by the caller."""
     return carray(array_at(address, np.int64), TABLE)
 
 
@@ -151,8 +151,8 @@ def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = 
 def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
-    Places int64 to OUT, the numbers there to VALUES, if given; without VALUES a place is −1 if the number is not
-    finite. WORK has 8 · LANES bytes.
+    It writes places, int64, to OUT, and the numbers there to VALUES, if given. Without VALUES a place is −1 if its
+    number is not finite. WORK has 8 · LANES bytes.
     """
 
     @_entry
@@ -228,9 +228,9 @@ def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SO
 
 
 def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
-    """An additive mask [ROWS, PAST + OUTPUTS] of this type to OUT, as a C function void f(int64 *table).
+    """A C function void f(int64 *table) that writes an additive mask [ROWS, PAST + OUTPUTS] of this type to OUT.
 
-    A row sees the first PAST columns and, of the OUTPUTS after them, those whose bit is set in its number of int64 X.
+    Row i sees the first PAST columns, and later column PAST + j if bit j of X[i], int64, is set.
     """
     nothing = kept(0)
     least = kept(0xFF7F) if kept is np.uint16 else np.finfo(np.float32).min  # of bfloat16
@@ -253,8 +253,8 @@ def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
 def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, which
-    are COUNT. POSITIONS: the most positions that a row sees.
+    stored, read, kept: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, COUNT
+    in number. POSITIONS: the most positions that a row sees.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
@@ -276,7 +276,7 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
         cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
         given = PassRows(cos, sin, carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7)))
         x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
-        # Every thread writes the same values. None changes them before all threads have arrived once.
+        # Every thread writes the same values, and changes them only after all threads have arrived once.
         for row in range(rows):
             for i in range(size):
                 work.hidden[row, i] = wide(x[row, i])
