@@ -193,9 +193,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     """
     target, tokenizer = None, None
     if getattr(config, "target", None) is not None and wanted("target"):
-        from outrider.draft_models.targets.open_target import (
-            open_target,
-        )  # imports torch, which some commands do not need
+        from outrider.draft_models.targets.open_target import open_target  # imports torch, as above
 
         target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
         tokenizer = target.tokenizer
