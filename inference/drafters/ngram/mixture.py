@@ -5,13 +5,15 @@ Importing it imports neither torch nor transformers, so that a serving engine's 
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from outrider.draft_models.ngrams.kernels import compiled_for, lean, successors_of
 from outrider.draft_models.ngrams.overlay import (
+    ContextMap,
     LevelArrays,
+    Recycled,
     TextIndex,
     flat,
     index_text,
@@ -19,11 +21,12 @@ from outrider.draft_models.ngrams.overlay import (
     recycled_rows,
     with_room,
 )
-from outrider.draft_models.ngrams.suffixes import LEAST, known_suffixes, no_suffixes, read_only, successors_at
+from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, known_suffixes, no_suffixes, read_only, successors_at
 from outrider.draft_models.ngrams.table import TrigramTable, make_level
 from outrider.inference.drafters.ngram.ngram_mixing import (
     CORPUS_ORDERS,
     TAIL,
+    Weights,
     class_of,
     level_context,
     mixed_best_first,
@@ -38,9 +41,22 @@ from outrider.inference.settings.method import NgramConfig
 _ELSEWHERE = 1e-5  # probability of a token that no source knows, used in learning
 
 
+class Sources(NamedTuple):
+    """The sources of a mixture and their weights. longest: tokens of a context of the text. strength: of the prior."""
+
+    levels: tuple[LevelArrays, LevelArrays, LevelArrays]
+    known: ContextMap
+    longest: int
+    recycled: Recycled
+    suffixes: Suffixes
+    weights: Weights
+    strength: float
+    vocabulary: int
+
+
 @lean
-def _level_evidence(level, size, source, m, vocabulary, recent, length, token, weights):
-    index, kind = level_context(level, recent, length, size, vocabulary)
+def _level_evidence(sources, level, size, m, length, token, scratch):
+    index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
     if index < 0:
         return m
     prob = 0.0
@@ -49,13 +65,15 @@ def _level_evidence(level, size, source, m, vocabulary, recent, length, token, w
         if level.tokens[at] == token:
             prob = level.counts[at] / max(level.totals[index], 1)
             break
-    weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = source, kind, prob
+    weights = sources.weights
+    weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = size - 1, kind, prob
     return m + 1
 
 
 @lean
-def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights):
-    for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
+def _recycled_evidence(sources, m, length, token, scratch):
+    recycled, weights, slots = sources.recycled, sources.weights, scratch.slots
+    for size in range(recycled_rows(recycled, scratch.recent, length, slots), 0, -1):
         place = slots[size - 1]
         if place < 0:
             continue
@@ -65,14 +83,15 @@ def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weigh
                 prob = np.float64(recycled.probs[place, j])
                 break
         kind = class_of(recycled.seen[place], recycled.probs[place, 0])
-        weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = 2 + longest + size, kind, prob
+        weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = 2 + sources.longest + size, kind, prob
         m += 1
     return m
 
 
 @lean
-def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):
-    places = scratch.places
+def _suffix_evidence(sources, m, length, token, scratch):
+    suffixes, weights, places = sources.suffixes, sources.weights, scratch.places
+    before = 3 + sources.longest + sources.recycled.longest
     longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
     for size in range(longest, LEAST - 1, -1):
         found, largest, seen = successors_at(suffixes, size, narrow, places)
@@ -87,16 +106,15 @@ def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):
 
 
 @lean
-def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):
+def learn_weights(sources, length, token, scratch):
     """Update λ for `token` after `scratch.recent`, before the text index learns it. Returns log P(token).
 
     A source's trials grow by the probability left to it, its hits by its share of P(token).
     """
-    two, three, four = levels
-    recent, slots = scratch.recent, scratch.slots
-    sources, probs, below = weights.integers, weights.numbers[0], weights.numbers[1]
+    known, weights, strength, slots = sources.known, sources.weights, sources.strength, scratch.slots
+    numbers, probs, below = weights.integers, weights.numbers[0], weights.numbers[1]
     m = 0
-    for size in range(text_contexts(known, recent, length, longest, slots), 0, -1):
+    for size in range(text_contexts(known, scratch.recent, length, sources.longest, slots), 0, -1):
         slot = slots[size - 1]
         prob, entry, seen = 0.0, known.slots[slot].head, 0
         while entry >= 0 and seen < TAIL:
@@ -104,52 +122,44 @@ def learn_weights(levels, known, longest, recycled, suffixes, weights, strength,
                 prob = known.entries[entry].weight / known.slots[slot].sum
                 break
             entry, seen = known.entries[entry].following, seen + 1
-        sources[0, m], sources[1, m], probs[m] = 2 + size, text_class(known, slot), prob
+        numbers[0, m], numbers[1, m], probs[m] = 2 + size, text_class(known, slot), prob
         m += 1
-    m = _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights)
-    m = _suffix_evidence(suffixes, 3 + longest + recycled.longest, m, length, token, scratch, weights)
-    m = _level_evidence(four, 3, 2, m, vocabulary, recent, length, token, weights)
-    m = _level_evidence(three, 2, 1, m, vocabulary, recent, length, token, weights)
-    m = _level_evidence(two, 1, 0, m, vocabulary, recent, length, token, weights)
+    m = _recycled_evidence(sources, m, length, token, scratch)
+    m = _suffix_evidence(sources, m, length, token, scratch)
+    m = _level_evidence(sources, sources.levels[2], 3, m, length, token, scratch)
+    m = _level_evidence(sources, sources.levels[1], 2, m, length, token, scratch)
+    m = _level_evidence(sources, sources.levels[0], 1, m, length, token, scratch)
     chance = _ELSEWHERE
     for i in range(m - 1, -1, -1):
-        share = weights.now[sources[0, i], sources[1, i]]
+        share = weights.now[numbers[0, i], numbers[1, i]]
         chance = share * probs[i] + (1 - share) * chance
         below[i] = chance
     left = 1.0
     for i in range(m):
-        source, kind = sources[0, i], sources[1, i]
+        source, kind = numbers[0, i], numbers[1, i]
         # λ = 1, possible with little text and hardly any strength, leaves nothing to tokens that its source lacks.
         hit = left * weights.now[source, kind] * probs[i] / below[i] if below[i] > 0 else 0.0
         weights.hits[source, kind] += hit
         weights.trials[source, kind] += left
         left -= hit
-    for i in range(m):
-        source, kind = sources[0, i], sources[1, i]
-        weights.now[source, kind] = (strength * weights.prior[source, kind] + weights.hits[source, kind]) / (
-            strength + weights.trials[source, kind]
-        )
+        hits, trials = weights.hits[source, kind], weights.trials[source, kind]
+        weights.now[source, kind] = (strength * weights.prior[source, kind] + hits) / (strength + trials)
     return np.log(chance)
 
 
 @lean
-def learn_text(
-    levels, known, longest, decay, recycled, suffixes, weights, strength, vocabulary, ids, start, stop, scratch
-):
+def learn_text(sources, decay, ids, start, stop, scratch):
     """Learn ids[start : stop] one by one: update λ, then index the token. Returns Σ log P."""
     total = 0.0
     for end in range(start, stop):
         length = min(len(scratch.recent), end)
         for i in range(length):
             scratch.recent[i] = ids[end - 1 - i]
-        total += learn_weights(
-            levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, ids[end], scratch
-        )
-        index_text(known, ids, end, end + 1, longest, decay)
+        total += learn_weights(sources, length, ids[end], scratch)
+        index_text(sources.known, ids, end, end + 1, sources.longest, decay)
     return total
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 _RECYCLED_CONTEXT = 2  # the target's rows are indexed by their last token and by their last two
 
@@ -179,24 +189,20 @@ class Mixture:
         """Learn from the target's ids[start : stop], which follow ids[:start]."""
         index, config = self.index, self.config
         index.known = with_room(index.known, config.longest * (stop - start))
-        self._call(
-            learn_text, self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes,
-            self.weights, config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
-        )  # fmt: skip
+        self._call(learn_text, config.decay, ids, start, stop, self._scratch)
 
     def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
         """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `depth`. Returns the number of
         nodes."""
-        return self._call(
-            mixed_best_first, self._levels, self.index.known, self.config.longest, self.recycled, self._suffixes,
-            self.weights, self.table.vocabulary, ids, stop, depth, nodes, self._scratch,
-        )  # fmt: skip
+        return self._call(mixed_best_first, ids, stop, depth, nodes, self._scratch)
 
-    def _call(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
-        """All calls of a function for one text have arguments of the same types."""
+    def _call(self, function: Callable[..., R], *rest: object) -> R:
+        """`function` of the sources and `rest`. All calls of one for one text have arguments of the same types."""
+        own = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
+        sources = Sources(self._levels, self.index.known, self.config.longest, self.recycled, *own)
         if function not in self._compiled:
-            self._compiled[function] = compiled_for(function, arguments)
-        return cast("R", self._compiled[function](*arguments))
+            self._compiled[function] = compiled_for(function, (sources, *rest))
+        return cast("R", self._compiled[function](sources, *rest))
 
 
 def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:

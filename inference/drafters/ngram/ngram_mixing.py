@@ -180,9 +180,8 @@ def text_contexts(known: ContextMap, recent: np.ndarray, length: int, longest: i
 @lean
 def text_class(known: ContextMap, slot: int) -> int:
     """The class of a context of the text."""
-    return class_of(
-        np.int64(known.slots[slot].seen), known.entries[known.slots[slot].head].weight / known.slots[slot].sum
-    )
+    context = known.slots[slot]
+    return class_of(np.int64(context.seen), known.entries[context.head].weight / context.sum)
 
 
 @lean
@@ -198,45 +197,45 @@ def _add(tokens: np.ndarray, probs: np.ndarray, count: int, token: int, prob: fl
 
 
 @lean
-def _add_level(level, size, weights, vocabulary, recent, length, left, floor, tokens, probs, count):
-    index, kind = level_context(level, recent, length, size, vocabulary)
+def _add_level(sources, level, size, length, left, floor, scratch, count):
+    index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
     if index < 0:
         return left, count
-    share = weights.now[size - 1, kind]
+    share = sources.weights.now[size - 1, kind]
     scale = left * share / max(level.totals[index], 1)
     begin, end = successors_of(level.starts, level.tokens, index)
     for at in range(begin, min(end, begin + TAIL)):
         prob = scale * level.counts[at]
         if prob < floor:
             break
-        count = _add(tokens, probs, count, np.int64(level.tokens[at]), prob)
+        count = _add(scratch.tokens, scratch.probs, count, np.int64(level.tokens[at]), prob)
     return left * (1 - share), count
 
 
 @lean
-def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count):
-    for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
+def _add_recycled(sources, length, left, floor, scratch, count):
+    recycled, slots, now = sources.recycled, scratch.slots, sources.weights.now
+    for size in range(recycled_rows(recycled, scratch.recent, length, slots), 0, -1):
         place = slots[size - 1]
         if place < 0:
             continue
-        share = weights.now[2 + longest + size, class_of(recycled.seen[place], recycled.probs[place, 0])]
+        share = now[2 + sources.longest + size, class_of(recycled.seen[place], recycled.probs[place, 0])]
         for j in range(recycled.tokens.shape[1]):
             prob = left * share * recycled.probs[place, j]
             if prob < floor:
                 break
-            count = _add(tokens, probs, count, np.int64(recycled.tokens[place, j]), prob)
+            count = _add(scratch.tokens, scratch.probs, count, np.int64(recycled.tokens[place, j]), prob)
         left *= 1 - share
     return left, count
 
 
 @lean
-def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):
-    """before: the number of sources before those of suffixes."""
-    places = scratch.places
+def _add_suffixes(sources, length, left, floor, scratch, count):
+    suffixes, places, before = sources.suffixes, scratch.places, 3 + sources.longest + sources.recycled.longest
     longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
     for size in range(longest, LEAST - 1, -1):
         found, largest, seen = successors_at(suffixes, size, narrow, places)
-        share = weights.now[before + size - LEAST, class_of(places.number[size], largest / seen)]
+        share = sources.weights.now[before + size - LEAST, class_of(places.number[size], largest / seen)]
         for i in range(found):
             prob = left * share * places.counts[i] / seen
             if prob >= floor:
@@ -248,43 +247,38 @@ def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count
 
 
 @lean
-def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):
+def predict(sources, length, floor, scratch):
     """Write likely tokens after the `length` tokens in `scratch.recent` and their P, unordered; returns their number.
 
     Contributions below `floor` are left out.
     """
-    two, three, four = levels
-    recent, slots, tokens, probs = scratch.recent, scratch.slots, scratch.tokens, scratch.probs
+    known, slots = sources.known, scratch.slots
     left, count = 1.0, 0
-    for size in range(text_contexts(known, recent, length, longest, slots), 0, -1):
+    for size in range(text_contexts(known, scratch.recent, length, sources.longest, slots), 0, -1):
         slot = slots[size - 1]
-        share = weights.now[2 + size, text_class(known, slot)]
+        share = sources.weights.now[2 + size, text_class(known, slot)]
         scale = left * share / known.slots[slot].sum
         entry, seen = known.slots[slot].head, 0
         while entry >= 0 and seen < TAIL and scale * known.entries[entry].weight >= floor:
-            count = _add(
-                tokens, probs, count, np.int64(known.entries[entry].token), scale * known.entries[entry].weight
-            )
+            prob = scale * known.entries[entry].weight
+            count = _add(scratch.tokens, scratch.probs, count, np.int64(known.entries[entry].token), prob)
             entry, seen = known.entries[entry].following, seen + 1
         left *= 1 - share
     if left >= floor:
-        left, count = _add_recycled(
-            recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count
-        )
+        left, count = _add_recycled(sources, length, left, floor, scratch, count)
     if left >= floor:
-        before = 3 + longest + recycled.longest
-        left, count = _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count)
+        left, count = _add_suffixes(sources, length, left, floor, scratch, count)
     if left >= floor:
-        left, count = _add_level(four, 3, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
+        left, count = _add_level(sources, sources.levels[2], 3, length, left, floor, scratch, count)
     if left >= floor:
-        left, count = _add_level(three, 2, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
+        left, count = _add_level(sources, sources.levels[1], 2, length, left, floor, scratch, count)
     if left >= floor:
-        left, count = _add_level(two, 1, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
+        left, count = _add_level(sources, sources.levels[0], 1, length, left, floor, scratch, count)
     return count
 
 
 @lean
-def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabulary, ids, stop, depth, nodes, scratch):
+def mixed_best_first(sources, ids, stop, depth, nodes, scratch):
     """`ngram_search.best_first` with the mixture's probabilities."""
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
@@ -306,7 +300,7 @@ def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabu
             recent[length] = ids[place]
             length += 1
         floor = max(1e-6, worst / path / 4)  # four contributions may add up to a relevant probability
-        found = predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch)
+        found = predict(sources, length, floor, scratch)
         for i in range(found):
             size, made, _ = offer(nodes, size, done, made, tokens[i], parent, below, path * probs[i])
     return tree_of(nodes, size)
