@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, RunConfig, free, only, opt
-from outrider.data_prep.text.settings import DataConfig, Order, PromptFile
-from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig
+from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, free, only, opt
+from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
+from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig, RunDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,30 @@ class FetchConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsConfig(RunConfig):
-    """write-prompts: questions about what Python's standard library documents, in two files of chat prompts."""
+    """write-prompts: what users ask a target, as it writes that itself, in two files of prompts."""
 
-    file: PromptFile | None = None
-    """your own prompts instead, or a benchmark's by name, split the same way: at least 12, or half of them, are held
-    out"""
+    target: Model | None = free(None)
+    """model directory, GGUF file or Hub name of the model that writes prompts: users' turns by its chat template, or
+    without one the beginnings of documents"""
+    revision: Annotated[str | None, only(file=None)] = free(None, "of the target on the Hub: branch, tag or commit")
+    file: PromptFile | None = opt(None, "your own prompts instead, or a benchmark's by name, split the same way")
+    template: Annotated[PromptTemplate, only(file=None)] = "auto"
+    """auto: the tokenizer's own, or none if it has none; none: the beginnings of documents, after the BOS token"""
+    count: Annotated[Count, only(file=None)] = 10_000
+    """texts that the target writes, at temperature 0.9; prompts are those that end by themselves, each once"""
+    seed: Annotated[Seed, only(file=None)] = opt(0, "it decides the prompts")
+    dtype: Annotated[RunDtype, only(file=None)] = "auto"
+    """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
+    batch_size: Annotated[Count, only(file=None)] = free(64, "texts that are written together")
+    minutes: Annotated[Positive | None, only(file=None)] = free(None, "time limit of the writing")
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name"""
-    per_object: Annotated[Count, only(file=None)] = opt(4, "prompts about one object at most")
+    """share of the prompts kept for evaluation, at least 12 or half; of a target's own by a hash of each"""
     out_dir: str = free("runs/prompts", "where everything goes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = (self.target is None) != (self.file is None)
+        self.require("target", given, "the model that writes the prompts, or file= with prompts in its place")
 
 
 @dataclass(frozen=True, kw_only=True)

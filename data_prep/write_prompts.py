@@ -1,8 +1,8 @@
-"""Write chat prompts about the documentation of Python's library, for training and for evaluation."""
+"""Write prompts for training and for evaluation: a target's own, or those of a file."""
 
 from outrider.commands import script
 
-main = script("write_prompts", "outrider.data_prep.python_docs:write_prompts")
+main = script("write_prompts", "outrider.inference.batch.own_prompts:write_prompts")
 
 if __name__ == "__main__":
     main()

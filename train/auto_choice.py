@@ -38,6 +38,8 @@ _QUICK = 1.5  # minutes of the steps without a target and without a limit: promp
 _FEWEST = 2.0  # minutes that answers and report need at least: no `minutes` is below the sum of the two
 _REPORT_LOADS = 3.0  # loading times before a report measures: it compares, lays out and tunes models
 LOOK = (0.05, 0.5, 3.0)  # share of all minutes for the first answers, and its bounds
+_OWN_PROMPTS = 0.12  # share of all minutes in which the target writes prompts
+_FEWEST_TEXTS, _MOST_TEXTS = 40, 50_000  # that it writes for them
 _LARGER = {"fit.batch_rows": 32, "fit.micro_batch_rows": 16, "fit.epochs": 20}  # of a training on a GPU
 _ANSWERS = {"data": "responses", "data.path": f"{HERE}/responses/responses-*.jsonl"}
 _TRAINING = {
@@ -54,7 +56,7 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     size = _LARGER if look.device == "cuda" else {}
     share = min(0.5, _HELDOUT / look.prompts) if look.prompts else 0.0
     heldout = {"data.heldout_fraction": float(f"{share:.3g}")} if share > DataConfig.heldout_fraction else {}
-    template = {} if config.template == "auto" else {"template": config.template}
+    template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
     of_data = {f"data.{key}": value for key, value in template.items()}
     training = {**_ANSWERS, **of_data, **_TRAINING, **heldout}
     trained: dict[str | None, dict[str, object]] = {
@@ -72,10 +74,11 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
         },
     }  # fmt: skip
     return {
-        "prompts": {} if config.prompts is None else {"file": config.prompts},
+        "prompts": _prompts(config, look, template),
         "responses": {
-            "data": "python_docs", "data.path": f"{HERE}/prompts/train.jsonl", "dtype": "fast", "max_new_tokens": 160,
-            "temperature": 0.7, "top_k_logits": 16, "batch_size": look.rows, "shard_size": 2 * look.rows, **of_data,
+            "data": "local", "data.path": f"{HERE}/prompts/train.jsonl", "data.layout": "prompts", "dtype": "fast",
+            "max_new_tokens": 160, "temperature": 0.7, "top_k_logits": 16, "batch_size": look.rows,
+            "shard_size": 2 * look.rows, **of_data,
         },
         **{str(step): {**training, **trained[step]} for step in (KINDS[kind].step for kind in choice.kinds)},
         "trigrams": {**_ANSWERS, **of_data, "orders": [2, 3, 4]},
@@ -85,6 +88,14 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
             "card": True, "max_new_tokens": look.length(choice.kinds, choice.minutes.get("report", 0.0)), **template,
         },
     }  # fmt: skip
+
+
+def _prompts(config: AutoConfig, look: "Look", template: dict[str, object]) -> dict[str, object]:
+    """The options of the step that writes prompts."""
+    if config.prompts is not None:
+        return {"file": config.prompts}
+    written = {"count": _MOST_TEXTS, "dtype": "fast", "batch_size": max(_FEWEST_TEXTS, look.rows), **template}
+    return {"target": TARGET, TIME: float(f"{_OWN_PROMPTS * config.minutes:.3g}"), **written}
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,7 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
     for number, kind in enumerate(fits, 1):
         if by_prompts < ENOUGH_TOKENS:
             said = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
-            reasons[kind] = f"{said}: give more prompts"
+            reasons[kind] = f"{said}: give more {'minutes' if config.prompts is None else 'prompts'}"
         elif number > count:
             needed = max(ENOUGH_TOKENS / look.in_a_minute / answers, number * LEAST[look.device] / training) + before
             reasons[kind] = f"it pays from about {needed:.0f} minutes, with which it learns enough"
@@ -191,7 +202,8 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: M
     least = min(timed, look.report(kinds, _SHORTEST))  # of the report, which then has a verdict
     answering = _MORE * (look.prompts - look.answered) * look.answer_tokens / look.in_a_minute
     answering = min(answering, answers * timed, max(0.0, (1 - training) * timed - least))
-    minutes = {"responses": answering + look.spent, "report": (1 - training) * timed - answering}
+    looked = look.answered * look.answer_tokens / look.in_a_minute
+    minutes = {"responses": answering + looked, "report": (1 - training) * timed - answering}
     minutes |= {str(KINDS[kind].step): training * timed / len(kinds) for kind in kinds}
     return Choice(kinds, why, minutes)
 

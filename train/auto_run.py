@@ -18,11 +18,10 @@ from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import read_as
 from outrider.base.words import in_shell
-from outrider.data_prep.python_docs import own_split
-from outrider.data_prep.settings import FetchConfig
+from outrider.data_prep.settings import FetchConfig, PromptsConfig
 from outrider.data_prep.targets import fetch_target
-from outrider.data_prep.text.chat import render_prompt
-from outrider.data_prep.text.settings import prompt_file
+from outrider.data_prep.text.chat import around_question, render_prompt
+from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
@@ -101,10 +100,11 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
 
 def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
-    """Raise `UserError` for too few prompts, and for a held-out one that the report could not measure."""
+    """Raise `UserError` for too few prompts, a held-out one too long to measure, and a target that can write none."""
     if config.prompts is None:
+        around_question(target.tokenizer, config.template)
         return
-    prompts = own_split(prompt_file(config.prompts))["heldout"]
+    prompts = parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
     asked = ((one, config.template if one.chat else "none", f"prompt {one.id}") for one in prompts)
     tokenizer, most = target.tokenizer, look.context
     rendered = [render_prompt(one.turns[:1], tokenizer, how, most=most, where=where) for one, how, where in asked]

@@ -93,6 +93,32 @@ def _render(
     return ids
 
 
+def around_question(
+    tokenizer: PreTrainedTokenizerBase, template: str, option: str = "template"
+) -> tuple[list[int], str]:
+    """What a user's first turn stands between: the ids before it, and the first line of the text after it.
+
+    template: as of a prompt; auto is none where the tokenizer has no chat template. With none a text stands after the
+    BOS token, and the second is empty. Raises `UserError` without such a token.
+    """
+    if template == "none" or (template == "auto" and not tokenizer.chat_template):
+        if tokenizer.bos_token_id is None:
+            raise UserError(f"{name_of(tokenizer)} has no BOS token, which begins a text: give prompts of your own")
+        return [tokenizer.bos_token_id], ""
+    asked: list[Message] = [{"role": "user", "content": MARK}]
+    if template == "vicuna":
+        text = _vicuna(asked, tokenizer)[0] + "ASSISTANT:"
+    else:
+        text = apply_template(tokenizer, asked, "a question", option, opening=True)
+    before, _, after = text.partition(MARK)
+    if not after.strip():
+        raise UserError(f"{name_of(tokenizer)}: its chat template does not end a user's turn: give prompts of your own")
+    ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
+    if template == "vicuna" and adds_bos(tokenizer):
+        ids.insert(0, tokenizer.bos_token_id)
+    return ids, after.strip().partition("\n")[0]
+
+
 def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
     """The token ids of `text`; of a text with more than `most` tokens, those of a beginning, also more than `most`.
 

@@ -1,5 +1,6 @@
 """Prompts for measuring decoding: held-out library files, benchmark files, or texts given inline."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,10 +9,12 @@ from typing import TypeVar
 from outrider.base.errors import UserError, require
 from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
+from outrider.data_prep.text.records import turn_key
 from outrider.data_prep.text.settings import BENCHMARKS, DataConfig, prompt_file
-from outrider.data_prep.text.sources import read_records
+from outrider.data_prep.text.sources import Split, read_records
 
 Item = TypeVar("Item")
+_FEWEST, _HELDOUT = 10, 12  # prompts of a file at least, and of them to be held out
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
 
 
@@ -57,6 +60,28 @@ def read_prompts(
         print(f"num_prompts={limit}: {prompts} has {len(found)} prompts, and all of them are taken", flush=True)
     found = _with_own_ids(found)
     return found if limit is None else _spread(found, limit)
+
+
+def parted(
+    prompts: Sequence[Prompt], heldout_fraction: float, where: str, *, by_hash: bool = False
+) -> dict[Split, list[Prompt]]:
+    """The prompts, each once, and those of them that are held out; all of one first turn are on one side.
+
+    These are evenly spread. by_hash: a hash of the first turn chooses them, and orders all; in whatever company a
+    prompt is, it is then on the same side, but for few. Raises `UserError`, which names `where`, for too few.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in {prompt.turns: prompt for prompt in prompts}.values():
+        groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
+    if len(groups) < _FEWEST:
+        raise UserError(f"{where}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}")
+    count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
+    held = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
+    found: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
+    ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()) if by_hash else groups
+    for number, key in enumerate(ordered):
+        found["heldout" if number in held else "train"] += groups[key][: 1 if by_hash else None]
+    return found
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:

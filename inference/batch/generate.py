@@ -77,7 +77,7 @@ def generate_responses(config: GenerateConfig) -> None:
         return
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "responses"):
-        _generate(config, folder, state)
+        generate(config, folder, state, _read)
 
 
 def _plan(config: GenerateConfig) -> str:
@@ -129,7 +129,13 @@ def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Call
     return todo
 
 
-def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
+def generate(
+    config: GenerateConfig,
+    folder: Path,
+    state: PartialState,
+    read: Callable[[GenerateConfig, OpenTarget, int, Callable[[Task], bool]], Todo],
+) -> None:
+    """Answer the tasks that `read` finds, given the target, its context and which are wanted, in an existing folder."""
     target = open_target(config.target, config.revision, by_layers=False)
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
@@ -153,7 +159,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     def own(task: Task) -> bool:
         return task.id not in done and int(task.id, 16) % state.num_processes == state.process_index
 
-    todo = _read(config, target, server.context if server else context, own)
+    todo = read(config, target, server.context if server else context, own)
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()

@@ -18,7 +18,7 @@ from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.directory import Facts, Response
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import Answer, Task, render, uniforms
+from outrider.inference.batch.tasks import OWN, Answer, Task, render, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.engines.cpu.recorded import can_pack, ruled
 from outrider.inference.engines.packing import lay_out, pack_linears
@@ -107,7 +107,7 @@ class Responder:
         if task.messages is None:
             whole = [*task.prompt, *answer.said]
             shown = [{"role": "assistant", "content": self._text(whole)}]
-            task.parted = parting(whole, shown, self.tokenizer, "none")
+            task.parted = "" if task.template == OWN else parting(whole, shown, self.tokenizer, "none")
             return False
         before, through = map(self._verbatim, (task.prompt, [*task.prompt, *answer.said]))
         verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text

@@ -20,6 +20,7 @@ from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.inference.batch.settings import GenerateConfig
 
+OWN = "own"  # the template of texts whose beginnings are no prompts: only what is written counts
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
 
 

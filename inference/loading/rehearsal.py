@@ -44,7 +44,7 @@ _OF_STEPS: Mapping[str, float] = {"seq_len": 1024, "batch_rows": 4, "micro_batch
 _GIVEN: Mapping[str, object] = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
 _SET: Mapping[str, object] = {
     "epochs": None, "steps": 2, "log_every": 1, "eval_every": 1, "save_every": 1, "compile": False, "model": "tiny",
-    "answers": "target", "minutes": None,
+    "answers": "target", "minutes": None, "count": 96,
 }  # fmt: skip
 _DEFAULT = (
     "revision", "wandb", "reading", "taps", "merge", "prompt_text", "doctor_lengths", "server", "server_model",
@@ -108,6 +108,8 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """
+    if getattr(config, "file", None) is not None:  # prompts of a user's file: all of them
+        return config
     changes, data = dict[str, Any](), getattr(config, "data", None)
     most = {**_MOST, **(_OF_STEPS if models is None else {})}
     if models is None and not (isinstance(data, DataConfig) and any(_stays(part, folder) for part in _parts(data))):
@@ -130,8 +132,6 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
             changes[name] = {**_SET, **_GIVEN}[name]
         elif name in most and isinstance(value, int | float) and not isinstance(value, bool):
             changes[name] = min(value, most[name])
-        elif name == "per_object" and getattr(config, "file", None) is None:
-            changes[name] = 1
     if "path" in changes and changes["path"] is None:  # the small LM to continue is removed: train a new one
         changes |= {"layers": 1, **_GIVEN}
     if isinstance(config, EvaluateConfig):

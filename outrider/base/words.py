@@ -19,7 +19,10 @@ Columns = Mapping[str, tuple[str, str]]  # of a table: by a title, the template 
 _BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
 _FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
 _KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
-_DOCS = "write-prompts asks about the standard library only, and quotes up to 900 characters of it"
+_DOCS = (
+    "a target writes its prompts itself: `outrider write-prompts target=MODEL`, then data=local "
+    "data.path=runs/prompts/train.jsonl data.layout=prompts"
+)
 _ENGINES = "`outrider measure-engine` measures drafters in an engine, with the same options"
 _HEADS = (
     "EAGLE-3 heads are written for vLLM (dialect speculators) and SGLang (specforge); those of all trainers are read"
@@ -30,7 +33,7 @@ _STEP = (
 )
 GONE = {  # names of earlier versions, and why they are gone
     "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
-    "quoted_chars": _DOCS,
+    **dict.fromkeys(("python_docs", "per_object", "quoted_chars"), _DOCS),
     **dict.fromkeys(("engine", "engine_plain", "engine_python", "engine_options", "draft_tokens"), _ENGINES),
     "transcripts": "`outrider replay` replays recorded answers, with the same options but target=replay",
     "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,

@@ -32,10 +32,9 @@ from outrider.base.words import option
 from outrider.cli import print_anything, say
 from outrider.commands import config_for, reported
 from outrider.commands.evaluating import with_methods
-from outrider.data_prep.python_docs import own_split, write_prompts
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.data_files import resolve_paths
-from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.data_prep.text.records import turn_key
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
@@ -45,6 +44,7 @@ from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import run_identity
+from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.loading.rehearsal import read_some
 from outrider.train.auto_choice import Choice, Look, pipeline_of
 from outrider.train.pipeline_run import job_of, words_of
@@ -427,8 +427,8 @@ def test_one_turn_in_two_spellings_of_unicode_is_one_turn() -> None:
 
 def test_of_a_users_prompts_some_are_left_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(jsonl([{"turns": [f"Q {i}?"]} for i in range(25)]))
-    parted = own_split(tmp_path / "p.jsonl", 0.9999)
-    assert (len(parted["train"]), len(parted["heldout"])) == (1, 24)
+    found = parted(read_prompts(str(tmp_path / "p.jsonl")), 0.9999, "p")
+    assert (len(found["train"]), len(found["heldout"])) == (1, 24)
 
 
 def test_a_run_whose_prompts_were_held_out_otherwise_is_refused(tmp_path: Path) -> None:

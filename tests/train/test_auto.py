@@ -35,7 +35,7 @@ def test_what_is_trained_follows_from_what_was_measured() -> None:
     short = choose(replace(CONFIG, minutes=15.0), LOOK, {})
     assert slow.kinds == few.kinds == short.kinds == ()
     assert "minutes" in slow.not_tried["early_exit"]
-    assert "more prompts" in few.not_tried["small_lm"]
+    assert "more minutes" in few.not_tried["small_lm"]
     assert choose(CONFIG, LOOK, {"early_exit": "no layers"}).kinds == ("small_lm",)
     for choice in (slow, few, short, choose(CONFIG, LOOK, {})):
         assert {*choice.kinds, *choice.not_tried} == {*TRAINED}
@@ -61,11 +61,12 @@ def test_a_user_has_the_last_word() -> None:
 
 
 def test_all_minutes_are_given_out() -> None:
-    """To the steps that have a limit, to loading, and to what was spent on the look."""
-    for look in (LOOK, replace(LOOK, device="cuda"), replace(LOOK, tokens_per_second=50.0)):
+    """To the steps that have a limit, to loading, and to what was spent on the look: the answers go on with theirs."""
+    for look in (LOOK, replace(LOOK, device="cuda", answered=150), replace(LOOK, tokens_per_second=50.0)):
         choice = choose(CONFIG, look, {})
         loads = 2 + len(choice.kinds)
-        assert sum(choice.minutes.values()) + loads * look.loading + 1.5 == pytest.approx(CONFIG.minutes)
+        before = look.spent - look.answered * look.answer_tokens / look.in_a_minute + loads * look.loading + 1.5
+        assert sum(choice.minutes.values()) + before == pytest.approx(CONFIG.minutes)
         trained = [choice.minutes[step] for step in choice.minutes if step not in ("responses", "report")]
         assert len(trained) == len(choice.kinds)
         assert all(minutes >= 0.9 * LEAST[look.device] for minutes in trained)
@@ -102,6 +103,8 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     sources = {method.source for method in built["report"].methods.values()}
     assert sources == {*kinds, "ngrams", "prompt_lookup"}
     assert pipeline.options("prompts") == {"file": "p.jsonl"}
+    step = settings_of(pipeline_of(replace(config, prompts=None), choice, look))["prompts"]
+    assert (step.target, step.template, step.minutes) == ("org/model", "vicuna", 7.2)
     assert TIME not in pipeline.options("trigrams")
 
 
@@ -199,7 +202,7 @@ def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -
     prompts = str(own_prompts(tmp_path)) if own else None
     pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
     step = small(settings_of(pipeline)["prompts"], tmp_path)
-    assert (step.file, step.per_object == 1) == (prompts, not own)
+    assert (step.file, step.target, step.count < 100) == (prompts, None if own else "org/model", not own)
 
 
 def test_a_choice_of_nothing_leaves_the_table() -> None:

@@ -26,7 +26,7 @@ class AutoConfig(RunConfig):
     MB)"""
     prompts: PromptFile | None = None
     """a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
-    answered to train on, the others measured; null: questions about Python"""
+    answered to train on, the others measured; null: the target writes them"""
     template: PromptTemplate = "auto"
     """of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations"""
     minutes: Annotated[float, Ge(3.5)] = 30.0

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.data_prep.python_docs import write_prompts
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.data_prep.text.settings import BENCHMARKS, DataConfig
 from outrider.data_prep.text.sources import is_heldout, python_stdlib_files
+from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 

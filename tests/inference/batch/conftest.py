@@ -23,7 +23,8 @@ def on_the_cpu(monkeypatch):
         is_main_process=True,
         wait_for_everyone=lambda: None,
     )
-    monkeypatch.setattr("outrider.inference.batch.generate.join_processes", lambda: alone)
+    for module in ("generate", "own_prompts"):
+        monkeypatch.setattr(f"outrider.inference.batch.{module}.join_processes", lambda: alone)
 
 
 @pytest.fixture(scope="module")

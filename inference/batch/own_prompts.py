@@ -1,0 +1,100 @@
+"""Prompts in two files, for training and for evaluation: a target's own (Magpie, arXiv 2406.08464), or those of a file.
+
+train.jsonl    prompts to answer (generate-responses), {"id", "category", "turns" or "prompt"}
+heldout.jsonl  prompts for evaluation, in the same layout
+prompts.json   what they were made of, their counts, and the SHA-256 of each file; written last
+written/       the texts that the target has written (see `directory`)
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from accelerate import PartialState
+
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.run_dirs import finished
+from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.chat import around_question
+from outrider.data_prep.text.prompt_records import Prompt, as_record
+from outrider.data_prep.text.prompts import parted, read_prompts
+from outrider.data_prep.text.settings import DataConfig, prompt_file
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.inference.batch.directory import read_shard, shards
+from outrider.inference.batch.generate import generate
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.batch.tasks import OWN, Task, Todo
+
+_LONGEST, _SHORTEST = 128, 16  # tokens that are written for a prompt; characters that it has at least
+
+
+def write_prompts(config: PromptsConfig) -> None:
+    """Write both files to `config.out_dir`: of `config.file`, else of what `config.target` writes.
+
+    Raises `UserError`, also for a target that writes too few prompts.
+    """
+    state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, folder, "prompts"):
+        file, identity = None if config.file is None else prompt_file(config.file, "file"), config.deciding()
+        if file is not None:  # per_object: an option of earlier versions, at its default
+            identity |= {"file": hashlib.sha256(file.read_bytes()).hexdigest(), "per_object": 4}
+        else:
+            target = open_target(str(config.target), config.revision, by_layers=False)
+            identity["model"] = model_identity(target.files)
+        if finished(folder / "prompts.json", identity, config.resume, config):
+            print(f"{folder}: finished already")
+            return
+        if file is None:
+            _write(config, target, folder / "written", state)
+
+        def save() -> None:
+            prompts = read_prompts(str(file)) if file else _prompts(config, target, folder / "written")
+            split = parted(prompts, config.heldout_fraction, config.file or target.source, by_hash=file is None)
+            _save(split, folder, identity)
+
+        from_main(state, save)
+
+
+def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
+    """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
+    start, _ = around_question(target.tokenizer, config.template)
+
+    def tasks(_: object, __: object, context: int, wanted: Callable[[Task], bool]) -> Todo:
+        every = (Task(f"{number:032x}", f"text {number}", OWN, start) for number in range(config.count))
+        return Todo(context, [*filter(wanted, every)])
+
+    given = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
+    given |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
+    asked = GenerateConfig(target=target.source, data=DataConfig(), out_dir=str(folder), **given)
+    generate(asked, require_writable(folder), state, tasks)
+
+
+def _prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
+    """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
+    (start, after), found = around_question(target.tokenizer, config.template), list[Prompt]()
+    special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
+    records = [response.record for shard in shards(folder) for response in read_shard(shard)]
+    for record in sorted(records, key=lambda record: str(record["id"])):
+        ids, ended = record["written"]["documents"][0]["ids"][len(start) :], record["finish"] == "end"
+        said = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
+        text, goes_on, _ = said.partition(after) if after else (said.rstrip("\ufffd"), "anywhere", "")
+        if len(text := text.strip()) >= _SHORTEST and (ended or goes_on) and not any(one in text for one in special):
+            name = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
+            found.append(Prompt(name, "own", (text,), bool(after)))
+    return found
+
+
+def _save(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
+    made: dict[str, object] = {}
+    for half, prompts in split.items():
+        content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in prompts).encode()
+        write_atomically(folder / f"{half}.jsonl", content)
+        categories, digest = Counter(prompt.category for prompt in prompts), hashlib.sha256(content).hexdigest()
+        made[half] = {"prompts": len(prompts), "categories": categories, "sha256": digest}
+    write_json(folder / "prompts.json", {"made_of": identity, **made})
+    print(f"write_prompts out_dir={folder} train={len(split['train'])} heldout={len(split['heldout'])}", flush=True)
