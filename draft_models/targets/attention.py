@@ -138,8 +138,8 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
         own = keys[:, :, band.front + start : band.front + end]
         return own if not band.front else torch.cat([keys[:, :, : band.front], own], 2)
 
-    def attend(own: Band, place: tuple[int, int, int], *given: Tensor) -> Tensor:
-        return grouped_attention(module, *given, own.block(*place), **options)[0]
+    def attend(own: Band, place: tuple[int, int, int], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(module, queries, keys, values, own.block(*place), **options)[0]
 
     alike, rows = len(query) // len(band.blocks), []
     given = [x.split(alike) for x in (query, key, value, band.first)]
