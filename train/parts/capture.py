@@ -31,7 +31,7 @@ from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.interface import Step
+from outrider.inference.stopping.interface import Step, StopRule
 from outrider.train.core import run_dir
 from outrider.train.core.training import Batch
 
@@ -61,7 +61,7 @@ class Drafting:
     ends: Collection[int] = ()
 
 
-class Recorder:
+class Recorder(StopRule):
     """A stop rule that never stops early and records the head's inputs and the outcome of every tested token.
 
     The accepted tokens and the first rejected one are tested; the target says nothing about later ones. whole: keep
