@@ -25,7 +25,7 @@ from outrider.draft_models.losses import linear_cross_entropy
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.core.session import Session
-from outrider.inference.drafters.shaped import ModelDrafter, allowance_of
+from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
@@ -147,7 +147,7 @@ class BigramPlugin(DrafterPlugin):
         self, model: Bigram, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
         structure = make_structure(method, streams, drawn, None, tuning)
-        return ModelDrafter(self.draft_model(model, method), structure, allowance_of(tuning))
+        return ModelDrafter(self.draft_model(model, method), structure, tuning and tuning.allowance())
 
 
 PLUGIN = BigramPlugin()
