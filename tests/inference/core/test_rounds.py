@@ -24,6 +24,7 @@ from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Structure, make_structure
+from tests import tiny
 from tests.known_targets import Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
@@ -31,12 +32,8 @@ from tests.tiny import method_of, random_prompt
 
 SOURCES = ("early_exit", "early_exit, first layer", "early_exit, two layers", "small_lm", "skip_layers", "eagle3")
 STRUCTURES = {
-    "chain": StructureConfig(),
-    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    **tiny.STRUCTURES,
     "k_config, with_replacement": StructureConfig(kind="k_config", widths=(3, 2, 2), draw="with_replacement"),
-    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
-    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
-    "static": StructureConfig(kind="static", shape="eagle"),
 }
 
 

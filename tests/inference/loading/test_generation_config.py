@@ -261,14 +261,14 @@ def test_what_is_taken_over_is_said_and_kept_to(saying: Callable[..., Path], tex
 def test_a_config_that_is_ignored_is_named(saying: Callable[..., Path], text: list[int], tmp_path: Path) -> None:
     """All of it, also what could not have been taken over; then texts are the model's own."""
     fields = {"repetition_penalty": 1.5, "guidance_scale": 1.5, "stop_strings": ["a"], "eos_token_id": 250,
-              "watermarking_config": {"greenlist_ratio": 0.3}}  # fmt: skip
+              "watermarking_config": {"greenlist_ratio": 0.3}, "suppress_tokens": [*range(99)]}  # fmt: skip
     found = evaluate(saying(**fields), tmp_path / "out", generation_config="none")
     assert found == dict.fromkeys([AUTOREGRESSIVE, *METHODS, TRANSFORMERS], text)
     said = (tmp_path / "out/report.md").read_text()
-    assert (
-        'Left out of the target\'s generation config, in all arms: repetition_penalty 1.5, stop_strings ["a"], ' in said
-    )
-    assert "guidance_scale 1.5, watermarking_config {" in said
+    assert "Left out of the target's generation config, in all arms: " in said
+    assert [name for name in fields if name != "eos_token_id" and f"{name} " not in said] == []
+    assert "suppress_tokens [0, 1, 2" in said
+    assert ", 98" not in said
 
 
 def test_a_penalty_or_stop_strings_that_are_given_win(

@@ -4,7 +4,8 @@ import copy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -398,17 +399,11 @@ def test_decoding_uses_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch
     assert plain != drafted
 
 
-class Ticks:
+def ticks(seconds: Callable[[int], float]) -> Iterator[float]:
     """A clock: a pass in one call takes a second; layers one by one take `seconds` of the number of rows."""
-
-    def __init__(self, seconds: Callable[[int], float]):
-        self.turn, self.seconds = 0, seconds
-
-    def __call__(self) -> float:
-        place, part = divmod(self.turn, 3)
+    for place in count():
         rows = at_once.WIDTHS[place // (1 + at_once.REPEATS)]
-        self.turn += 1
-        return 100.0 * place + (0.0, 1.0, 1.0 + self.seconds(rows))[part]
+        yield from (100.0 * place, 100.0 * place + 1.0, 100.0 * place + 1.0 + seconds(rows))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +419,7 @@ def test_the_faster_way_is_measured(
     assert isinstance(together, LayersAtOnce)
     assert together.is_faster(layers)  # too small to be measured
     monkeypatch.setattr(at_once, "SMALL", 0)
-    assert together.is_faster(layers, Ticks(seconds)) == faster
+    assert together.is_faster(layers, ticks(seconds).__next__) == faster
 
 
 @pytest.mark.parametrize("faster", [True, False])

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,12 +104,7 @@ def test_products_are_timed_without_a_fault() -> None:
 
 def test_amx_is_not_used_where_linux_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first instruction would end the process."""
-
-    class Refusing:
-        def syscall(self, *_: object) -> int:
-            return -1
-
-    monkeypatch.setattr(by_amx.ctypes, "CDLL", lambda _: Refusing())
+    monkeypatch.setattr(by_amx.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: -1))
     has_amx.cache_clear()
     try:
         assert not has_amx()
