@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
-from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.targets.open_target import open_target
 from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 
@@ -19,8 +17,8 @@ def models(folder: Path) -> list[str]:
     """A target with two drafters in `folder`; the options that name them."""
     path = save_target(folder / "target", eos_token_id=257)
     save_target(folder / "small", seed=1)
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
-    save_pretrained(folder / "eesd", make_drafter(path, 2, noise=0.1), fingerprint, {}, torch.float32)
+    drafter = make_drafter(path, 2, noise=0.1)
+    save_pretrained(folder / "eesd", drafter, open_target(str(path)).fingerprint, {}, torch.float32)
     return [f"target={path}", f"checkpoint={folder / 'eesd'}", f"small_lm={folder / 'small'}"]
 
 

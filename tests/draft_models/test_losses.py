@@ -62,22 +62,27 @@ TWINS = {
 }
 
 
-def problem(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def problem(dtype: torch.dtype = torch.float64, *shape: int) -> dict[str, Tensor]:
     """A drafter's and a target's hidden states and heads, of different widths, and labels with holes."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    labels = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    labels[torch.rand(3, 7, generator=generator) < 0.3] = IGNORE
+    shape = shape or (3, 7)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = IGNORE
     return {
-        "hidden": normal(3, 7, WIDTH),
+        "hidden": normal(*shape, WIDTH),
         "weight": normal(VOCABULARY, WIDTH),
-        "target_hidden": normal(3, 7, WIDTH + 3),
+        "target_hidden": normal(*shape, WIDTH + 3),
         "target_weight": normal(VOCABULARY, WIDTH + 3),
         "labels": labels,
     }
+
+
+def drafters_side(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: given[name] for name in ("hidden", "weight", "labels")}
 
 
 def values(loss: Callable[..., Tensor], given: dict[str, Tensor], chunk: int = 1024, **options: object) -> list[Tensor]:
@@ -99,8 +104,8 @@ def distributions(given: dict[str, Tensor], rule: LogitRule = PLAIN) -> tuple[Te
 def top_k(given: dict[str, Tensor], k: int) -> dict[str, Tensor]:
     """`given` with the target's side reduced to its k likeliest tokens and the rest."""
     top = (given["target_hidden"] @ given["target_weight"].T).log_softmax(-1).topk(k)
-    left = {name: given[name] for name in ("hidden", "weight", "labels")}
-    return {**left, "top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+    known = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+    return {**drafters_side(given), **known}
 
 
 def buckets(p: Tensor, ids: Tensor) -> Tensor:
@@ -306,133 +311,87 @@ def test_the_target_gets_no_gradient_and_evaluation_none() -> None:
         assert not linear_divergence(**given, kind="reverse_kl").requires_grad
 
 
-def _problem(dtype=torch.float64, shape=(3, 7)):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(*shape, WIDTH, generator=generator, dtype=dtype)
-    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=dtype)
-    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < 0.3] = IGNORE
-    return hidden, weight, labels
-
-
-def _reference(hidden, weight, labels):
-    logits = (hidden @ weight.T).flatten(0, -2)
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor, rule: LogitRule = PLAIN) -> Tensor:
+    logits = rule(hidden @ weight.T).flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
-def _value_and_gradients(loss_function, hidden, weight, labels, scale=0.37, chunk=1024, **options):
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    with patch(ROWS_AT_ONCE, lambda *_: chunk):
-        loss = loss_function(hidden, weight, labels, **options)
-    (loss * scale).backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 5, 1024])
-def test_equals_cross_entropy(chunk):
-    problem = _problem()
-    expected = _value_and_gradients(_reference, *problem)
-    got = _value_and_gradients(linear_cross_entropy, *problem, chunk=chunk)
-    for value, reference in zip(got, expected, strict=True):
-        # the sum over positions and the softmax are float32 by contract
-        torch.testing.assert_close(value.double(), reference, rtol=2e-6, atol=2e-6)
 
 
 RULES = [LogitRule(factor=0.4), LogitRule(divisor=3.0), LogitRule(cap=1.5), LogitRule(factor=2.0, cap=0.7)]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_what_a_model_makes_of_its_logits(rule):
-    """Scaled and capped, values and gradients."""
-
-    def reference(hidden, weight, labels):
-        logits = rule(hidden @ weight.T).flatten(0, -2)
-        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-    expected = _value_and_gradients(reference, *_problem())
-    got = _value_and_gradients(linear_cross_entropy, *_problem(), chunk=4, rule=rule)
-    for value, wanted in zip(got, expected, strict=True):
+@pytest.mark.parametrize("rule", [PLAIN, *RULES])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 1024])
+def test_equals_cross_entropy(chunk: int, rule: LogitRule) -> None:
+    """Of logits as they are, and of what a model makes of them: scaled and capped."""
+    given = drafters_side(problem())
+    expected = values(reference, given, rule=rule)
+    for value, wanted in zip(values(linear_cross_entropy, given, chunk, rule=rule), expected, strict=True):
+        # the sum over positions and the softmax are float32 by contract
         torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_bias_of_the_head_is_one_more_column():
-    hidden, _, _ = _problem()
+def test_a_bias_of_the_head_is_one_more_column() -> None:
+    hidden = problem()["hidden"]
     head = torch.nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
     wider, weight = head_product(head, hidden)
     torch.testing.assert_close(wider @ weight.T, head(hidden))
 
 
-def test_ignored_positions_get_no_gradient():
-    hidden, weight, labels = _problem()
-    _, gradient, _ = _value_and_gradients(linear_cross_entropy, hidden, weight, labels)
-    assert (gradient[labels == IGNORE] == 0).all()
-    assert (gradient[labels != IGNORE] != 0).any(-1).all()
-
-
-def test_no_supervised_position_is_zero_loss_with_zero_gradients():
-    hidden, weight, labels = _problem()
-    found = _value_and_gradients(linear_cross_entropy, hidden, weight, torch.full_like(labels, IGNORE))
+def test_no_supervised_position_is_zero_loss_with_zero_gradients() -> None:
+    given = drafters_side(problem())
+    found = values(linear_cross_entropy, {**given, "labels": torch.full_like(given["labels"], IGNORE)})
     assert not any(value.any() for value in found)
 
 
-def test_evaluation_spends_nothing_on_gradients(monkeypatch):
-    hidden, weight, labels = (tensor.requires_grad_(tensor.is_floating_point()) for tensor in _problem())
-    expected = linear_cross_entropy(hidden, weight, labels).detach()
-
-    def forbidden(*_args, **_kwargs):
-        raise AssertionError("a gradient was computed")
-
-    monkeypatch.setattr(torch.Tensor, "scatter_add_", forbidden)
+def test_evaluation_spends_nothing_on_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = drafters_side(problem())
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    expected = linear_cross_entropy(hidden, weight, given["labels"]).detach()
+    monkeypatch.setattr(torch.Tensor, "scatter_add_", None)  # no gradient is computed without it
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, labels)
-    assert loss == expected
+        assert linear_cross_entropy(hidden, weight, given["labels"]) == expected
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "both"])
-def test_frozen_inputs_get_no_gradient(frozen):
-    hidden, weight, labels = _problem()
-    _, hidden_reference, weight_reference = _value_and_gradients(_reference, hidden, weight, labels, scale=1)
-    hidden.requires_grad_(frozen == "weight")
-    weight.requires_grad_(frozen == "hidden")
-    loss = linear_cross_entropy(hidden, weight, labels)
+def test_frozen_inputs_get_no_gradient(frozen: str) -> None:
+    given = drafters_side(problem())
+    expected = dict(zip(("hidden", "weight"), values(reference, given)[1:], strict=True))
+    for name in expected:
+        given[name].requires_grad_(frozen not in (name, "both"))
+    loss = linear_cross_entropy(**given)
     assert loss.requires_grad == (frozen != "both")
     if frozen != "both":
-        loss.backward()
-    for tensor, reference in ((hidden, hidden_reference), (weight, weight_reference)):
-        if tensor.requires_grad:
-            torch.testing.assert_close(tensor.grad, reference, rtol=2e-6, atol=2e-6)
+        (loss * 0.37).backward()
+    for name, wanted in expected.items():
+        if given[name].requires_grad:
+            torch.testing.assert_close(given[name].grad, wanted, rtol=2e-6, atol=2e-6)
         else:
-            assert tensor.grad is None
+            assert given[name].grad is None
 
 
-def test_autocast_keeps_float32_masters():
-    hidden, weight, labels = _problem(torch.float32, (4, 16))
-    expected = _value_and_gradients(_reference, hidden, weight, labels)
+def test_autocast_keeps_float32_masters() -> None:
+    given = drafters_side(problem(torch.float32, 4, 16))
+    hidden, weight, labels = given.values()
+    expected = values(reference, given)
     with torch.autocast("cpu", torch.bfloat16):
-        got = _value_and_gradients(linear_cross_entropy, hidden, weight, labels)
+        got = values(linear_cross_entropy, given)
     assert [value.dtype for value in got] == [torch.float32] * 3
-    for value, reference in zip(got, expected, strict=True):
+    for value, wanted in zip(got, expected, strict=True):
         # bfloat16 has 8 bits; sums of a few dozen terms stay within a few of its steps
-        torch.testing.assert_close(value, reference, rtol=0.02, atol=0.02 * reference.abs().max().item())
+        torch.testing.assert_close(value, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
     keep = labels != IGNORE
     products = (hidden[keep].bfloat16() @ weight.bfloat16().T).float()  # these are rounded, what is made of them is not
     torch.testing.assert_close(got[0], F.cross_entropy(products, labels[keep], reduction="sum"), rtol=1e-5, atol=0)
 
 
-def test_the_weights_gradient_is_summed_in_float32():
+def test_the_weights_gradient_is_summed_in_float32() -> None:
     """A thousand equal positions, one at a time: a bfloat16 sum of their gradients stops growing at 256 of them."""
-    hidden, weight, _ = _problem(torch.float32, (1,))
-    labels = torch.tensor([3])
+    given = problem(torch.float32, 1)
+    hidden, weight, labels = given["hidden"], given["weight"], torch.tensor([3])
     for stored, rounding in ((weight, 1e-3), (weight.bfloat16(), 2**-7)):  # the sum is rounded once, at its end
+        one = {"hidden": hidden, "weight": stored, "labels": labels}
+        many = {"hidden": hidden.expand(1000, -1), "weight": stored, "labels": labels.expand(1000)}
         with torch.autocast("cpu", torch.bfloat16):
-            _, _, one = _value_and_gradients(linear_cross_entropy, hidden, stored, labels)
-            many = (hidden.expand(1000, -1), stored, labels.expand(1000))
-            _, _, all_of_them = _value_and_gradients(linear_cross_entropy, *many, chunk=1)
-        torch.testing.assert_close(all_of_them, 1000 * one, rtol=rounding, atol=0)
-
-
-def test_bfloat16_weight_gets_a_bfloat16_gradient():
-    hidden, weight, labels = _problem(torch.float32)
-    weight = weight.bfloat16().requires_grad_()
-    linear_cross_entropy(hidden, weight, labels).backward()
-    assert weight.grad.dtype == torch.bfloat16
+            expected = values(linear_cross_entropy, one)[2]
+            found = values(linear_cross_entropy, many, chunk=1)[2]
+        torch.testing.assert_close(found, 1000 * expected, rtol=rounding, atol=0)

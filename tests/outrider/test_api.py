@@ -195,25 +195,20 @@ def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
     [({}, "prompt_lookup"), ({"table": TABLE}, "ngrams"), ({"small_lm": SMALL_LM}, "vanilla"),
      ({"small_lm": SMALL_LM, "method": "opt_tree"}, "opt_tree"), ({"eagle3": EAGLE3}, "eagle3"),
      ({"table": TABLE, "method": "aded"}, "aded"),
-     ({"method": MethodConfig("prompt_lookup", stop=StopConfig(max_draft=2))}, "method")],
+     ({"method": MethodConfig("prompt_lookup", stop=StopConfig(max_draft=2))}, "method"),
+     *(({"source": held}, name) for held, name in ((EAGLE3, "eagle3"), (TABLE, "ngrams"), (SMALL_LM, "vanilla")))],
     ids=str,
 )  # fmt: skip
 def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any], method: str) -> None:
+    """Named beside its target, or in the first place."""
     given = {key: str(tiny_models / value) if key != "method" else value for key, value in given.items()}
-    model = shown_by_letters(outrider.load(str(folder / TARGET), device="cpu", **given))
+    target = str(folder / TARGET)
+    asked = {"source": target, **given} if "source" not in given else {**given, "target": target}
+    model = shown_by_letters(outrider.load(**asked, device="cpu"))
     assert model.name == method
+    assert {*model.drafters} <= {model.method.source}
     expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=16)
     assert model.generate(PROMPT, max_new_tokens=16) == expected
-
-
-@pytest.mark.parametrize(("held", "method"), [(EAGLE3, "eagle3"), (TABLE, "ngrams"), (SMALL_LM, "vanilla")])
-def test_a_drafter_of_any_kind_is_loaded_for_its_target(
-    tiny_models: Path, folder: Path, held: str, method: str
-) -> None:
-    model = shown_by_letters(outrider.load(tiny_models / held, target=str(folder / TARGET), device="cpu"))
-    assert (model.name, list(model.drafters)) == (method, [model.method.source])
-    alone = shown_by_letters(outrider.load(folder / TARGET, device="cpu"))
-    assert model.generate(PROMPT, max_new_tokens=12) == alone.generate(PROMPT, max_new_tokens=12)
 
 
 @pytest.mark.slow

@@ -19,10 +19,9 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration
 from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import HEAD_FOLDER, TARGET, ReadingChanges
-from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
+from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.core.rounds import Round
@@ -293,7 +292,7 @@ def test_another_template_than_the_drafters_is_warned_of(
 ) -> None:
     path = Path(shutil.copytree(folder / "target", tmp_path / "target"))
     byte_tokenizer("{{ messages }}").save_pretrained(path)
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = open_target(str(path)).fingerprint
     talk = DataConfig(source="local", path="chat.jsonl", template="vicuna")
     record = {"data": json.loads(json.dumps(talk.deciding()))}
     drafter = make_drafter(path, LAYERS - 1)
@@ -320,7 +319,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     monkeypatch.setattr(calibration, "capture_splits", capture)
     run = calibrating(folder, tmp_path / "run", resume=True)
     path = folder / "target"
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = open_target(str(path)).fingerprint
     save_pretrained(tmp_path / "other", make_drafter(path, LAYERS - 1, noise=0.2), fingerprint, {}, torch.float32)
     others: list[dict[str, Any]] = [
         {"max_draft": 3}, {"new_tokens": 12}, {"dtype": "float64"}, {"checkpoint": str(tmp_path / "other")},

@@ -67,13 +67,6 @@ def test_it_is_an_ordinary_directory(finished):
     assert {path.name for path in Path(finished.out_dir).glob(".*")} == {LOCK_FILE}  # nothing half-written is left
 
 
-def test_the_report_says_how_good_it_is(finished):
-    report = json.loads((Path(finished.out_dir) / "toy_target.json").read_text())
-    assert 0 < report["bits_per_byte"] < 9
-    assert report["steps"] == 6
-    assert report["settings"]["fit"]["lr"] == 0.004
-
-
 @pytest.mark.slow
 def test_the_same_settings_give_the_same_bits(finished, tmp_path):
     again = _config(tmp_path)
@@ -95,6 +88,7 @@ def test_minutes_end_it(tmp_path):
     train_toy_target(config)
     report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
     assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
+    assert 0 < report["bits_per_byte"] < 9
 
 
 @pytest.mark.slow
@@ -177,17 +171,6 @@ def test_untrained_layers_are_the_identity(tmp_path):
     torch.testing.assert_close(hidden[0], hidden[-2], rtol=0, atol=0)
     for name, parameter in build_lm(config, tokenizer).named_parameters():
         assert torch.equal(parameter, lm.get_parameter(name))
-
-
-@pytest.mark.gpu
-def test_a_gpu_trains_it_for_some_minutes(tmp_path):
-    config = _config(tmp_path, minutes=0.05, hidden=64, layers=3, seq_len=64)
-    train_toy_target(replace(config, fit=replace(config.fit, steps=200, save_every=None)))
-    out_dir = Path(config.out_dir)
-    report = json.loads((out_dir / TOY_REPORT).read_text())
-    assert report["steps"] <= 200
-    assert report["bits_per_byte"] < 8
-    assert set(AutoModelForCausalLM.from_pretrained(out_dir).state_dict()) >= {"model.layers.0.mlp.up_proj.weight"}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -304,11 +304,8 @@ def mix(tmp_path):
     """A mix of conversations (few of whose tokens are supervised) and plain text (all of whose tokens are)."""
 
     def write(name, records):
-        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / name).write_text(lines(records))
         return str(tmp_path / name)
-
-    def talk(question, answer):
-        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
     talks = write("talks.jsonl", [talk(f"Hello {i} " * 9, f"there {i}") for i in range(60)])
     texts = write("texts.jsonl", [{"text": f"def add(first, second): return {i}\n" * 3} for i in range(300)])
