@@ -14,9 +14,8 @@ from outrider.base.run_dirs import code_version
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module
-from outrider.inference.batch.directory import Response, Shard, prompt_id
+from outrider.inference.batch.directory import prompt_id
 from outrider.inference.batch.generate import generate_responses, run_identity
-from outrider.inference.batch.tasks import TopK
 from tests.inference.batch.responding import TALKS, letter_tokenizer, responses, summary, talk
 from tests.tiny import save_target
 
@@ -54,30 +53,6 @@ def test_records_from_elsewhere_with_ids_of_their_own_answer_their_prompts(make)
     (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
     generate_responses(replace(config, resume=True))
     assert responses(config).keys() == {"own-0", "own-1", "own-2", prompt_id(talk("question 3")["messages"])}
-
-
-def test_a_shard_is_there_only_once_it_is_whole(tmp_path, monkeypatch):
-    """Killed before any of its files, of which the one that names it comes last."""
-    top = TopK(torch.tensor([3]), torch.tensor([[3, 4]]), torch.zeros(1, 2), torch.zeros(1))
-    shard = Shard([Response({"id": "a", "text": "b"}, top)], [{"id": "c", "reason": "empty"}])
-    write, left = directory.write_atomically, 0
-
-    def killed(*given):
-        nonlocal left
-        if not left:
-            raise KeyboardInterrupt
-        left -= 1
-        write(*given)
-
-    monkeypatch.setattr(directory, "write_atomically", killed)
-    for files in range(3):
-        left = files
-        with pytest.raises(KeyboardInterrupt):
-            shard.save(tmp_path, 0)
-        assert directory.answered(tmp_path) == set()
-    left = 3
-    shard.save(tmp_path, 0)
-    assert directory.answered(tmp_path) == {"a", "c"}
 
 
 def test_the_directory_is_kept_from_others_until_the_end(make, monkeypatch):

@@ -192,24 +192,6 @@ def test_any_processor_of_transformers(processor: LogitsProcessor) -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "config", [SamplingConfig(0, repetition_penalty=1.3), SamplingConfig(0.7, repetition_penalty=1.3), EVERYTHING]
-)
-def test_rows_are_independent(config: SamplingConfig) -> None:
-    """A row's distribution is a function of its own logits and its own branch."""
-    sampler = Sampler(config, [NoRepeatNGramLogitsProcessor(2)])
-    together = sampler.probabilities(logits_of(), contexts())
-    for row, text in enumerate(contexts()):
-        assert torch.equal(sampler.probabilities(logits_of()[row : row + 1], [text])[0], together[row])
-    changed, others = logits_of(), contexts()
-    changed[3] = logits_of(1)[3]
-    others[3] = torch.tensor([30, 31])
-    different = sampler.probabilities(changed, others)
-    keep = [row for row in range(len(PATHS)) if row != 3]
-    assert torch.equal(different[keep], together[keep])
-    assert not torch.equal(different[3], together[3])
-
-
 def test_temperature_zero_is_a_point_mass() -> None:
     """On the best token after the penalty; the warpers have no say, as in greedy `generate`."""
     logits = torch.tensor([[5.0, 4.0, 1.0], [5.0, 4.0, 1.0]])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import speculative
-from outrider.inference.core.rows import RoundRows, unpack
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
@@ -89,18 +88,6 @@ def test_every_row_of_a_tree_sees_its_own_path(
 
 
 _tree_targets: dict = {}
-
-
-@settings(deadline=None)
-@given(parents=trees())
-def test_ancestors_are_the_transitive_closure(parents: list[int]) -> None:
-    closure = unpack(RoundRows(parents).ancestors, len(parents))
-    for row in range(len(parents)):
-        chain, node = set(), row
-        while node >= 0:
-            chain.add(node)
-            node = parents[node]
-        assert set(closure[row].nonzero()[0].tolist()) == chain
 
 
 def test_first_half_is_not_run_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,17 +20,6 @@ from outrider.inference.report import plots
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
-
-
-class Ticking:
-    """A clock that goes on by `seconds` whenever it is asked."""
-
-    def __init__(self, seconds: float) -> None:
-        self.now, self.seconds = 0.0, seconds
-
-    def __call__(self) -> float:
-        self.now += self.seconds
-        return self.now
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
@@ -66,7 +56,7 @@ def timed(
     made = replace(made, minutes=minutes, resume=resume)
     questions = [replace(QUESTIONS[0], id=str(number)) for number in range(8)]
     with patch.object(plots, "_save", return_value=""):  # plots take longer to draw than these models to decode
-        compare.evaluate_checkpoint(made, questions, clock or Ticking(seconds))
+        compare.evaluate_checkpoint(made, questions, clock or count(seconds, seconds).__next__)
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.inference.drafters.ngram.mixture import Mixture
-from outrider.inference.drafters.ngram.ngram_search import Nodes
 from outrider.inference.drafters.ngram.ngrams import MixedDrafter
 from outrider.inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
 from outrider.inference.settings.method import NgramConfig
+from tests.faults import plant
 from tests.inference.ngram_cases import FakeSession, make_table
 from tests.inference.serving.vllm_stand_in import Request, Runner, vllm_config
 
@@ -127,38 +126,28 @@ def some_requests() -> list[Request]:
     return [Request(*(generator.integers(0, VOCABULARY, size).tolist() for size in pair)) for pair in sizes]
 
 
-class LatestUnread(Mixture):
-    """A fault: a context lacks its latest token."""
-
-    def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
-        return super().search(ids, stop - 1, depth, nodes)
-
-
-class OldestUnread(Mixture):
-    """A fault: the longest context of the text lacks its oldest token."""
-
-    def __init__(self, table: TrigramTable, config: NgramConfig):
-        super().__init__(table, NgramConfig(evidence="mixed", longest=config.longest - 1))
+FAULTS = {
+    "none": None,
+    "a context lacks its latest token": ("draft", "search(self._ids, end, 1", "search(self._ids, end - 1, 1"),
+    "the longest context lacks its oldest token": (
+        "__init__", "table, _CONFIG", "table, type(_CONFIG)(evidence='mixed', longest=_CONFIG.longest - 1)",
+    ),
+    "the first new token is not learnt": ("draft", "self._ids, start, self", "self._ids, start + 1, self"),
+}  # fmt: skip
 
 
-class FirstUnlearnt(Mixture):
-    """A fault: the first new token is not learnt."""
-
-    def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
-        super().learn(ids, start + 1, stop)
-
-
-@pytest.mark.parametrize("fault", [Mixture, LatestUnread, OldestUnread, FirstUnlearnt])
-def test_a_fault_in_what_it_reads_is_seen(places: dict[str, Path], fault: type[Mixture]) -> None:
-    """OldestUnread differs only if the oldest token of the longest context decides: 1 follows 3, and 2 follows 0."""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_it_reads_is_seen(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The oldest token is missed only if it decides: 1 follows 3, and 2 follows 0."""
     between = np.random.default_rng(5).integers(4, VOCABULARY, NgramConfig.longest - 1).tolist()
     told, room = [3, *between, 1, 0, *between, 2, 0, *between, 2], 400
     requests = [*some_requests(), Request(told, [*told, *told, *told])]
+    if planted := FAULTS[fault]:
+        plant(monkeypatch, ServedText, *planted)
     proposer = opened(places["suffixes"], room)
-    proposer.text = type("Faulty", (ServedText,), {"learning": fault})
     Runner(proposer, requests, 2, room).run()
     same = all(request.drafts == own_chains(TABLES["suffixes"], request, room) for request in requests)
-    assert same == (fault is Mixture)
+    assert same == (fault == "none")
 
 
 def test_a_text_is_learnt_once_in_any_slot(places: dict[str, Path]) -> None:

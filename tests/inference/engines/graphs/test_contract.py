@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch import batch_state
 from outrider.inference.batch.batch_decoder import Generator
-from outrider.inference.batch.batch_state import FixedBatch
 from outrider.inference.batch.tasks import uniforms
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler
@@ -36,14 +35,14 @@ from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.drafters.small_lm import SmallLMSource
-from outrider.inference.engines.graphs import cuda_graphs
-from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.engines.graphs.cuda_graphs import Arena, Graphed
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
 from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
 from tests.eagle3_runs import require_same_texts
+from tests.faults import plant
 from tests.fitted_heads import fitted_head, remade
 from tests.graph_contract import (
     CHANGED,
@@ -215,19 +214,12 @@ def test_steps_of_answers_keep_it(
     tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, fault: str | None
 ) -> None:
     """A step leaves its logits to its caller. fault: a buffer that is bound anew for every step."""
-
-    class Rebinds(FixedBatch):
-        def feed(self, tokens: torch.Tensor) -> torch.Tensor:
-            if fault is not None:
-                setattr(self, fault, getattr(self, fault).clone())
-                for layer in self._layers:
-                    layer.slot = self._slot
-            return super().feed(tokens)
-
+    if fault is not None:
+        anew = f"self.{fault} = self.{fault}.clone()\n    for one in self._layers:\n        one.slot = self._slot\n"
+        plant(monkeypatch, batch_state.FixedBatch, "feed", "if self._length ==", f"{anew}    if self._length ==")
     watch.allowed = 1
     monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
     monkeypatch.setattr(batch_state, "_ROOM", 6)
-    monkeypatch.setattr(batch_state, "FixedBatch", Rebinds)
     path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
     generator = Generator(model.requires_grad_(False), Sampler(SamplingConfig()), (), greedy_tokens=9)
@@ -243,59 +235,31 @@ def test_steps_of_answers_keep_it(
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 
-def waits(patch: pytest.MonkeyPatch) -> None:
-    """The host reads how many rows there are."""
-    masks = FixedView.masks
-    patch.setattr(FixedView, "masks", lambda view: int(view.upload.stop) and masks(view))
+PLANTED = {  # a rule, and what breaks it
+    WAITS: (FixedView, "masks", "base, depths = self", "int(self.upload.stop)\n    base, depths = self"),
+    STAYS: (FixedView, "masks", "return built", "self.upload.kept = built\n    return built"),
+    WARM_UP: (
+        FixedView, "masks", "return built", "return vars(self.upload).setdefault(f'{self.width} {self.keys}', built)",
+    ),
+    REBOUND: (
+        Arena, "buffer", "if (name, place) not in",
+        "if place < 0:\n        self.before = self.buffers.pop((name, place), None)  # so that the address is another\n"
+        "    if (name, place) not in",
+    ),
+    CHANGED: (  # a slot that the host chooses for every pass
+        Arena, "view", "return FixedView(self.upload, width, keys, self.limit,",
+        "self.turn = vars(self).get('turn', 0) + 1\n"
+        "    return FixedView(self.upload, width, keys, self.limit - self.turn,",
+    ),
+}  # fmt: skip
 
 
-def keeps(patch: pytest.MonkeyPatch) -> None:
-    """Masks are kept after the pass."""
-    masks, kept = FixedView.masks, []
-    patch.setattr(FixedView, "masks", lambda view: kept.append(masks(view)) or kept[-1])
-
-
-def memoises(patch: pytest.MonkeyPatch) -> None:
-    """Masks are made once for a shape, by the first warm-up."""
-    masks, made = FixedView.masks, {}
-    patch.setattr(
-        FixedView, "masks", lambda view: made.setdefault((id(view.upload), view.width, view.keys), masks(view))
-    )
-
-
-def rebinds(patch: pytest.MonkeyPatch) -> None:
-    """An input is a new buffer in every pass."""
-
-    class Rebinding(cuda_graphs.Arena):
-        def buffer(self, name: str, place: int, like: torch.Tensor, rows: int) -> torch.Tensor:
-            if place < 0:
-                self.before = self.buffers.pop((name, place), None)  # so that the address is another
-            return super().buffer(name, place, like, rows)
-
-    patch.setattr(cuda_graphs, "Arena", Rebinding)
-
-
-def counts(patch: pytest.MonkeyPatch) -> None:
-    """Padding is written to a slot that the host chooses for every pass."""
-
-    class Counting(cuda_graphs.Arena):
-        turn = 0
-
-        def view(self, *given: Any) -> FixedView:
-            self.turn += 1
-            return replace(super().view(*given), spare=self.limit - self.turn)
-
-    patch.setattr(cuda_graphs, "Arena", Counting)
-
-
-@pytest.mark.parametrize(
-    ("plant", "rule"), [(waits, WAITS), (keeps, STAYS), (memoises, WARM_UP), (rebinds, REBOUND), (counts, CHANGED)]
-)
+@pytest.mark.parametrize("rule", PLANTED)
 @pytest.mark.usefixtures("watch")
 def test_a_planted_fault_is_found_in_every_kind_of_pass(
-    models: Models, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], rule: str
+    models: Models, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
-    plant(monkeypatch)
+    plant(monkeypatch, *PLANTED[rule])
     for path in EACH_KIND:
         with pytest.raises(BrokenError, match=rule):
             PATHS[path](models, Graphed(16))
@@ -305,11 +269,7 @@ def test_a_planted_fault_is_found_in_every_kind_of_pass(
 def test_a_step_that_is_not_restored_after_the_warm_up_is_found(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Forgets(cuda_graphs.Arena):
-        def run(self, key: Any, run: Any, changed: Any = ()) -> None:
-            super().run(key, run)
-
-    monkeypatch.setattr(cuda_graphs, "Arena", Forgets)
+    plant(monkeypatch, Arena, "run", "capture(run, changed)", "capture(run)")
     with pytest.raises(BrokenError, match=UPDATED):
         plainly(models.stack, Graphed(16))
 
