@@ -39,8 +39,7 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
 
     def make(architecture: str = "llama", **changes: Any) -> Path:
         path = save_target(tmp_path / "target", architecture, **changes)
-        files, config, tokenizer = open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path))
-        fingerprint = fingerprint_target(files, config, tokenizer)
+        fingerprint = open_target(str(path)).fingerprint
         save_pretrained(tmp_path / "drafter", make_drafter(path, EXIT), fingerprint, {}, torch.float32)
         return tmp_path
 
@@ -48,10 +47,8 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
 
 
 def load(folder: Path, target: Path | None = None) -> EarlyExit:
-    path = str(target or folder / "target")
-    config = load_config(path)
-    fingerprint = fingerprint_target(open_tensors(path), config, load_tokenizer(path))
-    return from_pretrained(folder / "drafter", config, fingerprint, dtype=torch.float32)
+    opened = open_target(str(target or folder / "target"))
+    return from_pretrained(folder / "drafter", opened.config, opened.fingerprint, dtype=torch.float32)
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -18,10 +18,8 @@ from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.batch.directory import Response, Shard
 from outrider.inference.batch.tasks import TopK
 from outrider.inference.core.decode import speculative
@@ -132,7 +130,7 @@ def heading(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> 
 def save_for_calibration(folder: Path) -> Path:
     """A target, a drafter that is right about half the time, and text, in `folder`."""
     path = save_target(folder / "target")
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = open_target(str(path)).fingerprint
     save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
     lines = [json.dumps({"text": f"{i} the quick brown fox {i * 7919} jumps " * 3}) for i in range(80)]
     (folder / "text.jsonl").write_text("\n".join(lines))
@@ -184,11 +182,6 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two sets of weights are equal to the bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def launch(script: str, config: Any) -> Fork:
-    """`python script` with every option as `config` has it, in a process of its own."""
-    return Fork([ROOT / script, *options_of(config)])
 
 
 def options_of(config: Any) -> list[str]:

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,17 +34,13 @@ from outrider.train.parts.target_states import (
 )
 from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
-from tests.train.jobs import FIT, heading, log, require_lossless, same
+from tests.train.jobs import FIT, heading, log, require_lossless, same, weights
 
 
 @pytest.fixture(scope="module")
 def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a peaked distribution."""
     return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2, peak=8.0)
-
-
-def weights(out_dir: Path) -> dict[str, Tensor]:
-    return load_file(out_dir / "model.safetensors")
 
 
 def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

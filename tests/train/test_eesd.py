@@ -13,7 +13,7 @@ from outrider.base.processes import join_processes
 from outrider.base.run_dirs import LOCK_FILE
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
@@ -24,7 +24,7 @@ from outrider.train.settings.drafters import EesdConfig
 from outrider.train.students.early_exit import default_exit_layer
 from tests.tiny import open_stack, save_target
 from tests.train import jobs
-from tests.train.jobs import by_document, distilling, kill_when, launch
+from tests.train.jobs import by_document, distilling
 
 FIT = replace(jobs.FIT, steps=6)
 
@@ -212,31 +212,6 @@ def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     require_unchanged(path, tmp_path / "eesd")
     with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):
         replace(run, fit=replace(FIT, optimizer="muon"))
-
-
-@pytest.mark.slow
-def test_a_second_training_in_the_same_directory_is_refused_and_a_killed_one_taken_over(
-    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
-) -> None:
-    path, killed = save_target(tmp_path / "target"), tmp_path / "killed"
-    run = distilling(path, corpus, killed, fit=replace(FIT, steps=200, save_every=10))
-    job = launch("train/eesd.py", run)
-    refused: list[str] = []
-
-    def second_is_refused() -> bool:
-        if list(killed.glob("checkpoint-*")):
-            with pytest.raises(UserError, match=rf"process {job.pid} on .*train/eesd\.py") as error:
-                train_early_exit(replace(run, fit=replace(run.fit, seed=3), resume=True))
-            refused.append(str(error.value))
-        return bool(refused)
-
-    kill_when(second_is_refused, job)
-    assert refused
-    assert not (killed / META_FILE).exists()
-    capsys.readouterr()
-    train_early_exit(replace(run, resume=True))
-    assert f"taken over from a run that did not end by itself: process {job.pid} on " in capsys.readouterr().out
-    assert {path.name for path in killed.glob(".*")} == {LOCK_FILE}
 
 
 def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: DataConfig) -> None:

@@ -71,9 +71,13 @@ def test_the_loss_is_the_divergence_of_what_the_models_say(
             expected = linear_topk_divergence(q, torch.eye(VOCABULARY), *known, row["labels"], objective)
         else:
             expected = linear_divergence(q, torch.eye(VOCABULARY), p, torch.eye(VOCABULARY), row["labels"], objective)
-        found[objective] = make_student(opened, objective, cached)(**batch)["loss_sum"]
+        student = make_student(opened, objective, cached)
+        found[objective] = student(**batch)["loss_sum"]
         torch.testing.assert_close(found[objective], expected, rtol=1e-4, atol=1e-4)
         found[objective].backward()
+        assert all(
+            (weight.grad is not None) == name.startswith("drafter.") for name, weight in student.named_parameters()
+        )
     assert len({round(loss.item(), 3) for loss in found.values()}) == len(DIVERGENCES)
 
 
