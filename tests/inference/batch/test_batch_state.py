@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from outrider.inference.batch.batch_state import FixedBatch, Forward, begin_batc
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
+from tests.faults import plant
 from tests.inference.batch.responding import layers_of
 from tests.tiers import quick_where
 from tests.tiny import random_prompt, save_target
@@ -56,32 +58,26 @@ def test_answers_are_those_of_a_growing_cache(model, monkeypatch, room):
     assert answers_of(model) == expected
 
 
-@pytest.mark.parametrize("fault", ["_mask", "_positions", "_slot"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("_step", "self._mask,", "self._mask & (torch.arange(self._mask.shape[-1]) < 31),"),
+        ("_step", "self._positions", "torch.zeros_like(self._positions)"),
+        ("feed", "self._slot.fill_(self._length)", ""),
+    ],
+)
 def test_a_planted_fault_is_found(model, monkeypatch, fault):
     """One of the buffers that a step reads is not updated."""
     expected = answers_of(model)
-
-    class Faulty(FixedBatch):
-        def _step(self):
-            whole = getattr(self, fault)
-            still = torch.zeros_like(whole) if fault != "_mask" else whole & (torch.arange(whole.shape[-1]) < 31)
-            setattr(self, fault, still)
-            for layer in self._layers:
-                layer.slot = self._slot
-            super()._step()
-            setattr(self, fault, whole)
-
-    fixed(monkeypatch, FixedBatch=Faulty)
+    plant(monkeypatch, FixedBatch, *fault)
+    fixed(monkeypatch)
     assert answers_of(model) != expected
 
 
 def test_what_cannot_be_captured_runs_uncaptured(model, monkeypatch):
-    class NoPool:
-        def capture(self, _):
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-    expected = answers_of(model)
-    fixed(monkeypatch, can_capture=lambda _: True, GraphPool=NoPool)
+    expected, error = answers_of(model), RuntimeError("operation not permitted when stream is capturing\nand more")
+    none = SimpleNamespace(capture=Mock(side_effect=error))
+    fixed(monkeypatch, can_capture=lambda _: True, GraphPool=lambda: none)
     with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured as a CUDA graph.*not permitted") as found:
         assert answers_of(model) == expected
     assert len([one for one in found if "captured" in str(one.message)]) == 1

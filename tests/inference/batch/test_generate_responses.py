@@ -33,15 +33,13 @@ from outrider.inference.batch.directory import prompt_id
 from outrider.inference.batch.generate import batches, generate_responses
 from outrider.inference.batch.responder import Responder
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import Todo, read_tasks, uniforms
+from outrider.inference.batch.tasks import Todo, read_tasks
 from outrider.inference.core.batch import Batch
-from outrider.inference.core.sampling import Sampler
 from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.measure.time_limit import TimeLimit
 from tests.inference.batch.responding import (
-    ENDS,
     TALKS,
     letter_tokenizer,
     read_responses,
@@ -325,29 +323,6 @@ def test_what_is_answered_in_time_is_of_all_lengths(make):
 
 
 # --------------------------------------------------------------------------------------------------- content
-
-
-def test_every_turn_is_answered_after_the_targets_own_answers(make, model, target):
-    config = make(max_new_tokens=30)
-    generate_responses(config)
-    tokenizer = letter_tokenizer()
-    generator = Generator(model, Sampler(config.sampling), ENDS, greedy_tokens=2)
-    turns_answered = []
-    for record in responses(config).values():
-        messages = record["messages"]
-        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
-        turns_answered.append(len(messages) // 2)
-        for turn in range(len(messages) // 2):
-            prompt = render_prompt(messages[: 2 * turn + 1], tokenizer)
-            room = min(30, 160 - len(prompt))
-            (answer,) = generator.answer([prompt], [uniforms(0, record["id"], turn, room)])
-            assert messages[2 * turn + 1]["content"] == tokenizer.decode(answer.said, skip_special_tokens=True).strip()
-        assert record["unanswered_turns"] == 2 - turn - 1
-        assert record["finish"] == ("end" if answer.ended else "length")
-    assert set(turns_answered) == {1, 2}
-    first = make(name="first", max_new_tokens=30, turns="first")
-    generate_responses(first)
-    assert {len(record["messages"]) for record in responses(first).values()} == {2}
 
 
 def test_plain_text_is_continued_from_its_beginning(make):

@@ -69,7 +69,12 @@ def test_answers_to_several_questions_are_those_of_generate_turn_by_turn(make, m
         asked = next(row["turns"] for row in QUESTIONS if row["turns"][0] == messages[0]["content"])
         assert [m["content"] for m in messages[::2]] == asked[: len(messages) // 2]
         answered.append(len(messages) // 2)
+        assert record["unanswered_turns"] == len(asked) - answered[-1]
+        assert record["finish"] == ("end" if ended else "length")
     assert max(answered) > 1
+    first = make(QUESTIONS, name="first", max_new_tokens=20, turns="first")
+    generate_responses(first)
+    assert {len(record["messages"]) for record in responses(first).values()} == {2}
 
 
 def test_what_is_no_prompt_is_named(make):

@@ -437,10 +437,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         ({"engine": "vllm", "batch": 2}, "batch"),
         ({"engine": "vllm", "concurrency": (2, 2)}, "concurrency"),
         ({"engine": "vllm", "concurrency": ()}, "concurrency"),
-        (
-            {"engine": "vllm", "engine_options": {"speculative_config": {"num_speculative_tokens": 2}}},
-            "draft_tokens say them",
-        ),
+        ({"engine": "vllm", "engine_options": {"speculative_config": {"num_speculative_tokens": 2}}}, "draft_tokens"),
         ({"engine": "vllm", "engine_options": {"speculative_config": 2}}, "draft_tokens say them"),
         ({"engine": "localhost:8000"}, r"engine='localhost:8000': expected .*vllm.*http://HOST:PORT"),
         ({"engine": "vllm", "engine_plain": "http://a"}, "engine_plain"),

@@ -1,7 +1,6 @@
 """OPT-Tree against all trees there are, and against its algorithm as printed."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -126,29 +125,3 @@ def test_opt_tree_over_a_wide_vocabulary(seed: int, vocabulary: int, nodes: int)
     tree = opt_tree(source, 3, nodes=nodes, delta=0.0)
     paths = check(tree, source, 3)
     assert set(paths) == algorithm_1(q, vocabulary, nodes, 0.0, 3)[2]
-
-
-def figure_4(path: Path_) -> Sequence[float]:
-    """The q of OPT-Tree's Figure 4 over 40 tokens (Appendix B gives the numbers); the rest is spread evenly."""
-    known = {
-        (): [0.5, 0.4],
-        (0,): [0.8, 0.1],
-        (1,): [0.6, 0.2],
-        (0, 0): [0.5, 0.2],
-        (1, 0): [0.5],
-    }.get(path, [])
-    return [*known, *[(1 - sum(known)) / (40 - len(known))] * (40 - len(known))]
-
-
-def test_figure_4() -> None:
-    """E(A) = 3.07, by p̂ and by the distribution of the accepted length, as in Appendix B."""
-    source = KnownSource(figure_4)
-    tree = opt_tree(source, 3, nodes=9, delta=0.0)
-    paths = check(tree, source, 3)
-    assert set(paths) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (1, 0, 0)}
-    assert tree.expected == pytest.approx(3.07)
-    by_length = 0.0
-    for path in [(), *paths]:  # accepted up to here and no further
-        stays = 1 - sum(figure_4(path)[child[-1]] for child in paths if child[:-1] == path)
-        by_length += (len(path) + 1) * weight(figure_4, path) * stays
-    assert by_length == pytest.approx(3.07)
