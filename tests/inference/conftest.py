@@ -10,6 +10,7 @@ from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
 from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.batch import client
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -24,6 +25,14 @@ def on_the_cpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
         yield
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local server is asked again at once, without a proxy or a key."""
+    monkeypatch.setattr(client, "PAUSE", 0.001)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.inference.audit.audit import audit
-from outrider.inference.batch import client
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
 from tests.inference.batch.responding import letter_tokenizer
 from tests.inference.batch.serving import Engine, serving
@@ -20,13 +19,7 @@ from tests.tiny import save_target
 PROMPTS = 14
 ENDS = [257, *range(182, 187)]  # the end token, and others, so that answers end after a while
 Configure = Callable[..., AuditConfig]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSE", 0.001)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")

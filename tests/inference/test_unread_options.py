@@ -193,17 +193,3 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and w
 def test_what_means_nothing_is_refused_with_its_name(named: str, given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="^" + re.escape(named)):
         of(**given)
-
-
-def test_max_draft_of_null() -> None:
-    """8 tokens of a chain or of prompt lookup, as many levels of a tree as it has by itself."""
-    lengths = {}
-    for given in (None, 3, 12):
-        stop = StopConfig(max_draft=given)
-        lookup: Any = new_drafter(MethodConfig("prompt_lookup", stop=stop), {}, Streams(0))
-        rules = [
-            make_structure(MethodConfig(structure=StructureConfig(**shape), stop=stop), Streams(0)).rule  # type: ignore[attr-defined]
-            for shape in ({}, {"kind": "opt_tree", "delta": 0.0}, {"kind": "static"}, {"kind": "k_config"})
-        ]
-        lengths[given] = [lookup.max_rows, *(rule.max_draft for rule in rules)]
-    assert lengths == {None: [8, 8, 10, 5, 3], 3: [3] * 5, 12: [12] * 5}

@@ -20,14 +20,8 @@ from outrider.inference.batch.server import Row, check_rows, read_rows
 from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
 from tests.inference.batch.serving import Engine, replying, serving
 
+pytestmark = pytest.mark.usefixtures("quick")
 GREEDY = {"temperature": 0.0, "greedy_tokens": 0}
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(client, "PAUSE", 0.001)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.fixture

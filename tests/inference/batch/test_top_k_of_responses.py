@@ -106,7 +106,3 @@ def test_each_turn_has_its_distributions_where_the_template_rewrites_history(mak
         for other in (tokenizer, changed):  # of another template the prompts are others
             with pytest.raises(UserError, match="another tokenizer or template"):
                 top_k_documents(response, other, "tokenizer")
-
-
-def _read(config):
-    return read_responses(config.out_dir)

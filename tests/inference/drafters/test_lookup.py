@@ -1,5 +1,6 @@
 """Prompt lookup against a search of the whole text, and lossless in the loop."""
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,8 @@ from outrider.inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
+from tests.inference.ngram_cases import FakeSession
 from tests.inference.priced import costs
-
-
-class FakeSession:
-    def __init__(self, tokens: list[int]):
-        self.tokens = torch.tensor(tokens, dtype=torch.long)
 
 
 def slow_lookup(text: list[int], max_ngram: int, count: int) -> list[int]:
@@ -140,7 +137,8 @@ def test_what_pays_is_submitted_nearly_always(row: float) -> None:
 
 
 def test_given_lengths_are_drafted_as_they_were_told() -> None:
-    method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=4))
-    for tuning in (None, Tuning(seconds_of(0.3))):
+    """And 8 where none is given."""
+    for length, tuning in itertools.product((4, None), (None, Tuning(seconds_of(0.3)))):
+        method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=length))
         drafter = LookupPlugin().make(None, method, Streams(0), drawn=False, tuning=tuning)
-        assert (drafter.max_rows, drafter.sizes) == (4, None)
+        assert (drafter.max_rows, drafter.sizes) == (length or 8, None)

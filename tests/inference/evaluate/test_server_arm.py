@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.inference.batch import client
 from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -20,16 +19,10 @@ from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in
 from tests.inference.evaluate.server_stand_in import Plan, running
 from tests.tiny import byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("on_the_cpu")
+pytestmark = pytest.mark.usefixtures("on_the_cpu", "quick")
 MakeConfig = Callable[..., EvaluateConfig]
 CHAIN = {"chain": METHODS["chain"]}
 LENGTH = 3  # of its drafts
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSE", 0.001)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture

@@ -34,8 +34,7 @@ from outrider.inference.shapes.shapes import (
 )
 from outrider.inference.shapes.structure import Structure, plain_probs
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping.interface import FixedLength, Step
-from outrider.inference.stopping.rules import BetaThompson, CalibratedThompson, Confidence, make_rule
+from outrider.inference.stopping.interface import Step
 from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
 
@@ -319,23 +318,6 @@ def test_a_tree_grows_by_q_at_its_temperature_or_by_the_samplers_q(kind: str) ->
         cold = draft(seed, 2)
         assert draft(seed, 1, temperature=0.5) == draft(seed, 1, flatter, temperature=0.5, rank="drafter") == cold
         assert draft(seed, 1, flatter, temperature=0.5) == draft(seed, 0.25) != cold
-
-
-def test_a_rule_is_made_of_its_settings() -> None:
-    def made_rule(rule: str, **settings: Any) -> Any:
-        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head)
-
-    head = CalibrationHead(2, 2)
-    assert made_rule("fixed") == FixedLength(5)
-    assert made_rule("confidence", threshold=0.3) == Confidence(5, 0.3)
-    beta = made_rule("beta", alpha=7.0, beta=3.0, update="printed")
-    assert isinstance(beta, BetaThompson)
-    assert (beta.max_draft, beta.alpha, beta.beta, beta.update) == (5, 7.0, 3.0, "printed")
-    sigmas = {"model_sigma": 0.5, "sample_sigma": 0.25}
-    calibrated = made_rule("calibrated", **sigmas, prior=0.4, mean="printed")
-    assert isinstance(calibrated, CalibratedThompson)
-    assert (calibrated.head, calibrated.max_draft, calibrated.estimate) == (head, 5, 0.4)
-    assert calibrated.settings.model_sigma == 0.5
 
 
 @pytest.mark.parametrize("score", ["draft", "head"])
