@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread, main_thread
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -20,11 +20,13 @@ from torch import Tensor
 
 from outrider.draft_models.targets.attention import KeysChangedError
 from outrider.draft_models.targets.target import Masks, Rotary, Target, Texts
+from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
 
 Made = TypeVar("Made")
+PIECE = 256  # tokens of a prompt that other texts wait for
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,14 @@ class Batch(Runtime):
     """Makes the sessions of texts that are decoded together, and runs these texts.
 
     A text joins by `add`, between steps, and leaves when it ends or by `drop`. All methods must be called in one
-    thread. Prompts are run text by text, and so is a target that runs as a whole. runtime: if it is not eager, it makes
-    the sessions, and texts take turns, round by round.
+    thread. Prompts are run text by text, and so is a target that runs as a whole. yielding: texts go on between the
+    layers of a long prompt. runtime: if it is not eager, it makes the sessions, and texts take turns, round by round.
     """
 
     name = "batch"
 
-    def __init__(self, runtime: Runtime | None = None) -> None:
-        self.runtime = runtime or Runtime()
+    def __init__(self, runtime: Runtime | None = None, yielding: bool = True) -> None:
+        self.runtime, self.yielding = runtime or Runtime(), yielding
         self.texts: list[Text] = []
         self.rounds = 0  # the number of steps that ended rounds
 
@@ -146,7 +148,7 @@ class Batch(Runtime):
         """As `eager_session(target, split, capacity, context)`, with passes of several texts run as one."""
         if self.runtime.name != Runtime.name:
             return self.runtime.session(target, split, capacity, context)
-        return eager_session(target, split, capacity, context, _wait)
+        return eager_session(target, split, capacity, context, partial(_wait, self.yielding))
 
     def sharing(self, target: Target) -> tuple[int, int]:
         """The number of texts whose passes over `target` run as one now, and the number of their round."""
@@ -220,13 +222,37 @@ def _decode(text: Text) -> None:
         getcurrent().parent.switch(None)  # between two rounds texts may join or leave
 
 
-def _wait(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
-    """The outputs of a pass, for a text that runs in a batch; outside of one the pass runs at once."""
+class _BetweenLayers:
+    """The cache of a long prompt's pass, in which the other texts run their next passes between its layers.
+
+    They wait for as much as a prompt of `PIECE` tokens takes.
+    """
+
+    def __init__(self, cache: KVCache):
+        self.cache, self.layers = cache, cache.layers
+        self._rows = 0  # of the layers since they waited
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `KVCache.update`."""
+        if self._rows >= PIECE * len(self.layers):
+            self._rows = 0
+            getcurrent().parent.switch(None)
+        self._rows += key.shape[2]
+        return self.cache.update(key, value, layer_idx)
+
+
+def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
+    """The outputs of a pass, for a text that runs in a batch; outside of one the pass runs at once.
+
+    A prompt fills a pass by itself. yielding: see `Batch`.
+    """
     above = getcurrent().parent
-    if above is None:
-        return pass_(x, view)
-    outputs: tuple[Tensor, ...] = above.switch(Request(kind, pass_, x, view))
-    return outputs
+    if above is not None and view.layout.base:
+        outputs: tuple[Tensor, ...] = above.switch(Request(kind, pass_, x, view))
+        return outputs
+    if above is not None and yielding and view.layout.stop > PIECE:
+        view.cache = cast("KVCache", _BetweenLayers(view.cache))
+    return pass_(x, view)
 
 
 class Worker:

@@ -204,9 +204,9 @@ class TargetSession(Session):
             self._view = TextView(self, layout)
         view = self._view
         view.cache, view.last = cache, layout.stop - layout.start if wanted is None else wanted
-        if self.together is None or not self.base or not cache.layers:
+        if self.together is None or not cache.layers:
             outputs = pass_(x, view)
-        else:  # a prompt fills a pass by itself
+        else:
             outputs = self.together((id(self.layers), self.split, name), pass_, x, view)
         cache.advance(layout.stop - layout.start)
         return outputs

@@ -151,7 +151,7 @@ def make_bench(
     peers: further arms, for a number of new tokens (see `Peers`).
     """
     ours = models.stack, models.drafters, prepared.methods
-    batch = Batch(models.runtime) if config.batch > 1 else None
+    batch = Batch(models.runtime, yielding=False) if config.batch > 1 else None
     make = partial(make_arms, *ours, runtime=batch or models.runtime, tunings=prepared.tunings)
     reference, text = models.plain if config.compare_transformers else None, setup.text
 

@@ -210,6 +210,11 @@ def different(asked: Sequence[Asked], found: Sequence[Found], near: float = 0.0)
     return [one for one, own in zip(asked, found, strict=True) if not own.is_as(one.alone, near)]
 
 
+@pytest.fixture(autouse=True)
+def _yielding_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "PIECE", 12)
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
     return cache(lambda *given: Target(tmp_path_factory.mktemp("target"), *given))
@@ -239,6 +244,19 @@ def test_a_text_has_the_same_bits_in_any_company(
     assert not different(asked, found)
     assert sum(r.accepted for one in found for r in one.rounds) > 20
     assert 1 <= sum(not one.ended for one in found) < len(found) // 2
+
+
+def test_texts_go_on_between_the_layers_of_a_long_prompt(asked: list[Asked]) -> None:
+    stack, order = asked[0].target.stack, list[int]()
+    for yielding, first in ((True, [0, 2, 0, 0, 2, 1]), (False, [0, 1, 2, 0, 1, 2])):
+        batch = Batch(yielding=yielding)
+        for number, length in enumerate((12, 50, 26)):  # a piece is all layers of one, one of the next, half the last's
+            rounds = autoregressive(stack, random_prompt(length), max_new_tokens=4, runtime=batch)
+            batch.add(Text(rounds, lambda _, number=number: order.append(number), lambda error: None))
+        while batch.texts:
+            batch.step()
+        assert order[:6] == first
+        order.clear()
 
 
 @pytest.mark.thorough
@@ -286,7 +304,7 @@ class Planted(Batch):
             def run(x: Tensor, view: Any) -> Outputs:
                 return self.fault(pass_, x, view) if isinstance(view, JointView) else pass_(x, view)
 
-            return core._wait(kind, run, x, view)
+            return core._wait(True, kind, run, x, view)
 
         return eager_session(target, split, capacity, context, together)
 
