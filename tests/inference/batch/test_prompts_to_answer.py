@@ -70,7 +70,6 @@ def test_answers_to_several_questions_are_those_of_generate_turn_by_turn(make, m
         assert [m["content"] for m in messages[::2]] == asked[: len(messages) // 2]
         answered.append(len(messages) // 2)
         assert record["unanswered_turns"] == len(asked) - answered[-1]
-        assert record["finish"] == ("end" if ended else "length")
     assert max(answered) > 1
     first = make(QUESTIONS, name="first", max_new_tokens=20, turns="first")
     generate_responses(first)
