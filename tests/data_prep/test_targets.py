@@ -77,14 +77,6 @@ def test_the_copy_is_the_same_target(tmp_path: Path, sources: dict[str, Path], s
     assert texts[0] == texts[1]
 
 
-def test_the_copy_of_a_qwen2_has_the_tokenizer_of_its_file(tmp_path: Path) -> None:
-    """And not the one that transformers has for the architecture."""
-    file = write_gguf(save_plain_target(tmp_path / "plain", "qwen2"), tmp_path / "model.gguf")
-    convert_target(config_for(file, tmp_path / "out"))
-    before, copied = (open_target(str(source)) for source in (file, tmp_path / "out"))
-    assert copied.fingerprint.differences(before.fingerprint) == []
-
-
 def test_a_dtype_of_ones_own(tmp_path: Path, sources: dict[str, Path]) -> None:
     convert_target(config_for(sources["gguf Q4_0"], tmp_path / "out", dtype="bfloat16"))
     stored = load_file(tmp_path / "out" / "model.safetensors")

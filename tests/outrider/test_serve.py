@@ -52,15 +52,20 @@ def model(target: Path) -> Any:
     return loaded
 
 
+def client_of(url: str, key: str = "any") -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
 @contextmanager
-def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service]]:
-    """The URL of a server of `model`, called tiny, and its service."""
+def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service, Any]]:
+    """The URL of a server of `model`, called tiny, its service and a client."""
     service = app.Service(model, ServeConfig(target="t", name="tiny", **options))
     server, listening = app.make_server(service), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", service
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield url, service, client_of(url)
     finally:
         server.should_exit = True
         thread.join()
@@ -69,13 +74,13 @@ def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service]]:
 
 @pytest.fixture(scope="module")
 def url(model: Any) -> Iterator[str]:
-    with serving(model, batch=2, queue=8) as (found, _):
+    with serving(model, batch=2, queue=8) as (found, _, _):
         yield found
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Any:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    return client_of(url)
 
 
 def ask(client: Any, **asked: Any) -> Any:
@@ -182,8 +187,7 @@ def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any
     ended.tokenizer.chat_template = TEMPLATE
     ids = [token for r in model.rounds(TALK, max_new_tokens=8) for token in r.tokens]
     ended.setup = replace(ended.setup, eos=frozenset(ids[-1:]))
-    with serving(ended, max_new_tokens=8, context=40) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    with serving(ended, max_new_tokens=8, context=40) as (_, _, client):
         count = ids.index(ids[-1]) + 1
         for most in (None, count):  # also where it is the last token that is allowed
             answer = ask(client, max_tokens=most)
@@ -307,10 +311,10 @@ def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkey
 def test_a_key_and_a_limit_of_bytes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_API_KEY", "by the environment")
     for options, key in (({"api_key": "secret"}, "secret"), ({}, "by the environment")):
-        with serving(model, max_bytes=1000, **options) as (url, _):
+        with serving(model, max_bytes=1000, **options) as (url, _, other):
             with pytest.raises(openai.AuthenticationError):
-                ask(openai.OpenAI(base_url=f"{url}/v1", api_key="another", max_retries=0))
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+                ask(other)
+            client = client_of(url, key)
             assert text_of(ask(client)) == said(model)
             with pytest.raises(openai.APIStatusError, match="max_bytes=1000") as refused:
                 ask(client, user="x" * 1000)
@@ -324,8 +328,7 @@ def test_a_key_and_a_limit_of_bytes(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_full_queue_says_so_and_who_waited_is_answered(model: Any) -> None:
     slow = Slow(model)
-    with serving(slow, batch=1, queue=1) as (url, service), ThreadPoolExecutor(2) as pool:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    with serving(slow, batch=1, queue=1) as (url, service, client), ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(ask, client) for _ in range(2)]
         until_true(lambda: len(service.workers.open) == 2 and slow.begun == 1)
         with pytest.raises(openai.RateLimitError) as refused:
@@ -343,7 +346,7 @@ def test_a_full_queue_says_so_and_who_waited_is_answered(model: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_frees_the_place(model: Any, stream: bool) -> None:
     slow = Slow(model)
-    with serving(slow, batch=1, queue=1) as (url, service):
+    with serving(slow, batch=1, queue=1) as (url, service, client):
         body = {"messages": TALK, "stream": stream, "max_tokens": 200}
         for _ in range(2):  # one at work, one that waits
             with (
@@ -356,25 +359,23 @@ def test_who_leaves_frees_the_place(model: Any, stream: bool) -> None:
         until_true(lambda: len(service.workers.open) == 0)
         assert service.workers.counts["tokens"] < 200
         assert (service.workers.counts["cancelled_texts"], slow.begun) == (2, 1)
-        assert text_of(ask(openai.OpenAI(base_url=f"{url}/v1", api_key="any"))) == said(model)
+        assert text_of(ask(client)) == said(model)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_late_or_failed_answer_is_an_error(model: Any, stream: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(url: str, words: str) -> Any:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    def refused(client: Any, words: str) -> None:
         with pytest.raises(openai.APIError, match=words):
             joined(ask(client, stream=True)) if stream else ask(client)
-        return client
 
     slow = Slow(model)
-    with serving(slow, timeout=0.3) as (url, service):
-        refused(url, r"timeout=0\.3")
+    with serving(slow, timeout=0.3) as (_, service, client):
+        refused(client, r"timeout=0\.3")
         slow.go.set()
         until_true(lambda: len(service.workers.open) == 0)
-    with serving(slow) as (url, _):
+    with serving(slow) as (_, _, client):
         slow.rounds = lambda *_, **__: iter([None])
-        client = refused(url, "error of the server")
+        refused(client, "error of the server")
         assert "Traceback" in capsys.readouterr().err
         slow.rounds = model.rounds
         assert text_of(ask(client)) == said(model)
@@ -398,8 +399,7 @@ def test_a_signal_lets_answers_end(target: Path) -> None:
 
 def test_closing_gives_up_what_is_left(model: Any) -> None:
     slow = Slow(model)
-    with serving(slow, batch=1, grace=1) as (url, service), ThreadPoolExecutor(1) as pool:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    with serving(slow, batch=1, grace=1) as (_, service, client), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, client)
         until_true(lambda: slow.begun == 1)
         threading.Timer(0.2, slow.go.set).start()
@@ -419,7 +419,7 @@ def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(target: Path) 
 @pytest.mark.thorough
 def test_nothing_is_left_of_clients_that_leave(model: Any) -> None:
     """1,000 requests of 32 clients, a third of them cut off."""
-    with serving(model, batch=4, queue=64) as (url, service):
+    with serving(model, batch=4, queue=64) as (url, service, _):
         expected = {seed: said(model, **{**SAMPLED, "seed": seed}) for seed in range(7)}
 
         def one(number: int) -> None:  # httpx would hold more memory with each of its clients

@@ -150,9 +150,6 @@ def test_states_are_made_once_and_a_killed_filling_goes_on_with_what_is_missing(
     assert "goes_on_after=2 of " in capsys.readouterr().out
     assert f"gigabytes={(tmp_path / STATES_FILE).stat().st_size / 1e9:.2f}" in said
     assert {path.name for path in tmp_path.glob("states*")} == {STATES_FILE, MADE_FROM_FILE}
-    (tmp_path / STATES_FILE).write_bytes(b"cut")
-    found = target.fill(rows, tmp_path)
-    assert torch.equal(found[0]["states"], target.table[found[0]["input_ids"]])
 
 
 def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(rows: PackedRows, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def fit(
                 report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
 
         def save(step: int) -> None:
-            reached = TrainingState(step, metrics, budget.spent(), budget.total)
+            reached = TrainingState(step, metrics, budget.limit.spent(), budget.total)
             with report.paused():
                 _save(engine, model, run, reached, out_dir, config.keep_checkpoints)
 
@@ -144,7 +144,7 @@ def fit(
         if state.is_main_process:
             print(f"training: {budget.ended_by(config, len(rows))}", flush=True)
     sharding.make_whole(model)
-    return FitResult(total, done, metrics, budget.spent())
+    return FitResult(total, done, metrics, budget.limit.spent())
 
 
 def _save(

@@ -29,10 +29,6 @@ class StepBudget:
         """Start the clock, right before the first step of this run."""
         self.limit = replace(self.limit, started=self.limit.clock())
 
-    def spent(self) -> float:
-        """Seconds since the first step, summed over all runs."""
-        return self.limit.spent()
-
     def decide(self, done: int) -> int:
         """The total number of steps after `done` steps, `done` itself where the time is over.
 
@@ -43,7 +39,7 @@ class StepBudget:
         return self.total
 
     def _estimate(self, done: int) -> int:
-        spent = self.spent()
+        spent = self.limit.spent()
         self._first = self._first or spent - self.limit.earlier
         pace = (spent - self._first) / (done - 1) if done > 1 else self._first
         left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits

@@ -15,14 +15,12 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import user_cache
 from outrider.base.locks import system_lock
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import (
     RECORD_FILE,
     as_described,
     as_safetensors,
-    cache_folder,
     cached,
     was_quantised,
 )
@@ -312,10 +310,3 @@ def test_a_maximum_size_is_no_more(
     as_safetensors(str(written))
     assert "OUTRIDER_CACHE_GB is gone" in capsys.readouterr().err
     assert len(entries(kept)) == 1
-
-
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", "/a/b")
-    assert cache_folder() == Path("/a/b")
-    monkeypatch.delenv("OUTRIDER_CACHE")
-    assert cache_folder() == user_cache() / "targets"
