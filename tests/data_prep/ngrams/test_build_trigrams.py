@@ -20,12 +20,10 @@ from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
-from tests.forked import Fork
 from tests.full_disk import largest_file
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.ngram_reading import successors
 
-ROOT = Path(__file__).parents[3]
 build_table = partial(building.build_table, shard=1500)
 
 
@@ -307,17 +305,3 @@ def test_a_full_disk_leaves_no_table_and_can_be_resumed(config: TrigramConfig, s
     assert not work.exists() or {path.name for path in work.iterdir()} <= {"shards", ".lock"}
     build_table(replace(config, resume=True))
     require_same_counts(TrigramTable.open(config.out_dir), expected(config, sentences(300)))
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, model: str) -> None:
-    write_jsonl(tmp_path / "chat.jsonl", [{"output": text} for text in sentences(20)])
-    run = Fork(
-        [ROOT / "data_prep/build_trigrams.py", f"tokenizer={model}", "data=local", "workers=2",
-         "data.path=chat.jsonl", "data.layout=text", "data.column=output", "data.heldout_fraction=0"],
-        tmp_path,
-    )  # fmt: skip
-    out, err = run.communicate()
-    assert run.returncode == 0, err
-    assert " documents=20 ngrams=" in out
-    assert TrigramTable.open(tmp_path / "runs/trigrams").facts["documents"] == 20
