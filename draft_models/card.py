@@ -46,13 +46,15 @@ def add_report(path: Path, report: str) -> None:
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 
 
-def serving(drafted: int, engine: str = "vllm") -> str:
+def serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False) -> str:
     """Instructions for a causal LM in `engine` and engines that read the same files, with {path} and {target} to fill.
 
-    drafted: how many tokens it drafts for each pass of the target.
+    drafted: how many tokens it drafts for each pass of the target. one_pass: it drafts them in one pass, where an
+    engine can; the others run it for each.
     """
     lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES else (engine,))]
-    return "\n\n".join(lines) % {"drafted": drafted, "checked": drafted + 1}
+    parallel = '"parallel_drafting": true, ' if one_pass else ""
+    return "\n\n".join(lines) % {"drafted": drafted, "checked": drafted + 1, "parallel": parallel}
 
 
 PLAIN_ENGINES = ("transformers", "vllm", "sglang")  # they read a causal LM's Hugging Face directory
@@ -68,7 +70,7 @@ target.generate(**inputs, assistant_model=drafter)
 
 ```
 vllm serve {target:shell} --speculative-config '{{"method": "draft_model", "model": {path:json}, \
-"num_speculative_tokens": %(drafted)d}}'
+%(parallel)s"num_speculative_tokens": %(drafted)d}}'
 ```""",
     "sglang": """SGLang (steps + 1 draft tokens, one candidate each):
 

@@ -21,7 +21,7 @@ from outrider.inference.drafters.eagle3 import Eagle3Source
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
 from outrider.train.parts.drafter import export
@@ -40,7 +40,7 @@ OTHER_LMS: dict[str, dict[str, Any]] = {  # of other weights, which are seldom r
     "small_lm, narrower vocabulary": {"vocab_size": 200},
     "small_lm, another family": {},
 }
-SOURCES = (*EXITS, "small_lm", "small_lm, some tokens", *OTHER_LMS, "skip_layers", "eagle3")
+SOURCES = (*EXITS, "small_lm", "small_lm, some tokens", "small_lm, one pass", *OTHER_LMS, "skip_layers", "eagle3")
 SELDOM_RIGHT = {"early_exit, first layer", *OTHER_LMS}
 PROMPT, COUNT = random_prompt(20), 40  # what heads are fitted to, and some drafters know the tokens of
 
@@ -96,6 +96,8 @@ class Target:
 
     def source(self, kind: str, noise: float = 0.15) -> Any:
         """A new draft model of this kind."""
+        if kind == "small_lm, one pass":
+            return ParallelSource(self.small("small_lm"), VOCABULARY - 1, 3)
         if kind.startswith("small_lm"):
             return SmallLMSource(self.small(kind))
         if kind == "skip_layers":

@@ -20,8 +20,8 @@ from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretr
 from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import PASS_TOKENS, load_whole_lm
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
-from outrider.draft_models.small_lm.model import load_whole_lm
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from outrider.draft_models.targets.settings import Written
 from outrider.draft_models.targets.vocabulary import for_rows
@@ -140,7 +140,9 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     model = load_whole_lm(config.checkpoint, tokenizer, _dtype(config, stored_dtype(shape)), rows)
     said = _write_lm(config, model, tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{min(count, whole)} of {whole} tokens"}
-    write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{serving(5, config.engine)}", config.target or "MODEL", facts)
+    several = getattr(shape, PASS_TOKENS, None) or 0
+    use = serving(several or 5, config.engine, one_pass=several > 0)
+    write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
     return f"kind=small_lm tokens={count} {said}"
 
 

@@ -21,6 +21,8 @@ from outrider.draft_models.targets.target import Target
 from outrider.draft_models.targets.tensor_files import open_tensors
 
 SmallLM = LayerStack | WholeModel
+# In the config of a drafter of several tokens a pass: what stands for one to be drafted (vLLM's name), and how many.
+MASK_TOKEN, PASS_TOKENS = "pard_token", "parallel_tokens"
 TRAINING_FILE = "finetune_drafter.json"  # written next to the weights, last, by training in this toolkit
 
 
@@ -124,7 +126,11 @@ evaluate-checkpoint target={target:option} small_lm={path:option} method=vanilla
 ```"""
 
 WHAT = "An ordinary causal LM with the target's tokenizer."
-USE = f"""{WHAT}
+
+
+def use_of(tokens: int) -> str:
+    """Instructions for a drafter of all tokens that drafts so many in one pass, 0: one."""
+    return f"""{WHAT}
 
 Outrider:
 
@@ -132,7 +138,7 @@ Outrider:
 evaluate-checkpoint target={{target:option}} small_lm={{path:option}} method=vanilla
 ```
 
-{serving(5)}
+{serving(tokens or 5, one_pass=tokens > 0)}
 
 llama.cpp and OpenVINO: `outrider export checkpoint={{path:option}} engine=llama_cpp out_dir=DIR`, or \
 `engine=openvino`."""

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,7 @@ from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.small_lm import ParallelSource
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
 from outrider.inference.settings.kinds import KINDS
@@ -135,13 +136,14 @@ def measure(
         explicit, probe = [method], _SizesInTurn()
 
     def generate() -> Iterator[Round]:
-        return decode(speculative, probe.into(make(explicit[0], streams)), tokens=new_tokens)
+        return decode(speculative, probe.into(make(explicit[-1], streams)), tokens=new_tokens)
 
     verified, rests = _cycle(_rounds_of(generate, probe, f"{method.source} drafter", new_tokens), probe, clock)
     padded = runtime.name == "graphed"
     step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
     own = (min(step[1], beside) if shaped else step[1], beside, beside) if runtime is passes else (0.0, 0.0, 0.0)
-    costs = Costs(step, verify, typical(rests), plain, own)
+    once = typical(probe.once) - step[1] if probe.once else 0.0
+    costs = Costs(step, verify, typical(rests) + max(0.0, once), plain, own)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
 
@@ -176,6 +178,7 @@ def _cycle(
             rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         elif count == probe.turns:
             probe.laps.clear()
+            probe.once.clear()
         cycles, within = divmod(count, probe.turns)
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and clock() - started > SECONDS)):
             break
@@ -202,6 +205,7 @@ class _Probe(Structure):
     """Cycles through several structures by round; records the time of a step by width, and the outcomes of trials.
 
     laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
+    once: seconds of the first step of a draft that needs no further pass; it is in no lap.
     """
 
     counts_empty = False  # whether a round without a draft is measured
@@ -212,17 +216,22 @@ class _Probe(Structure):
         self._turn, self.turns = 0, len(structures)
         self.reads_root = any(structure.reads_root for structure in structures)
         self.laps: list[tuple[int, float]] = []
+        self.once: list[float] = []
         self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
 
     def into(self, drafter: Drafter) -> Drafter:
         """`drafter` with these structures in turn."""
-        return ModelDrafter(cast(ModelDrafter, drafter).model, self)
+        model = cast(ModelDrafter, drafter).model
+        self._one_pass = isinstance(model, ParallelSource)
+        return ModelDrafter(model, self)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         watched = _Watched(source, self._clock)
         tree = self._now.draft(watched, root, limit)
-        laps = itertools.pairwise([*watched.starts, self._clock()])
-        self.laps += [(width, end - start) for width, (start, end) in zip(watched.widths, laps, strict=True)]
+        times = itertools.pairwise([*watched.starts, self._clock()])
+        laps = [(width, end - start) for width, (start, end) in zip(watched.widths, times, strict=True)]
+        self.once += [seconds for _, seconds in laps[: self._one_pass]]
+        self.laps += laps[self._one_pass :]
         return tree
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -249,6 +258,7 @@ class _SizesInTurn:
 
     turns, most = len(SIZES), max(SIZES)
     counts_empty = True
+    once: ClassVar[list[float]] = []
 
     def __init__(self) -> None:
         self._turn = 0

@@ -52,7 +52,10 @@ class VLLM:
         draft, own = job["draft"], options.pop("speculative_config", {})
         if draft is not None:
             ngram = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
-            by = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
+            by: Json = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
+            described = Path(by.get("model", "")) / "config.json"
+            if described.is_file() and "pard_token" in json.loads(described.read_text()):
+                by["parallel_drafting"] = True
             drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **by}
             options["speculative_config"] = {**drafts, **own}
         self.llm = vllm.LLM(

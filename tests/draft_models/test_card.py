@@ -18,7 +18,7 @@ from outrider.draft_models.small_lm import model as small_lm
 
 
 def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
-    write_card(tmp_path, small_lm.USE, "org/target", {"objective": "kl", "steps": 7})
+    write_card(tmp_path, small_lm.use_of(0), "org/target", {"objective": "kl", "steps": 7})
     text = (tmp_path / "README.md").read_text()
     assert "- objective: kl\n- steps: 7" in text
     (config,) = re.findall(r"--speculative-config '(.*)'", text)
@@ -28,7 +28,7 @@ def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
     assert text.startswith("---\nlibrary_name: outrider\nbase_model: org/target\n")
 
 
-@pytest.mark.parametrize("use", [small_lm.USE, serving(3)])
+@pytest.mark.parametrize("use", [small_lm.use_of(0), small_lm.use_of(6), serving(3)])
 def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str) -> None:
     """And every command is of this drafter and target."""
     write_card(tmp_path, use, "org/target", {})
@@ -36,6 +36,7 @@ def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str
     (config,) = re.findall(r"vllm serve org/target --speculative-config '(.*)'", text)
     steps, tokens = (int(re.findall(rf"--speculative-num-{name} (\d+)", text)[0]) for name in ("steps", "draft-tokens"))
     assert json.loads(config)["num_speculative_tokens"] == steps == tokens - 1
+    assert json.loads(config).get("parallel_drafting", False) == (steps == 6)
     assert f'from_pretrained("{tmp_path}")' in text
     assert not re.search(r"[{%]\w", text)
 
@@ -49,7 +50,7 @@ def test_an_early_exit_drafter_claims_no_serving_engine(tmp_path: Path) -> None:
 
 def test_the_upload_command_is_understood(tmp_path: Path) -> None:
     """By the Hub's own client, as far as it gets without a network."""
-    write_card(tmp_path, small_lm.USE, "org/target", {})
+    write_card(tmp_path, small_lm.use_of(0), "org/target", {})
     (line,) = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("hf ")]
     client, *arguments = shlex.split(line)
     command = [str(Path(sys.executable).with_name(client)), *arguments]
@@ -58,7 +59,7 @@ def test_the_upload_command_is_understood(tmp_path: Path) -> None:
     assert "offline mode is enabled" in tried.stdout + tried.stderr
 
 
-@pytest.mark.parametrize("use", [early_exit.USE, small_lm.USE])
+@pytest.mark.parametrize("use", [early_exit.USE, small_lm.use_of(0)])
 def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use: str) -> None:
     """An upload of a card whose base_model is a path is refused."""
     (tmp_path / "target").mkdir()
@@ -68,7 +69,7 @@ def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use
     assert f"# A draft model for {tmp_path / 'target'}\n" in text
 
 
-@pytest.mark.parametrize("use", [early_exit.USE, small_lm.USE, small_lm.USE_OF_SOME, use_of("specforge")])
+@pytest.mark.parametrize("use", [early_exit.USE, small_lm.use_of(0), small_lm.USE_OF_SOME, use_of("specforge")])
 def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use: str) -> None:
     """A target of the Hub is known everywhere; of another one the name is told, and commands have a word for it."""
     (tmp_path / "mine").mkdir()

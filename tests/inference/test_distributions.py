@@ -62,6 +62,14 @@ class OfSome(TableModel):
         return self.logits(hidden)[..., self.draft_vocabulary.tokens]
 
 
+class OnePass(TableModel):
+    """A drafter of two tokens in a pass: what it says after token 3 stands for all but the first."""
+
+    def __init__(self, rows: Sequence[Sequence[float]]):
+        super().__init__(rows)
+        self.config.pard_token, self.config.parallel_tokens = 3, 2
+
+
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
 CERTAIN = Tables(TableModel([[0.5, 0.5]] * 2), TableModel([[0.95, 0.05]] * 2))
 DEAR = Tuning(costs(0.01, node=0.1, rest=0.1))  # few nodes pay
@@ -120,6 +128,7 @@ CASES = {
     "chain, fixed": Case(chain("fixed", max_draft=3)),
     "chain, block": Case(block(max_draft=3)),
     "chain, block, confidence": Case(block("confidence", "eagle3", max_draft=4, threshold=0.28)),
+    "chain, one pass": Case(block(max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
     "chain, beta": Case(chain("beta"), 5, CERTAIN, SHARED),

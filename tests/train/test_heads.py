@@ -13,12 +13,13 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.train.parts.heldout import HeldOutText
-from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator
+from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.recipes.small_lm import SmallLMStudent
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
-from tests.tiny import VOCABULARY, random_prompt
+from tests.tiny import random_prompt
+from tests.train.test_small_lm_student import on_own_samples
 
 SATURATED = {"final_logit_softcapping": 0.01}  # most logits are the cap, and the first of them is the choice
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,13 +94,7 @@ def test_a_small_lm_learns_from_its_own_samples(target: OpenTarget) -> None:
     lm = target.layers([0, LAYERS - 1], dtype=torch.float32).requires_grad_(True)
     one = SmallLMStudent(lm, "reverse_kl", layer_stack(target.layers(dtype=torch.float32)), policy)
     one.begin_step(3)
-    generator = row_generator(5, 3, rows["input_ids"][0])
-    prefix = choose_prefix(*(rows[name][0] for name in ("input_ids", "labels", "positions")), 6, generator)
-    text, _ = continue_prefixes(lm.eval(), [prefix], torch.from_numpy(generator.random((1, 6))), VOCABULARY)
-    places = slice(len(prefix) - 1, len(prefix) + 5)
-    with torch.no_grad():
-        p, q = (model(text).logits[0, places].log_softmax(-1) for model in (whole(target), lm))
-    expected = (q.exp() * (q - p)).sum(-1).mean() * (rows["labels"] != IGNORE).sum()
+    expected = on_own_samples(lm.eval(), whole(target), rows)
     one.train()
     for module in lm.modules():  # nothing drops out
         if isinstance(module, torch.nn.Dropout):

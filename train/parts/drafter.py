@@ -36,14 +36,16 @@ def require_vocabulary(size: int | None, target: PreTrainedConfig) -> None:
         raise UserError(f"draft_vocabulary={size}: the target has {target.vocab_size} tokens; expected at most as many")
 
 
-def pick_tokens(size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows) -> Tensor | None:
-    """The draft vocabulary [size]; prints its coverage. None for all tokens."""
+def pick_tokens(
+    size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows, always: Collection[int] = ()
+) -> Tensor | None:
+    """The draft vocabulary [size], with `always` in it; prints its coverage. None for all tokens."""
     if size is None:
         return None
     vocabulary = target.config.vocab_size
     step = -(-len(rows) // COUNTED_ROWS)
     counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
-    always = [token for token in sorted(end_tokens(target)) if token < vocabulary][:size]
+    always = [*always, *(token for token in sorted(end_tokens(target)) if token < vocabulary)][:size]
     tokens = choose_tokens(counts, size, always)
     held = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
     shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(held, tokens):.4f}"

@@ -15,6 +15,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Masks
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import collect
@@ -139,10 +140,12 @@ def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
     return row["input_ids"][: max(first, min(length, document // 2))].tolist()
 
 
-def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T]."""
+def packed_hidden(
+    stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor, masks: Masks | None = None
+) -> Tensor:
+    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T], by their masks or others."""
     stack.reserve(positions.shape[1])
-    masks = stack.packed_masks(documents)
+    masks = masks or stack.packed_masks(documents)
     hidden = stack.embed(input_ids, positions)
     return stack.norm(stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks))
 

@@ -16,14 +16,8 @@ from transformers import PreTrainedConfig
 from outrider.base.processes import from_main, say
 from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.draft_vocabulary import places
-from outrider.draft_models.losses import (
-    IGNORE,
-    head_product,
-    linear_cross_entropy,
-    linear_divergence,
-    linear_topk_divergence,
-)
-from outrider.draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME
+from outrider.draft_models.losses import IGNORE, linear_cross_entropy, linear_topk_divergence
+from outrider.draft_models.small_lm.model import TRAINING_FILE, USE_OF_SOME, use_of
 from outrider.draft_models.targets.attention import stock_name
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import layer_stack
@@ -31,7 +25,7 @@ from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.small_lm import source_of
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
@@ -43,13 +37,14 @@ from outrider.train.parts.drafter import (
     require_vocabulary,
     write_records,
 )
-from outrider.train.parts.heldout import Decoding, HeldOutText, MovedNorms, judged, packed_hidden
+from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, HeldOutText, MovedNorms, judged
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import FinetuneConfig
 from outrider.train.students.small_lm import (
     SmallLMAndTeacher,
     drafter_config,
+    parallel_of,
     plain,
     small_lm_plan,
     start_lm,
@@ -80,18 +75,20 @@ def prepare(
     rows = load(config.data, target.tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
+    parallel = parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
     own = None if config.drafter.path is None else tokens_of_finished(config, target.config)
     if own is None:
-        tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+        always = [] if parallel is None else [parallel.mask]
+        tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))
         own = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
     stack = None
     if config.online or state.is_main_process:  # other processes do not decode
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
         stack = target.stack(dtype=dtype, device=state.device)
-    lm = start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size)
+    lm = start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size, parallel)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)
     teacher, on_policy = stack if config.online else None, sampled if config.on_policy > 0 else None
-    student = SmallLMStudent(lm, config.objective, teacher, on_policy)
+    student = SmallLMStudent(lm, config.objective, teacher, on_policy, parallel)
     trained, frozen = parameters_of(student)
     taught = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
     say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{taught} "
@@ -125,25 +122,18 @@ class SmallLMStudent(SmallLMAndTeacher):
         top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`."""
         if self.training and self.on_policy is not None and self.on_policy.due(self.step):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
-        hidden = packed_hidden(self.stack, input_ids, positions, documents)
+        hidden, wanted, of = self.predictions(input_ids, labels, positions, documents)
         rule, own = self.stack.spec.logits, self.stack.draft_vocabulary
         tokens, vocabulary = (None, 0) if own is None else (own.tokens, own.vocabulary)
         if self.objective == "cross_entropy":
-            labels = places(labels, tokens, vocabulary)
-            return {"loss_sum": linear_cross_entropy(*self.product(hidden), labels, rule=rule)}
-        if self.teacher is None:
-            known = (places(top_k["top_ids"], tokens, vocabulary), top_k["top_logprobs"], top_k["tail"])
-            mine = self.product(hidden)
-            return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
-        taught = self.teach(input_ids, positions, documents)
-        return {"loss_sum": self._divergence(hidden, taught, labels)}
-
-    def _divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
-        assert self.teacher is not None
-        sides = (*self.product(hidden), *head_product(self.teacher.head, taught))
-        rule, target_rule, own = self.stack.spec.logits, self.teacher.spec.logits, self.stack.draft_vocabulary
-        tokens = None if own is None else own.tokens
-        return linear_divergence(*sides, labels, self.objective, rule=rule, target_rule=target_rule, tokens=tokens)
+            loss = linear_cross_entropy(*self.product(hidden), places(wanted, tokens, vocabulary), rule=rule)
+        elif self.teacher is None:
+            ids, logprobs, tail = (of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
+            known = (places(ids, tokens, vocabulary), logprobs, tail)
+            loss = linear_topk_divergence(*self.product(hidden), *known, wanted, self.objective, rule=rule)
+        else:
+            loss = self.divergence(hidden, of(self.teach(input_ids, positions, documents)), wanted)
+        return {"loss_sum": loss / self.each}
 
     def _on_own_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         """The divergence on sampled continuations: each row's mean times the number of supervised tokens of its text.
@@ -155,11 +145,11 @@ class SmallLMStudent(SmallLMAndTeacher):
         vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
         rows = (input_ids, labels, positions)
         ids, own, where, documents = self.on_policy.continued(plain(self.lm), self.step, *rows, vocabulary)
-        hidden = packed_hidden(self.stack, ids, where, documents)
-        taught = self.teach(ids, where, documents)
+        hidden, wanted, of = self.predictions(ids, own, where, documents)
+        taught = of(self.teach(ids, where, documents))
         weights = (labels != IGNORE).sum(1) / (own != IGNORE).sum(1)
-        losses = [self._divergence(*row) for row in zip(hidden, taught, own, strict=True)]
-        return (torch.stack(losses) * weights).sum()
+        losses = [self.divergence(*row) for row in zip(hidden, taught, wanted, strict=True)]
+        return (torch.stack(losses) * weights).sum() / self.each
 
 
 def evaluation_of(
@@ -176,8 +166,9 @@ def evaluation_of(
     def evaluate(student: SmallLMStudent, step: int) -> Metrics:
         drafter = layer_stack(student.merged(stack.dtype))
         found = text.judge(partial(judged, drafter))
-        known = {name: found[name] for name in ("top1_target", "tau_analytic") if name in found}
-        return known | decoding(stack, SmallLMSource(drafter)) | norms(student, step)
+        analytic = () if student.parallel else ("tau_analytic",)  # it is of one pass a token
+        known = {name: found[name] for name in ("top1_target", *analytic) if name in found}
+        return known | decoding(stack, source_of(drafter, WATCHED_DRAFT)) | norms(student, step)
 
     return evaluate
 
@@ -195,6 +186,7 @@ def save(
     drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
     export(drafter, target.tokenizer, Path(config.out_dir))
     facts: dict[str, object] = {"objective": config.objective}
+    facts |= {"tokens a pass": config.parallel} if config.parallel else {}
     facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}
-    use = USE if own is None else USE_OF_SOME
+    use = use_of(config.parallel) if own is None else USE_OF_SOME
     write_records(TRAINING_FILE, config, identity, trained, use, facts, trained.metrics)

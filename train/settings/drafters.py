@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from outrider.base.errors import require
 from outrider.base.settings import Count, Place, Positive, Settings, Share, free, only, opt, require_default
@@ -219,6 +219,9 @@ class FinetuneConfig(TaughtTraining):
     draft_vocabulary: Count | None = None
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
     finished drafter"""
+    parallel: Annotated[int, Ge(0), Le(16)] = 0
+    """tokens that it learns to draft in one pass, all but the first from a mask token (PARD, arXiv 2504.18583); 0: one
+    pass a token"""
     lora_rank: NotNegative = opt(0, "0: all weights are trained")
     lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
     frozen_dtype: RunDtype = "auto"
@@ -233,6 +236,9 @@ class FinetuneConfig(TaughtTraining):
         self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
         steady = on_text or self.minutes is None
         self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
+        self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
+        whole = not (self.parallel and self.lora_rank)
+        self.require("lora_rank", whole, "0 with parallel: adapters do not train the mask token's embedding")
         known = self.lora_alpha is None or self.lora_rank > 0
         self.require("lora_alpha", known, "null, or a positive number with a lora_rank")
         adapted = self.lora_rank == 0 or self.drafter.path is not None

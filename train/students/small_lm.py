@@ -1,6 +1,7 @@
 """The small LM in training: what it begins with, the module that its recipe trains, and what that holds."""
 
 import copy
+from dataclasses import replace
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,8 +17,8 @@ from transformers import (
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
-from outrider.draft_models.losses import head_product
-from outrider.draft_models.small_lm.model import require_same_vocabulary
+from outrider.draft_models.losses import head_product, linear_divergence
+from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, require_same_vocabulary
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
@@ -31,6 +32,7 @@ from outrider.train.core.training import Plan
 from outrider.train.parts.drafter import fit_memory, llama_config
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy
+from outrider.train.parts.parallel import Parallel, Predictions
 from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
 
 
@@ -67,6 +69,24 @@ def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> Draf
     return DraftVocabulary(own.tokens, target.vocab_size)  # which may be padded to another size
 
 
+def parallel_of(
+    config: FinetuneConfig, drafter: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> Parallel | None:
+    """How the small LM `drafter` is to draft several tokens in one pass; None: it drafts one a pass.
+
+    Its mask is the token that a finished one has for that, or one that no text has: of the target's `rows` the first
+    beyond the tokenizer's, or the last added token without a function. Raises `UserError` if there is none.
+    """
+    if not config.parallel:
+        return None
+    added = {*tokenizer.added_tokens_decoder} - {*special_tokens(tokenizer).values()}
+    unused = len(tokenizer) if len(tokenizer) < rows else max(added, default=rows)
+    mask = getattr(drafter, MASK_TOKEN, unused)
+    if mask >= rows:
+        raise UserError(f"parallel={config.parallel}: expected 0, as every token of {config.target} may be text")
+    return Parallel(config.parallel, mask, config.fit.seed)
+
+
 def start_lm(
     config: FinetuneConfig,
     shape: PreTrainedConfig,
@@ -74,6 +94,7 @@ def start_lm(
     device: torch.device,
     own: DraftVocabulary | None = None,
     rows: int | None = None,
+    parallel: Parallel | None = None,
 ) -> PreTrainedModel:
     """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
 
@@ -105,6 +126,10 @@ def start_lm(
                 if own is not None:
                     narrow(lm, own)
             lm.requires_grad_(True)
+        if parallel is not None:
+            lm.config.update({MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens})
+        elif hasattr(lm.config, MASK_TOKEN):
+            delattr(lm.config, MASK_TOKEN)
         if config.lora_rank:
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
             lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
@@ -117,16 +142,21 @@ class SmallLMAndTeacher(nn.Module):
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
     target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
-    it is not trained, saved or wrapped.
+    it is not trained, saved or wrapped. parallel: drafts of several tokens in one pass; None: one token a pass.
     """
 
     def __init__(
-        self, lm: PreTrainedModel, objective: str, teacher: LayerStack | None = None, on_policy: OnPolicy | None = None
+        self,
+        lm: PreTrainedModel,
+        objective: str,
+        teacher: LayerStack | None = None,
+        on_policy: OnPolicy | None = None,
+        parallel: Parallel | None = None,
     ):
         super().__init__()
         self.lm = lm
         self.objective = objective
-        self.on_policy = on_policy
+        self.on_policy, self.parallel = on_policy, parallel
         self.step = 0
         self._unregistered = (layer_stack(plain(lm), rotary_dtype=torch.float32), teacher)
 
@@ -159,11 +189,30 @@ class SmallLMAndTeacher(nn.Module):
             lm = lm.merge_and_unload()  # type: ignore[operator]
         return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
 
+    @property
+    def each(self) -> float:
+        """The predictions of a supervised token, by which the loss is divided."""
+        return self.parallel.predictions if self.parallel is not None and self.training else 1.0
+
+    def predictions(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Predictions:
+        """Of packed rows [B, T], in training with `parallel` also of masks after them."""
+        if self.parallel is None or not self.training:
+            return packed_hidden(self.stack, input_ids, positions, documents), labels, lambda values: values
+        return self.parallel.predict(self.step, self.stack, input_ids, labels, positions, documents)
+
     def product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Like `head_product`, without the row for tokens outside the draft vocabulary, which is never proposed."""
         states, weight = head_product(self.stack.head, hidden)
         own = self.stack.draft_vocabulary
         return states, weight if own is None else weight[: len(own.tokens)]
+
+    def divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
+        """From the teacher's states `taught` to the student's `hidden` [..., d], summed over supervised positions."""
+        assert self.teacher is not None
+        sides = (*self.product(hidden), *head_product(self.teacher.head, taught))
+        rule, target_rule, own = self.stack.spec.logits, self.teacher.spec.logits, self.stack.draft_vocabulary
+        tokens = None if own is None else own.tokens
+        return linear_divergence(*sides, labels, self.objective, rule=rule, target_rule=target_rule, tokens=tokens)
 
     @torch.no_grad()
     def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -180,5 +229,7 @@ def plain(lm: PreTrainedModel) -> PreTrainedModel:
 def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
     """The memory of training a small LM of config `drafter`, with the target."""
     place = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
-    fitted = fit_memory(config, empty_model(drafter), 0, target.vocab_size)
+    rows = Parallel(config.parallel, 0, 0).predictions if config.parallel else 1.0
+    wide = replace(config, seq_len=round(rows * config.seq_len))
+    fitted = fit_memory(wide, empty_model(drafter), 0, target.vocab_size)
     return Plan(target_memory(target, place) + fitted, {})

@@ -30,7 +30,15 @@ from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
 from tests.tiny import method_of, random_prompt
 
-SOURCES = ("early_exit", "early_exit, first layer", "early_exit, two layers", "small_lm", "skip_layers", "eagle3")
+SOURCES = (
+    "early_exit",
+    "early_exit, first layer",
+    "early_exit, two layers",
+    "small_lm",
+    "small_lm, one pass",
+    "skip_layers",
+    "eagle3",
+)
 STRUCTURES = {
     **tiny.STRUCTURES,
     "k_config, with_replacement": StructureConfig(kind="k_config", widths=(3, 2, 2), draw="with_replacement"),

@@ -216,17 +216,9 @@ def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int
 # -------------------------------------------------------------------------------------- the harness can tell the wrong
 
 
-@dataclass(frozen=True)
-class NoResidual(Rejection):
-    """Wrong: after a rejection it samples from p."""
-
-    def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
-        return p[family[0] + 1]
-
-
 WRONG = {
-    "no residual": (ships(NoResidual(replace=True)), sampled),
-    "no residual, without replacement": (ships(NoResidual(replace=False)), functools.partial(sampled, replace=False)),
+    "no residual": (ships(WITH), sampled),
+    "no residual, without replacement": (ships(WITHOUT), functools.partial(sampled, replace=False)),
     "chosen candidates under the with-replacement rule": (ships(WITH), likeliest),
     "chosen candidates under the without-replacement rule": (ships(WITHOUT), likeliest),
     "draws without replacement under the other rule": (ships(WITH), functools.partial(sampled, replace=False)),
@@ -235,8 +227,10 @@ WRONG = {
 
 @pytest.mark.parametrize("config", [(2,), (2, 1)], ids=str)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_rules_are_found_out(wrong: str, config: tuple[int, ...]) -> None:
+def test_wrong_rules_are_found_out(monkeypatch: pytest.MonkeyPatch, wrong: str, config: tuple[int, ...]) -> None:
     verify, structure = WRONG[wrong]
+    if wrong.startswith("no residual"):
+        plant(monkeypatch, Rejection, "residual", "return r[0]", "return p[parent + 1]")
     p, q = everywhere(distribution([1, 5, 2])), everywhere(distribution([4, 1, 1]))
     if structure is sampled:
         structure = functools.partial(sampled, replace=True)

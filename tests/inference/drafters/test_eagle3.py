@@ -16,6 +16,7 @@ from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.eagle3 import Eagle3Source
 from outrider.inference.engines.graphs import cuda_graphs
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
+from tests.faults import plant
 from tests.tiny import open_stack, save_target
 
 LAST = TARGET.num_hidden_layers
@@ -156,36 +157,20 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
     assert compare(case, Eagle3Source(case.head), runtime(), length) == 15
 
 
-class ReadsTheNextBoundary(Eagle3Source):
-    """The boundaries of aux hidden states are off by one."""
-
-    def __init__(self, head: Eagle3):
-        super().__init__(head)
-        self.aux_layers = tuple(tap + 1 for tap in self.aux_layers)
-
-
-class DoesNotShift(Eagle3Source):
-    """A token is paired with the feature of its own position."""
-
-    def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
-        return super()._run_pairs(tokens, taps.roll(-1, dims=1))
+FAULTS = {  # of the source, and what stands there instead
+    "hidden states of the next boundary": ("__init__", "head.reading.taps", "[tap + 1 for tap in head.reading.taps]"),
+    "the feature of a token's own position": ("_run_pairs", "[None]), aux]", "[None]), aux.roll(-1, 1)]"),
+    "entries of accepted tokens stay those of the draft": (
+        "commit", "self.session.commit(range(self._pairs))\n        self._aux_hidden, fresh = aux, tokens[1:]",
+        "kept = min(self.session.rows, self._pairs + len(rows) - 1)\n        self.session.commit(range(kept))\n"
+        "        stale = kept - self._pairs\n        self._aux_hidden, fresh = aux[:, stale:], tokens[1 + stale :]",
+    ),
+}  # fmt: skip
 
 
-class KeepsWhatWasDrafted(Eagle3Source):
-    """After a chain, cache entries of accepted tokens stay those made in drafting."""
-
-    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        fed, chain = self.session.rows, list(rows) == list(range(len(rows)))
-        stale = range(self._pairs, min(fed, self._pairs + len(rows) - 1)) if fed and chain else range(0)
-        commit = self.session.commit
-        self.session.commit = lambda kept: commit([*kept, *stale])  # type: ignore[method-assign]
-        super().commit(rows, tokens)
-        self.session.commit = commit  # type: ignore[method-assign]
-        self._aux_hidden, self._tokens = self._aux_hidden[:, len(stale) :], self._tokens[len(stale) :]
-
-
-@pytest.mark.parametrize("faulty", [ReadsTheNextBoundary, DoesNotShift, KeepsWhatWasDrafted])
-def test_a_planted_fault_is_seen(cases: Callable[[str], Case], faulty: type[Eagle3Source]) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     case = cases("specforge")
+    plant(monkeypatch, Eagle3Source, *FAULTS[fault])
     with pytest.raises(AssertionError, match="not close"):
-        compare(case, faulty(case.head), Runtime(), 3)
+        compare(case, Eagle3Source(case.head), Runtime(), 3)

@@ -152,7 +152,7 @@ def asked(sampling: dict[str, float], **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_vllm_drafts_in_the_arm_with_a_drafter_alone() -> None:
+def test_vllm_drafts_in_the_arm_with_a_drafter_alone(tmp_path: Path) -> None:
     """Its own options of drafts are of that arm, and the user's go before ours; no arm finds prompts in a cache."""
     given = {"speculative_config": {"num_speculative_tokens": 2, "other": 1}, "max_num_seqs": 7}
     draft = {"method": "draft_model", "model": "d", "tokens": 5, "max_ngram": 3}
@@ -163,6 +163,9 @@ def test_vllm_drafts_in_the_arm_with_a_drafter_alone() -> None:
     }  # fmt: skip
     assert plain["max_num_seqs"] == 7
     assert not plain["enable_prefix_caching"]
+    (tmp_path / "config.json").write_text('{"pard_token": 3}')
+    one_pass = VLLM(vllm_job({**draft, "model": str(tmp_path)})).llm.options["speculative_config"]
+    assert one_pass["parallel_drafting"]
     lookup = VLLM(vllm_job({**draft, "method": "ngram"})).llm.options["speculative_config"]
     assert (lookup["prompt_lookup_max"], lookup["num_speculative_tokens"]) == (3, 5)
 

@@ -16,7 +16,7 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
@@ -25,7 +25,7 @@ from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import Drafters
+from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.probe import SIZES, probes, tune
 from outrider.inference.measure.results import PromptResult
@@ -41,9 +41,9 @@ from outrider.inference.settings.method import (
 )
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.sizing.policy import LONGEST_CHAIN
-from tests.known_targets import COUNT, PROMPT, Target
+from tests.known_targets import COUNT, PROMPT, Target, tokens_of
 from tests.tiers import typical_where
-from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 CHAIN = MethodConfig(stop=StopConfig(max_draft=AUTO))
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=AUTO, max_depth=AUTO))
@@ -124,6 +124,22 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
     assert sum(tuning.right) > 1
     if name in ("chain", "k_config"):
         assert all(right <= tried for right, tried in zip(tuning.right, tuning.tried, strict=True))
+
+
+@pytest.mark.parametrize("name", ["chain", "opt_tree"])
+def test_a_pass_for_all_tokens_costs_once(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    stack, drafters, text = models
+    monkeypatch.setattr(drafters["small_lm"].config, "pard_token", VOCABULARY - 1, raising=False)
+    monkeypatch.setattr(drafters["small_lm"].config, "parallel_tokens", 5, raising=False)
+    clock = WorkClock(monkeypatch, free=len(probes(METHODS[name])))
+    methods = {"m": replace(METHODS[name], source="small_lm")}
+    ready, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
+    assert tunings["m"].costs.step[:5] == pytest.approx((0.0,) * 5)
+    assert tunings["m"].costs.rest == pytest.approx(0.105)
+    drafter = new_drafter(ready["m"], drafters, Streams(0), False, tunings["m"])
+    rounds = list(speculative(stack, drafter, PROMPT, max_new_tokens=COUNT))
+    assert tokens_of(rounds) == text
+    assert max(r.depth for r in rounds) <= 5
 
 
 @pytest.mark.slow
