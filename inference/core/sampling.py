@@ -8,37 +8,23 @@ committed tokens and its branch.
 from collections.abc import Sequence
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from outrider.inference.settings.sampling import SamplingConfig
 
 # Exactly these types, no subclasses: they never read the text, so they process all rows in one call.
 _IGNORE_CONTEXT = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    transformers.EpsilonLogitsWarper,
+    transformers.EtaLogitsWarper,
+    transformers.InfNanRemoveLogitsProcessor,
+    transformers.LogitNormalization,
+    transformers.MinPLogitsWarper,
+    transformers.SuppressTokensLogitsProcessor,
+    transformers.TemperatureLogitsWarper,
+    transformers.TopKLogitsWarper,
+    transformers.TopPLogitsWarper,
+    transformers.TypicalLogitsWarper,
 )
 
 
@@ -55,17 +41,17 @@ class Sampler:
     def __init__(
         self,
         config: SamplingConfig,
-        processors: Sequence[LogitsProcessor] = (),
+        processors: Sequence[transformers.LogitsProcessor] = (),
         *,
-        own: Sequence[LogitsProcessor] = (),
+        own: Sequence[transformers.LogitsProcessor] = (),
     ):
         self.greedy = config.temperature == 0
         ours = list(own)
         if config.repetition_penalty not in (None, 1):
-            ours.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-        steps: list[LogitsProcessor] = [next((p for p in processors if type(p) is type(mine)), mine) for mine in ours]
+            ours.append(transformers.RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
+        steps = [next((p for p in processors if type(p) is type(mine)), mine) for mine in ours]
         # All of transformers' own treat rows alike, except for one that in older versions sees the first row only.
-        alike = [step for step in ours if type(step) is not EncoderRepetitionPenaltyLogitsProcessor]
+        alike = [step for step in ours if type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor]
         self._batched = [step for step in steps if step in alike]
         steps += [p for p in processors if p not in steps]
         self._steps = steps if self.greedy else [*steps, *_warpers(config)]
@@ -98,7 +84,7 @@ class Sampler:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return scores.softmax(-1)
 
-    def _by_context(self, step: LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
+    def _by_context(self, step: transformers.LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Apply a processor row by row, as plain decoding would; built-in ones take all rows of one depth at once.
 
         It gets copies of the rows, because transformers lets a processor write to its input.
@@ -176,14 +162,14 @@ def _running_sums(weights: Tensor) -> Tensor:
     return weights.to(torch.float64, copy=True).cumsum_(-1)  # in place: twice as much memory takes seven times as long
 
 
-def _warpers(config: SamplingConfig) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = []
+def _warpers(config: SamplingConfig) -> list[transformers.LogitsProcessor]:
+    warpers: list[transformers.LogitsProcessor] = []
     if config.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+        warpers.append(transformers.TemperatureLogitsWarper(float(config.temperature)))
     if config.top_k:
-        warpers.append(TopKLogitsWarper(config.top_k))
+        warpers.append(transformers.TopKLogitsWarper(config.top_k))
     if config.top_p < 1:
-        warpers.append(TopPLogitsWarper(config.top_p))
+        warpers.append(transformers.TopPLogitsWarper(config.top_p))
     if config.min_p:
-        warpers.append(MinPLogitsWarper(config.min_p))
+        warpers.append(transformers.MinPLogitsWarper(config.min_p))
     return warpers

@@ -9,16 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.draft_models.calibration import drafter_digest
-from outrider.draft_models.eagle3.checkpoint import (
-    AS_DECLARED,
-    TRAINING_FILE,
-    holds_head,
-    load_head,
-    make_head,
-    open_head,
-    save_head,
-    stored_tokens,
-)
+from outrider.draft_models.eagle3 import checkpoint
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
@@ -128,25 +119,25 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
     changes: overrides of the reading that a head's config declares.
     """
 
-    kind, record = "eagle3", TRAINING_FILE
+    kind, record = "eagle3", checkpoint.TRAINING_FILE
 
-    def __init__(self, changes: ReadingChanges = AS_DECLARED):
+    def __init__(self, changes: ReadingChanges = checkpoint.AS_DECLARED):
         self.changes = changes
 
     def reading(self, changes: ReadingChanges) -> "Eagle3Plugin":
         return Eagle3Plugin(changes)
 
     def foreign(self, where: str, target: OpenTarget) -> bool:
-        return not open_head(where, target.config, changes=self.changes).made_here
+        return not checkpoint.open_head(where, target.config, changes=self.changes).made_here
 
     def lies_in(self, folder: str) -> bool:
-        return holds_head(folder)  # its config may name a causal LM
+        return checkpoint.holds_head(folder)  # its config may name a causal LM
 
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where), self.changes.stated())
 
     def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> Eagle3:
-        return load_head(where, target.config, changes=self.changes, **placed)
+        return checkpoint.load_head(where, target.config, changes=self.changes, **placed)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
         drafter = bare(model)
@@ -158,16 +149,16 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         lay_out(drafter, target.device)
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        return stored_tokens(where, changes=self.changes)
+        return checkpoint.stored_tokens(where, changes=self.changes)
 
     def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
-        return Eagle3(open_head(where, target, changes=self.changes).reading, all_tokens=True)
+        return Eagle3(checkpoint.open_head(where, target, changes=self.changes).reading, all_tokens=True)
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        stored = open_head(where, target.config, changes=self.changes)
-        head = make_head(stored.reading, stored.weights(dtype), where)
+        stored = checkpoint.open_head(where, target.config, changes=self.changes)
+        head = checkpoint.make_head(stored.reading, stored.weights(dtype), where)
         made_here = stored.made_here and not self.changes.stated()
-        save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
+        checkpoint.save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 
     def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:
         return Eagle3Source(model)
