@@ -42,6 +42,7 @@ MANDATORY = {
     **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
     "audit": ["target=t", "answers=a"],
     "serve": ["target=t"],
+    "write_prompts": ["target=t"],
 }
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     name: (command.load_settings(), command.script, MANDATORY.get(name, [])) for name, command in cli.COMMANDS.items()
