@@ -110,6 +110,8 @@ class ParallelSource(SmallLMSource):
     accepted tokens wait in `_pending`, and run before the next root.
     """
 
+    one_pass = True  # a draft has no further one
+
     def __init__(self, lm: Target, mask: int, tokens: int):
         super().__init__(lm)
         self.mask, self.tokens = mask, tokens

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from omegaconf import OmegaConf
 
 from outrider.base.errors import UserError, require, require_choice
 from outrider.base.settings import Count, Positive, Settings, Share, construct, only, opt, require_default
@@ -284,6 +283,8 @@ def settings_of(name: str) -> dict[str, object]:
 
     Raises `UserError` for a name that is neither a preset nor composed of existing parts.
     """
+    from omegaconf import OmegaConf  # vLLM's environment has none, and drafts by settings of its own
+
     source, *parts = name.split("/")
     found = {group: part for group in PARTS for part in parts if part in choices_of(group)}
     if list(found.values()) != parts or (not parts and source not in choices_of("method")):

@@ -28,6 +28,7 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
 from outrider.inference.audit.audit import audit
 from outrider.inference.core.rounds import Round
+from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import GREEDY
 from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app
@@ -47,7 +48,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(target: Path) -> Any:
-    loaded = outrider.load(str(target), device="cpu")
+    lookup = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=4))  # no measured time decides what is drafted
+    loaded = outrider.load(str(target), device="cpu", method=lookup)
     loaded.tokenizer.chat_template = TEMPLATE
     return loaded
 
@@ -261,7 +263,8 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
     audit(AuditConfig(target=str(target), server=url, prompts=str(asked), template="none", temperature=temperature,
                       max_new_tokens=24, concurrency=3, out_dir=str(out)))  # fmt: skip
     numbers = json.loads((out / "report.json").read_text())["arms"]["answers"]["numbers"]
-    assert (numbers["answers"], numbers["retokenised"], numbers["tokens"]) == (12, 0, 12 * 24)
+    assert (numbers["answers"], numbers["retokenised"]) == (12, 0)
+    assert 12 * 20 < numbers["tokens"] <= 12 * 24
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

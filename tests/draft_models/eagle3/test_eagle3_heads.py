@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no taps": ("specforge", eagle_config(use_aux_hidden_state=False), "use_aux_hidden_state=False: a head without"),
     "parallel": ("specforge", eagle_config(parallel_draft_step=4), "several tokens drafted at once"),
     "another kind": ("speculators", {"speculators_model_type": "mtp"}, "'mtp': expected 'eagle3'"),
-    "another layer": ("eagle", {"model_type": "gpt2"}, "model_type='gpt2': expected one of llama, qwen3"),
+    "another layer": ("eagle", {"model_type": "gpt2"}, "model_type='gpt2': a head has layers of one of llama, qwen3"),
     "an unsteady rope": ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     "an unknown rope": ("eagle", {"rope_scaling": {"rope_type": "spiral"}}, "'spiral'.*: describe no rotary embedding"),
     "no last norm": ("specforge", eagle_config(use_last_layernorm=False), "expected false where final_norm is false"),
