@@ -24,7 +24,7 @@ from tests.forked import Fork
 from tests.tiny import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
-WORDS = ["def", "add", "first,", "second.", "return", "(hello)", "there", "how", "don't", "12", "ä", "漢字", "</s>"]
+WORDS = ["def", "add", "first,", "second.", "return", "(hello)", "how", "don't", "12", "ä", "漢字", "</s>", "x"]
 SEPARATORS = ["\n", "  ", " ", "\n\n", "\n", "\t", " \n    "]
 
 
