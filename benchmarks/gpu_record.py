@@ -78,13 +78,13 @@ def parts(options: argparse.Namespace) -> list[Part]:
     return [
         Part("tests", 150, [*gpu_tests, *(["tests/test_gpu.py", "--collect-only"] if tiny else [])]),
         real("smollm2", 1.2, options.target, drafters["eesd"], drafters["small_lm"]),
-        Part("inflate", 90, [
+        Part("inflate", 300 if tiny else 90, [
             str(HERE / "inflate_target.py"), "--target", options.target, "--shape", "tiny-test" if tiny else "7b",
             "--out", str(inflated), "--early-exit", str(drafters["eesd"]), "--small-lm", str(drafters["small_lm"]),
             *(["--small-shape", "tiny-test"] if tiny else ["--dtype", "bfloat16"]),
         ], inflated / "inflated.json"),
         real("inflated", 2.0, str(inflated / "target"), inflated / "early_exit", inflated / "small_lm"),
-        Part("answers", 60, [
+        Part("answers", 300 if tiny else 60, [
             str(HERE / "bench_responses.py"), "--target", str(chat), "--prompts", first_prompts, *answers,
             "--out", str(found),
         ], found),
