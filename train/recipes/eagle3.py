@@ -22,15 +22,7 @@ from outrider.base.processes import from_main, say
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.draft_models.draft_vocabulary import places
-from outrider.draft_models.eagle3.checkpoint import (
-    TRAINING_FILE,
-    StoredHead,
-    make_head,
-    new_head,
-    open_head,
-    save_head,
-    use_of,
-)
+from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading, require_target
 from outrider.draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
@@ -64,7 +56,7 @@ def train_eagle3(config: Eagle3Config) -> None:
     target, head, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
-    stored = None if config.start is None else open_head(config.start, target.config, changes=config.reading)
+    stored = None if config.start is None else heads.open_head(config.start, target.config, changes=config.reading)
     if stored is not None and not stored.made_here:
         warn(f"start={config.start}: another trainer's head, read as its config.json says; examine it first "
              "(evaluate-checkpoint eagle3=… doctor=true): a misread head learns to be one")  # fmt: skip
@@ -73,7 +65,7 @@ def train_eagle3(config: Eagle3Config) -> None:
 
 
 def prepare(
-    config: Eagle3Config, target: OpenTarget, stored: StoredHead | None, reading: Reading, state: PartialState
+    config: Eagle3Config, target: OpenTarget, stored: heads.StoredHead | None, reading: Reading, state: PartialState
 ) -> "Training[Eagle3Student]":
     """The training of a head with this reading. stored: the finished head to continue from.
 
@@ -90,10 +82,10 @@ def prepare(
         stack = target.stack(dtype=dtype, device=state.device)
         if stored is None:
             own = None if tokens is None else tokens.to(state.device)
-            head = new_head(reading, stack, own, Streams(config.fit.seed).number("weights", bits=63))
+            head = heads.new_head(reading, stack, own, Streams(config.fit.seed).number("weights", bits=63))
         else:
             require_target(reading, target.config, stored.source)
-            head = make_head(reading, stored.weights(torch.float32, state.device), stored.source)
+            head = heads.make_head(reading, stored.weights(torch.float32, state.device), stored.source)
         return Eagle3Student(stack, head, config)
 
     taught: PackedRows | RowsWithStates = rows
@@ -120,7 +112,7 @@ def prepare(
         identity,
         evaluation_of(config, target, heldout, student) if state.is_main_process else None,
         partial(save, config, target.config, student.head, identity, made_here),
-        finished=TRAINING_FILE,
+        finished=heads.TRAINING_FILE,
         keeps_best=True,
         saved_whole=student.head,
         minutes=config.minutes,
@@ -198,11 +190,11 @@ def save(
     trained: Trained,
 ) -> None:
     """Write the head, its card and, last, the record of its training."""
-    out_dir, reading = Path(config.out_dir), trained_head.reading
+    out_dir, reading, steps = Path(config.out_dir), trained_head.reading, min(config.draft_steps, 7)
     head = copy.deepcopy(trained_head).to(stored_dtype(target)).requires_grad_(False)
-    save_head(out_dir, head, config.dialect, target, config.target, min(config.draft_steps, 7), made_here=made_here)
+    heads.save_head(out_dir, head, config.dialect, target, config.target, steps, made_here=made_here)
     facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
     facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len}
     facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
     shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
-    write_records(TRAINING_FILE, config, identity, trained, use_of(config.dialect), facts, ("tau",))
+    write_records(heads.TRAINING_FILE, config, identity, trained, heads.use_of(config.dialect), facts, ("tau",))
