@@ -54,7 +54,7 @@ class VLLM:
             ngram = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
             by: Json = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
             described = Path(by.get("model", "")) / "config.json"
-            if described.is_file() and "pard_token" in json.loads(described.read_text()):
+            if described.is_file() and "pard_token" in json.loads(described.read_text("utf-8")):
                 by["parallel_drafting"] = True
             drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **by}
             options["speculative_config"] = {**drafts, **own}
