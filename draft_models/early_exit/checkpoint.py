@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, warn
-from outrider.base.files import (
-    package_version,
-    read_mapping,
-    require_writable,
-    write_atomically,
-    write_json,
-)
+from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import Count, construct
 from outrider.base.words import listed

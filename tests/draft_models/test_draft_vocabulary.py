@@ -15,11 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows
-from outrider.draft_models.early_exit.checkpoint import (
-    WEIGHTS_FILE,
-    read_draft_tokens,
-    save_pretrained,
-)
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_draft_tokens, save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import spread

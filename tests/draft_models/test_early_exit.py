@@ -29,15 +29,7 @@ from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.full_disk import largest_file
 from tests.tiers import quick_where, typical_where
-from tests.tiny import (
-    ARCHITECTURES,
-    LAYERS,
-    VOCABULARY,
-    byte_tokenizer,
-    make_drafter,
-    random_prompt,
-    save_target,
-)
+from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, byte_tokenizer, make_drafter, random_prompt, save_target
 
 
 def load_student(

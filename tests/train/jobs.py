@@ -31,15 +31,7 @@ from outrider.train.core import run_dir
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig
 from tests.forked import Fork
-from tests.tiny import (
-    LAYERS,
-    byte_tokenizer,
-    make_drafter,
-    open_stack,
-    random_prompt,
-    reference_generate,
-    save_target,
-)
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "

@@ -1,6 +1,7 @@
 """EAGLE-3 training end to end on a tiny target: from a config to a head that decodes."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +26,12 @@ from outrider.train.parts.target_states import (
     MADE_FROM_FILE,
     ROWS_AT_ONCE,
     STATES_FILE,
+    RowsInTurn,
     RowsWithStates,
     pack,
     packed_width,
     unpack,
     with_states,
-    with_states_in_turn,
 )
 from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
@@ -152,22 +153,55 @@ def test_states_are_made_once_and_a_killed_filling_goes_on_with_what_is_missing(
     assert {path.name for path in tmp_path.glob("states*")} == {STATES_FILE, MADE_FROM_FILE}
 
 
-def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(rows: PackedRows, tmp_path: Path) -> None:
-    target = Target(killed_at=2)
+def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
+    rows: PackedRows, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target, reserve = Target(killed_at=2), "outrider.train.parts.target_states.os.posix_fallocate"
+
+    def taught(folder: str = "kept", width: int = 40, origin: str = "text") -> RowsInTurn:
+        given = (48, 2, width), tmp_path / folder, torch.float32, {"from": origin}
+        return RowsInTurn(rows, target.states_of, *given)
 
     def read() -> list[dict[str, Tensor]]:
-        given = (tmp_path, torch.float32, {"from": "text"})
-        found = with_states_in_turn(rows, target.states_of, (48, 2, 40), *given)
+        found = taught()
         return [found[index] for index in range(len(rows))]
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), patch(reserve, side_effect=os.posix_fallocate) as reserved:
         read()
+    assert reserved.call_args.args[1:] == (0, (tmp_path / "kept" / STATES_FILE).stat().st_size)
     target.killed_at = None
-    for row in [*read(), *read()]:
+    assert len(taught(origin="other")) == len(rows)  # a command that reads no row changes nothing
+    with patch("shutil.disk_usage", return_value=shutil._ntuple_diskusage(1, 1, 0)):
+        found = [*read(), *read()]  # their room is taken already
+    for row in found:
         assert torch.equal(row["states"], target.table[row["input_ids"]])
     assert target.batches == len(rows)
-    large = (48, 2, 10**11)
-    assert with_states_in_turn(rows, target.states_of, large, tmp_path / "full", torch.float32, {}) is rows
+    assert "states" not in taught("large", 10**11)[0]
+    with patch(reserve, side_effect=OSError("quota exceeded")):
+        assert "states" not in taught("over quota")[0]
+    assert "(quota exceeded); free space, choose another folder" in capsys.readouterr().err
+    assert not (tmp_path / "over quota" / STATES_FILE).exists()
+    assert torch.equal(taught(origin="other")[0]["states"], found[0]["states"])  # made anew in the same room
+    assert target.batches == len(rows) + 1
+
+
+def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """Not by an error, nor by a command that is refused; a finished training makes none; a given folder stays."""
+    out, fit = tmp_path / "out", replace(FIT, steps=None, epochs=1.5)
+    run = heading(sure, corpus, out, eval_rows=1, fit=fit, features="auto", resume=True)
+    broken = patch("outrider.train.recipes.eagle3.judge_steps", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), broken:
+        train_eagle3(run)
+    kept = out / "features" / STATES_FILE
+    made = kept.read_bytes()
+    with pytest.raises(UserError, match="taps"):
+        train_eagle3(replace(run, taps=(0, 2, 4)))
+    assert kept.read_bytes() == made
+    for _ in range(2):
+        train_eagle3(run)
+        assert not kept.parent.exists()
+    train_eagle3(replace(run, out_dir=str(tmp_path / "given"), features=str(tmp_path / "given" / "features")))
+    assert (tmp_path / "given" / "features" / STATES_FILE).exists()
 
 
 def test_states_in_int8_are_what_their_values_are_rounded_to(rows: PackedRows, tmp_path: Path) -> None:

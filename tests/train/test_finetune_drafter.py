@@ -178,10 +178,10 @@ def test_norms_that_do_not_move_are_warned_of(
     tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
 ) -> None:
     finetune_drafter(finetuning(target, corpus, tmp_path / "moved"))
-    assert "warning" not in capsys.readouterr().out
+    assert "norms has moved" not in capsys.readouterr().err
     assert log(tmp_path / "moved")[-1]["eval_norms_moved"] == 1
     finetune_drafter(finetuning(target, corpus, tmp_path / "stuck", fit=replace(FIT, lr=1e-9)))
-    assert "warning: step 4: none of the 3 trained norms has moved, rounded to torch.float32" in capsys.readouterr().out
+    assert "warning: step 4: none of the 3 trained norms has moved, rounded to torch.float32" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------- bad input

@@ -3,8 +3,6 @@
 The target decodes them, or its greedy answers are on record (see `inference.measure.replay`).
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import require_writable, write_atomically
+from outrider.base.files import digest_of, require_writable, write_atomically
 from outrider.base.processes import from_main
 from outrider.base.progress import counted
 from outrider.data_prep.text.chat import answered_by, records_of_runs
@@ -155,7 +153,7 @@ def capture_splits(
 
     Raises `UserError` where no token was drafted, and for a run that has begun to learn from other examples.
     """
-    file = out_dir / "captured" / f"{digest_of([settings, texts])}.safetensors"
+    file = out_dir / "captured" / f"{digest_of([settings, texts])[:16]}.safetensors"
     if not from_main(state, file.exists):
         if run_dir.checkpoints(out_dir):
             raise UserError(f"out_dir={out_dir}: a run there has learned from other examples than these settings give, "
@@ -180,11 +178,6 @@ def only_tested(captured: Batch) -> Batch:
     position, label = captured["position"], captured["label"]
     kept = (position == 1) | (label.roll(1) == 1)
     return {name: value[kept] for name, value in captured.items()}
-
-
-def digest_of(value: object) -> str:
-    """A short digest of a JSON-able value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:

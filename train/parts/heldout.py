@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from outrider.base.errors import warn
 from outrider.base.processes import say
 from outrider.base.progress import counted
 from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, analytic_tau, judge, placed
@@ -81,11 +82,8 @@ class MovedNorms:
         now = self._norms(model)
         moved = sum(not torch.equal(norm, now[name]) for name, norm in self.start.items())
         if not moved:
-            print(
-                f"warning: step {step}: none of the {len(self.start)} trained norms has moved, rounded to "
-                f"{self.dtype}; raise lr or train longer",
-                flush=True,
-            )
+            none = f"none of the {len(self.start)} trained norms has moved, rounded to {self.dtype}"
+            warn(f"step {step}: {none}; raise lr or train longer")
         return {"norms_moved": moved / len(self.start)}
 
     def _norms(self, model: nn.Module) -> dict[str, Tensor]:

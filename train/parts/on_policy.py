@@ -6,10 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from outrider.base.streams import Streams
 from outrider.draft_models.losses import IGNORE

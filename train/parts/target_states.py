@@ -10,9 +10,11 @@ file, so the folder must be visible to all of them.
 """
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, warn
 from outrider.base.files import read_mapping, require_writable, write_json
 from outrider.base.processes import from_main, only_run_of
 from outrider.base.progress import counted
@@ -74,26 +76,18 @@ ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class RowsWithStates:
-    """`PackedRows` whose items also have states [T, k + 1, H_t].
-
-    done, states_of: of states made when they are first read: uint8 [rows], and what computes those of a batch.
-    """
+    """`PackedRows` whose items also have states [T, k + 1, H_t]."""
 
     rows: PackedRows
     states: Tensor  # in the stored format
     width: int  # H_t
-    done: Tensor | None = None
-    states_of: Callable[[Batch], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
-        row, kept = self.rows[index], self.states[index]
-        if self.done is not None and self.states_of is not None and not self.done[index]:
-            kept.copy_(self.states_of(default_collate([row]))[0])
-            self.done[index] = 1
-        return {**row, "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
+        kept = self.states[index]
+        return {**self.rows[index], "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
 
 
 def with_states(
@@ -108,8 +102,7 @@ def with_states(
     """`rows` with the target's states, read from the folder `where` after computing the missing ones.
 
     kept_as: the name of their dtype there. load: loads the target and returns the function from a batch of rows to
-    states. item: (T, k + 1, H_t). made_from:
-    JSON-able, what determines the states.
+    states. item: (T, k + 1, H_t). made_from: JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space, and if that dtype cannot represent the states.
     """
@@ -130,34 +123,57 @@ def with_states(
     return RowsWithStates(rows, states, width)
 
 
-def with_states_in_turn(
-    rows: PackedRows,
-    states_of: Callable[[Batch], Tensor],
-    item: tuple[int, int, int],
-    folder: Path,
-    dtype: torch.dtype,
-    made_from: Mapping[str, object],
-) -> PackedRows | RowsWithStates:
-    """`rows` with the target's states, each made when it is first read, then kept in `folder` as the target made it.
+@dataclass(frozen=True)
+class RowsInTurn:
+    """`PackedRows` whose items also have states, each made when it is first read, then kept in `folder` in `dtype`.
 
-    The rows alone if all states would take more than half of the free space there. dtype: of the target; the others are
-    as in `with_states`. A killed run finds those that it made.
+    The rows alone if all states would take more than half of the free space there, or cannot be kept. item, made_from:
+    as in `with_states`. A killed run finds those that it made. Nothing is written before the first read: another run's
+    states, or a finished run's folder, are not touched by a command that is refused or has nothing to do.
     """
-    shape = (len(rows), *item)
-    size = math.prod(shape) * dtype.itemsize
-    if not (require_writable(str(folder)) / STATES_FILE).exists() and 2 * size > shutil.disk_usage(folder).free:
-        return rows
-    _open(folder, {**made_from, "dtype": str(dtype), "shape": list(shape)}, size, len(rows))
-    states = torch.from_file(str(folder / STATES_FILE), True, math.prod(shape), dtype=dtype).view(shape)
-    done = torch.from_file(str(folder / DONE_FILE), True, len(rows), dtype=torch.uint8)
-    return RowsWithStates(rows, states, item[-1], done, states_of)
+
+    rows: PackedRows
+    states_of: Callable[[Batch], Tensor]
+    item: tuple[int, int, int]
+    folder: Path
+    dtype: torch.dtype
+    made_from: Mapping[str, object]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        row = self.rows[index]
+        if self._kept is None:
+            return row
+        states, done = self._kept
+        if not done[index]:
+            states[index] = self.states_of(default_collate([row]))[0]
+            done[index] = 1
+        return {**row, "states": states[index]}
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Tensor] | None:
+        """The states of all rows, and which are there, uint8 [rows]."""
+        shape, kept = (len(self.rows), *self.item), require_writable(self.folder) / STATES_FILE
+        size = math.prod(shape) * self.dtype.itemsize
+        there = kept.stat().st_size if kept.exists() else 0
+        if 2 * (size - there) > shutil.disk_usage(self.folder).free:
+            return None
+        try:
+            _open(self.folder, {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}, size, len(self.rows))
+        except UserError as error:
+            warn(f"{error}; the target runs along")
+            return None
+        states = torch.from_file(str(kept), True, math.prod(shape), dtype=self.dtype).view(shape)
+        return states, torch.from_file(str(self.folder / DONE_FILE), True, len(self.rows), dtype=torch.uint8)
 
 
 def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
     """Whether all states are there, of `size` bytes. If not, the blocks of an earlier run are kept.
 
-    Raises `UserError` if other states are there, and if there is too little space: writing to a mapped file on a full
-    disk kills the process.
+    The space is reserved: writing to a mapped file on a full disk, or beyond a quota, kills the process. Raises
+    `UserError` if other states are there, and if there is too little space.
     """
     made_from, done, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
     record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
@@ -176,13 +192,20 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
     states.unlink(missing_ok=True)
     free = shutil.disk_usage(folder).free
-    if free < size:
+    try:
+        if free < size:
+            raise OSError("too few")
+        done.write_bytes(bytes(blocks))
+        write_json(made_from, identity)
+        with states.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        states.unlink(missing_ok=True)
         raise UserError(
-            f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
-            "free space, choose another folder, or leave it at null"
-        )
-    done.write_bytes(bytes(blocks))
-    write_json(made_from, identity)
+            f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there "
+            f"({error}); free space, choose another folder, or give features=null"
+        ) from None
     return False
 
 

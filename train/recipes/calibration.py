@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.files import digest_of, require_writable, write_atomically, write_json
 from outrider.base.processes import from_main
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.calibration import save_calibration
@@ -29,7 +29,7 @@ from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.driver import train
 from outrider.train.core.training import Batch, Metrics, Trained, Training
 from outrider.train.parts.calibration_scores import brier, judge, later_half, plot_reliability, predict, temper
-from outrider.train.parts.capture import EXAMPLES, Drafting, capture_splits, digest_of, only_tested, require_answers_of
+from outrider.train.parts.capture import EXAMPLES, Drafting, capture_splits, only_tested, require_answers_of
 from outrider.train.settings.drafters import CalibrateConfig
 from outrider.train.students.calibration import (
     capture_plan,
@@ -73,7 +73,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
         return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
 
     settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
-    settings |= {"drafter": digest, "target": digest_of(known), "dtype": str(dtype), "ends": sorted(ends)}
+    settings |= {"drafter": digest, "target": digest_of(known)[:16], "dtype": str(dtype), "ends": sorted(ends)}
     texts = texts_of(config, target, position_limits({kind.name: model}))
     captured = capture_splits(Path(config.out_dir), settings, texts, load, TimeLimit(config.minutes), state)
     learned, heldout = captured["train"], only_tested(captured["heldout"])
@@ -88,7 +88,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
         made = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
         save_head(config, kind, digest, student.cpu().folded(), captured, {**made, "target": known})
 
-    identity = {**recipe, "labels": digest_of(learned["label"].tolist())}
+    identity = {**recipe, "labels": digest_of(learned["label"].tolist())[:16]}
     return Training(student, Examples(learned), config.fit, identity, evaluate, save)
 
 

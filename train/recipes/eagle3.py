@@ -31,19 +31,13 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target, s
 from outrider.inference.drafters.eagle3 import Eagle3Source
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.train.core.driver import train
-from outrider.train.core.training import Metrics, Trained, Training
+from outrider.train.core.training import Metrics, Trained, Training, TrainRows
 from outrider.train.parts.drafter import frozen_dtype, parameters_of, pick_tokens, write_records
 from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, MovedNorms, batches_of
-from outrider.train.parts.target_states import RowsWithStates, with_states, with_states_in_turn
+from outrider.train.parts.target_states import RowsInTurn, with_states
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.eagle3 import (
-    HeadOnTarget,
-    head_plan,
-    judge_steps,
-    reading_of,
-    supervised,
-)
+from outrider.train.students.eagle3 import HeadOnTarget, head_plan, judge_steps, reading_of, supervised
 
 FEATURES = "features"  # in out_dir, while a training with features=auto runs
 
@@ -88,7 +82,7 @@ def prepare(
             head = heads.make_head(reading, stored.weights(torch.float32, state.device), stored.source)
         return Eagle3Student(stack, head, config)
 
-    taught: PackedRows | RowsWithStates = rows
+    taught: TrainRows = rows
     made_by = {**made_from, "frozen_dtype": str(dtype)}
     item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
     if config.features not in (None, "auto"):
@@ -96,7 +90,7 @@ def prepare(
         taught = with_states(rows, lambda: build().states_of, item, *kept, made_by, state)
     student = build()
     if config.features == "auto" and reads_again(config.fit, len(rows), state):
-        taught = with_states_in_turn(rows, student.states_of, item, Path(config.out_dir) / FEATURES, dtype, made_by)
+        taught = RowsInTurn(rows, student.states_of, item, Path(config.out_dir) / FEATURES, dtype, made_by)
     trained, frozen = parameters_of(student)
     say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
         f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} trained_parameters={trained} "
@@ -196,5 +190,6 @@ def save(
     facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
     facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len}
     facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
-    shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
+    if config.features in (None, "auto"):  # begun with auto, perhaps
+        shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
     write_records(heads.TRAINING_FILE, config, identity, trained, heads.use_of(config.dialect), facts, ("tau",))

@@ -17,13 +17,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.locks import system_lock
 from outrider.draft_models.formats import convert
-from outrider.draft_models.formats.convert import (
-    RECORD_FILE,
-    as_described,
-    as_safetensors,
-    cached,
-    was_quantised,
-)
+from outrider.draft_models.formats.convert import RECORD_FILE, as_described, as_safetensors, cached, was_quantised
 from outrider.draft_models.formats.gguf_model import GgufModel
 from outrider.draft_models.formats.torch_files import Stored
 from outrider.draft_models.targets.fingerprint import deciding_config

@@ -42,9 +42,7 @@ from tests.gguf_files import (
     rewritten,
     save_plain_target,
 )
-from tests.gguf_files import (
-    write_gguf as as_converted,
-)
+from tests.gguf_files import write_gguf as as_converted
 
 TEXTS = (
     "The tide comes in at seven o'clock; they're 12345 metres away.",

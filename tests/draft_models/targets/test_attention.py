@@ -9,13 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from outrider.data_prep.text.rows import _positions
-from outrider.draft_models.targets.attention import (
-    KERNELS,
-    grouped_attention,
-    packed_band,
-    stock_attention,
-    use_kernel,
-)
+from outrider.draft_models.targets.attention import KERNELS, grouped_attention, packed_band, stock_attention, use_kernel
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.stack import LayerStack, WholeModel
