@@ -50,8 +50,7 @@ def render_prompt(
     completion). option: its name, for errors. BOS is prepended exactly once if the tokenizer adds one; a chat template
     writes its own.
     said: the recorded ids of the answers in `turns`, in order; empty if unknown. The prompt has these ids as long as
-    its text equals the text of the same prompt and answers. most: the context, see
-    `ids_within`.
+    its text equals the text of the same prompt and answers. most: the context, see `ids_within`.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
     `UnusableTextError`, naming `where`, if the template refuses the turns or a token has no row in the model.

@@ -43,7 +43,7 @@ SAMPLED = {"temperature": 1.5, "top_p": 0.9, "seed": 5}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2, seed=1, num_hidden_layers=2)
+    return save_target(tmp_path_factory.mktemp("target"), kv_heads=2, seed=1, num_hidden_layers=2, eos_token_id=999)
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +263,7 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
     audit(AuditConfig(target=str(target), server=url, prompts=str(asked), template="none", temperature=temperature,
                       max_new_tokens=24, concurrency=3, out_dir=str(out)))  # fmt: skip
     numbers = json.loads((out / "report.json").read_text())["arms"]["answers"]["numbers"]
-    assert (numbers["answers"], numbers["retokenised"]) == (12, 0)
-    assert 12 * 20 < numbers["tokens"] <= 12 * 24
+    assert (numbers["answers"], numbers["retokenised"], numbers["tokens"]) == (12, 0, 12 * 24)  # none can end early
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -117,9 +117,10 @@ def test_a_killed_run_goes_on_to_the_same_files(config, monkeypatch):
 
 
 def test_a_prompt_stays_on_its_side_in_other_company():
-    many = [Prompt(str(i), "own", (f"question {i}",), True) for i in range(1000)]
+    many = [Prompt(str(i), "own", ("qQ"[i > 999] + f"uestion {i % 1000}",), True) for i in range(1100)]
     sides = [{one.id for one in parted(some, 0.3, "", by_hash=True)["heldout"]} for some in (many, many[:500])]
     assert len(sides[1]) == 150 < len(sides[1] & sides[0]) + 10
+    assert sum(map(len, parted(many, 0.3, "", by_hash=True).values())) == 1000  # whatever its capitals
 
 
 def test_what_gives_no_prompts_is_refused(config, tmp_path, monkeypatch, capsys):
