@@ -226,12 +226,15 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
     c: list[float] = [1]
     for ratio in _ratio(p[:-1], drawn_from, tokens).tolist():
+        if ratio != ratio:  # NaN, as the target's logits there: the draft ends before
+            break
         c.append(min(1, c[-1] * ratio))
+    count: int = len(c) - 1
     if chance.accept(c[-1]):
-        return [*range(len(tokens))], chance.choose(p[len(tokens)])
-    rest = (_module(p).stack([c[i] * p[i] for i in range(len(tokens))]) - drawn_from).clip(min=0)
+        return [*range(count)], chance.choose(p[count])
+    rest = (_module(p).stack([c[i] * p[i] for i in range(count)]) - drawn_from[:count]).clip(min=0)
     left: list[float] = rest.sum(-1).tolist()
-    count: int = len(tokens) - 1
+    count -= 1
     while count and not (left[count] > 0 and chance.accept(left[count] / (left[count] + 1 - c[count]))):
         count -= 1
     return [*range(count)], chance.choose(rest[count] + (left[count] == 0) * p[count])  # 0 by rounding alone

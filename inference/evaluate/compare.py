@@ -296,15 +296,12 @@ def report(
     if missing:
         raise UserError(f"out_dir={out_dir}: the results of {missing} prompts are missing there; give resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
-    together = {"texts_at_once": config.batch} if config.batch > 1 else {}
-    facts = (
-        _facts(config, setup, prepared, prompts, done)
-        | together
-        | {
-            "digests": digests(settings),
-            "draft_vocabularies": draft_vocabularies(config, results),
-        }
-    )
+    facts = _facts(config, setup, prepared, prompts, done) | {
+        "digests": digests(settings),
+        "draft_vocabularies": draft_vocabularies(config, results),
+    }
+    if config.batch > 1:
+        facts["texts_at_once"] = config.batch
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))
         | dict(served.get(name, {}))

@@ -177,14 +177,13 @@ def test_drafts_by_places_are_those_by_tokens(target: Target, kind: str, structu
     assert any(tokens for tokens, _, _ in found[0])
 
 
-DEAR = list(
-    itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], [(40.0, 0, 0), (0.9, 1, 12), (0.0, 6, 99)])
-)
+PRICES = [(40.0, 0, 0), (1.2, 1, 2), (1.05, 2, 12), (0.0, 5, 99)]  # of a step; the fewest and most rounds with a draft
+DEAR = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], PRICES))
 
 
 @pytest.mark.parametrize(("source", "cost"), typical_where(each_value(DEAR).__contains__, DEAR))
 def test_rounds_without_a_draft_change_no_token(target: Target, source: str, cost: tuple[float, int, int]) -> None:
-    """Where a draft cannot pay, no round has one; where it costs much, few; where nothing, all.
+    """Where a trial loses more than all are allowed, no round has a draft; where drafts cost much, few; nothing, all.
 
     What a structure learns from is what it drafted, however many rounds the allowance leaves out.
     """
@@ -198,8 +197,7 @@ def test_rounds_without_a_draft_change_no_token(target: Target, source: str, cos
     drafted = [r.drafted > 0 for r in rounds[1:-1]]
     assert fewest <= sum(drafted) <= most
     assert all(drafted) == (step_seconds == 0.0)
-    assert [length for length in observed if length] == [r.drafted for r in rounds if r.drafted]
-    assert len(observed) < len(rounds) - 1
+    assert observed == [r.drafted for r in rounds if r.drafted]
 
 
 ENDING = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["chain", "eagle", "token_graph"]))

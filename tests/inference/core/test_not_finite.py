@@ -102,13 +102,14 @@ def plain(
 def draft(
     models: Models, source: Any, structure: str, count: int, runtime: Runtime, sampler: Sampler | None = None
 ) -> Iterator[Round]:
-    drawn = sampler is not None and not sampler.greedy
+    drawn, rule = sampler is not None and not sampler.greedy, "block" if structure == "block" else "exact"
+    structure = "chain" if structure == "block" else structure
     shape = make_structure(replace(METHOD, structure=STRUCTURES[structure]), Streams(4), drawn)
     generator = random.Random(4) if drawn else None
     options: dict[str, Any] = {
         "max_new_tokens": count,
         "runtime": runtime,
-        "selector": TokenSelector(sampler, generator),
+        "selector": TokenSelector(sampler, generator, rule),
     }
     return speculative(models.stack, ModelDrafter(source, shape), PROMPT, **options)
 
@@ -212,7 +213,7 @@ SAMPLERS = {
     "sampled": Sampler(SamplingConfig(temperature=0.8)),
     "sampled, cut": Sampler(SamplingConfig(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2)),
 }
-FAULTY = all_pairs(["plain", "chain", "k_config", "eagle3"], SAMPLERS, RUNTIMES)
+FAULTY = all_pairs(["plain", "chain", "block", "k_config", "eagle3"], SAMPLERS, RUNTIMES)
 
 
 @pytest.mark.parametrize(
