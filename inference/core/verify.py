@@ -19,8 +19,9 @@ fractions and sum over every random branch.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from types import ModuleType
 from typing import Protocol, TypeVar
 
@@ -224,17 +225,13 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     prefixes that pass a coin flip (the whole chain with c_n, i tokens with S_i / (S_i + 1 − c_i)), the longest is kept.
     """
     drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
-    c: list[float] = [1]
-    for ratio in _ratio(p[:-1], drawn_from, tokens).tolist():
-        if ratio != ratio:  # NaN, as the target's logits there: the draft ends before
-            break
-        c.append(min(1, c[-1] * ratio))
-    count: int = len(c) - 1
+    until_nan: Iterable[float] = takewhile(lambda one: one == one, _ratio(p[:-1], drawn_from, tokens).tolist())
+    c: list[float] = [*accumulate(until_nan, lambda before, ratio: min(1, before * ratio), initial=1)]
     if chance.accept(c[-1]):
-        return [*range(count)], chance.choose(p[count])
-    rest = (_module(p).stack([c[i] * p[i] for i in range(count)]) - drawn_from[:count]).clip(min=0)
+        return [*range(len(c) - 1)], chance.choose(p[len(c) - 1])
+    rest = (_module(p).stack([c[i] * p[i] for i in range(len(c) - 1)]) - drawn_from[: len(c) - 1]).clip(min=0)
     left: list[float] = rest.sum(-1).tolist()
-    count -= 1
+    count: int = len(c) - 2
     while count and not (left[count] > 0 and chance.accept(left[count] / (left[count] + 1 - c[count]))):
         count -= 1
     return [*range(count)], chance.choose(rest[count] + (left[count] == 0) * p[count])  # 0 by rounding alone

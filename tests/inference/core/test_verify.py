@@ -244,10 +244,10 @@ def test_wrong_rules_are_found_out(monkeypatch: pytest.MonkeyPatch, wrong: str, 
 # ----------------------------------------------------------------------------------------------------- blocks
 
 BLOCK_FAULTS = {  # by what stands in the source
-    "ratios not bounded": ("min(1, c[-1] * ratio)", "c[-1] * ratio"),
-    "ratios of tokens, not of prefixes": ("min(1, c[-1] * ratio)", "min(1, ratio)"),
+    "ratios not bounded": ("min(1, before * ratio)", "before * ratio"),
+    "ratios of tokens, not of prefixes": ("min(1, before * ratio)", "min(1, ratio)"),
     "a prefix accepted as the whole is": ("left[count] / (left[count] + 1 - c[count])", "c[count]"),
-    "all or nothing": ("tolist()\n    count -= 1", "tolist()\n    count = 0"),
+    "all or nothing": ("count: int = len(c) - 2", "count = 0"),
     "residual of another prefix": ("chance.choose(rest[count]", "chance.choose(rest[0]"),
     "residual as token by token": ("[c[i] * p[i] for", "[p[i] for"),
     "whole rejected too often": ("chance.accept(c[-1])", "chance.accept(c[-1] * c[-1])"),

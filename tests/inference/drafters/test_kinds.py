@@ -28,7 +28,6 @@ from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.memory_plan import Place, cache_bytes, drafter_memory
 from outrider.inference.loading.rehearsal import small
 from outrider.inference.loading.targets import find_target
-from outrider.inference.measure import probe
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
@@ -38,6 +37,7 @@ from outrider.train.exporting import export_drafter
 from outrider.train.settings.export import ExportConfig
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 from tests.inference.evaluate.evaluating import evaluate
+from tests.inference.priced import costs, price
 from tests.tiny import random_prompt
 
 ROOT = Path(__file__).parents[3]
@@ -225,7 +225,7 @@ CHAIN = MethodConfig("eagle3", stop=StopConfig(max_draft=3))
 def test_a_head_is_reported_tuned_and_resumed(
     tiny_models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "SECONDS", 0.0)  # it measures for no longer than it must
+    price(monkeypatch, costs(step=0.0, node=0.0))  # so that every draft pays
     (tmp_path / "head").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "head" / name).write_bytes((tiny_models / EAGLE3 / name).read_bytes())
@@ -238,7 +238,7 @@ def test_a_head_is_reported_tuned_and_resumed(
         assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
         assert report["drafter"] == str(tmp_path / "head")
         assert report["draft_vocabularies"]["eagle3"]["tokens"] == 256
-        assert report["seconds"]["draft"] > 0 or report["method"] == "auto"  # it may expect no draft to pay
+        assert report["seconds"]["draft"] > 0
     evaluate(replace(made, resume=True), QUESTIONS)
     weights = load_file(tmp_path / "head/model.safetensors")
     save_file({**weights, "fc.weight": 2 * weights["fc.weight"]}, tmp_path / "head/model.safetensors")
@@ -272,7 +272,7 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
 def test_a_target_without_layers_is_reported_tuned_and_resumed(
     models: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "SECONDS", 0.0)
+    price(monkeypatch, costs(step=40.0))  # of which auto allows itself not even a trial
     fixed = MethodConfig("skip_layers", skip=(1,), stop=StopConfig(max_draft=3))
     auto = replace(fixed, stop=StopConfig(max_draft="auto"))
     made = config("out", checkpoint=None, target=str(models / "target"), methods={"fixed": fixed, "auto": auto})
@@ -280,6 +280,6 @@ def test_a_target_without_layers_is_reported_tuned_and_resumed(
     for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
         assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
         assert (report["drafter"], report["settings"]["skip"]) == ("none", [1])
-        assert report["seconds"]["draft"] > 0 or report["method"] == "auto"
+        assert (report["seconds"]["draft"] > 0) == (report["method"] == "fixed")
     with pytest.raises(UserError, match="other settings: methods"):
         evaluate(replace(made, methods={"fixed": replace(fixed, skip=(2,)), "auto": auto}, resume=True), QUESTIONS)

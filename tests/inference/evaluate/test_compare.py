@@ -18,6 +18,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
+from tests.inference.priced import costs, price
 from tests.tiny import unproven
 
 
@@ -61,6 +62,7 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
         return [byte % 250 for byte in texts[-1].encode()]
 
     monkeypatch.setattr(bench, "render_prompt", noted)
+    price(monkeypatch, costs(step=0.0, node=0.0))  # so that every draft pays
     auto = MethodConfig(stop=StopConfig(max_draft="auto"))
     made = config("talk", methods={"auto": auto}, template="vicuna")
     turns = ("x" * 246, "and then?", "x" * 247, "never asked")  # of 256 positions, 10 are for the answer
@@ -76,8 +78,8 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     own = [r.generations["autoregressive"].tokens for r in results]  # as which it is read again
     assert [list(map(tuple, said)) for said in written[-2:]] == [own[:1], own]
     report = json.loads((Path(made.out_dir) / "report.json").read_text())
-    assert report["auto"]["costs"]["autoregressive_step"] > 0
-    assert set(report["auto"]["chosen"]) <= {"max_draft"}  # nothing, if by these costs not even a trial is allowed
+    assert report["auto"]["costs"]["autoregressive_step"] == 1.0
+    assert set(report["auto"]["chosen"]) == {"max_draft"}
     assert report["skipped"] == [
         {"prompt_id": "p/turn3", "reason": "247 tokens and 10 new ones in a context of 256"},
         {"prompt_id": "p/turn4", "reason": "a turn before it was left out"},

@@ -19,27 +19,30 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.sizing.costs import Costs
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, killed_after, refused, tokens
+from tests.inference.priced import costs, price
 
 AUTO = MethodConfig(stop=StopConfig(max_draft="auto"))
 FOUR = QUESTIONS[:4]  # the second and the fourth have two turns
 
 
-def first_report(config: EvaluateConfig) -> dict[str, Any]:
-    return json.loads((Path(config.out_dir) / "report.json").read_text())["reports"][0]
+def report_of(config: EvaluateConfig, number: int = 0) -> dict[str, Any]:
+    return json.loads((Path(config.out_dir) / "report.json").read_text())["reports"][number]
 
 
 def test_texts_at_once_are_those_one_after_another(
     config: Callable[..., EvaluateConfig], alone: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, beside, of_one = list[int](), set[int](), Costs.of_one
+    price(monkeypatch, costs(step=0.01, node=0.0))
     monkeypatch.setattr(core, "run_jointly", lambda asked: sizes.append(len(asked)) or run_jointly(asked))
     monkeypatch.setattr(Costs, "of_one", lambda costs, texts: beside.add(texts) or of_one(costs, texts))
     made = config("two", batch=2, show_prompts=1, methods=METHODS | {"auto": AUTO})
     evaluate(made, FOUR)
-    assert (sizes.count(2) > 20, max(sizes), max(beside)) == (True, 2, 2)
+    assert (sizes.count(2) > 20, max(sizes), beside) == (True, 2, {2})
     said, own = tokens(alone), tokens(made)
     assert own.items() >= {key: text for key, text in said.items() if key[0] != "e"}.items()
-    report, before = first_report(made), first_report(alone)
+    assert set(report_of(made, -1)["auto"]["chosen"]) == {"max_draft"}
+    report, before = report_of(made), report_of(alone)
     assert (report["texts_at_once"], report["prompts"], report["turns"], report["speedup"]["prompts"]) == (2, 4, 6, 2)
     assert (report["lossless"]["identical"], report["lossless"]["checked"]) == (6, 6)
     parts = report["seconds"]
@@ -87,7 +90,7 @@ def test_texts_that_change_each_other_are_not_lossless(
     wrong = replace(made, out_dir=made.out_dir + "!")
     with pytest.raises(SystemExit):
         evaluate(wrong, FOUR)
-    report = first_report(wrong)
+    report = report_of(wrong)
     assert report["verdict"] == "target differs"
     assert not options or report["lossless"]["judged"]["chain"]["peak_at"].startswith("logits")
 
@@ -99,7 +102,7 @@ def test_half_a_group_is_measured_again(config: Callable[..., EvaluateConfig]) -
     found = read_results(Path(made.out_dir))
     assert sorted(found) == [0, 1, 2, 3]
     assert len({found[2].spent, found[3].spent}) == 1
-    assert first_report(made)["turns"] == 6
+    assert report_of(made)["turns"] == 6
 
 
 def test_what_does_not_go_together_is_named(config: Callable[..., EvaluateConfig]) -> None:

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -19,10 +18,8 @@ from hypothesis import strategies as st
 from outrider.base.streams import Streams
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.core.verify import Rejection, verify_sampled
-from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.settings import MOST_NODES
-from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_tree
 from outrider.inference.shapes.shapes import full_shape
 from outrider.inference.sizing.costs import LOSS, MEMORY, TRIALS, WIDEST, Allowance, Costs, curve
@@ -62,7 +59,6 @@ from tests.exact_distributions import (
 from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.tiers import as_many
-from tests.tiny import make_drafter, open_stack, save_target
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=15)
 some_costs = st.builds(
@@ -444,20 +440,6 @@ def test_seconds_are_those_of_the_passes() -> None:
     assert allowance.rate == pytest.approx((0.99 * MEMORY + 2) / spent)
     allowance.observe([], 0, 1)
     assert allowance.rate == pytest.approx((0.99 * (0.99 * MEMORY + 2) + 1) / (0.99 * spent + 1.0))
-
-
-SURVIVAL = StopConfig(rule="survival")
-
-
-@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
-def test_methods_by_measured_costs_have_an_allowance(tmp_path: Path, kind: str) -> None:
-    """Those that were told what to draft draft it in every round."""
-    path = save_target(tmp_path, kv_heads=2)
-    model = Calibrated(make_drafter(path, 1)) if kind == "early_exit" else open_stack(path)[1]
-    plugin, tuning = KINDS[kind].load_plugin(), Tuning(steps_cost(CHEAP))
-    for stop, known in ((SURVIVAL, tuning), (StopConfig(max_draft="auto"), tuning), (StopConfig(max_draft=3), None)):
-        drafter = plugin.make(model, MethodConfig(source=kind, stop=stop), Streams(0), drawn=False, tuning=known)
-        assert (drafter.allowance is None) == (known is None)
 
 
 # --- texts that share passes -----------------------------------------------------------------------------------------
