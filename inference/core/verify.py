@@ -226,7 +226,7 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     """
     drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
     until_nan: Iterable[float] = takewhile(lambda one: one == one, _ratio(p[:-1], drawn_from, tokens).tolist())
-    c: list[float] = [*accumulate(until_nan, lambda before, ratio: min(1, before * ratio), initial=1)]
+    c: list[float] = [*accumulate([1, *until_nan], lambda before, ratio: min(1, before * ratio))]
     if chance.accept(c[-1]):
         return [*range(len(c) - 1)], chance.choose(p[len(c) - 1])
     rest = (_module(p).stack([c[i] * p[i] for i in range(len(c) - 1)]) - drawn_from[: len(c) - 1]).clip(min=0)
