@@ -73,14 +73,15 @@ class Parallel:
         counts = kept.sum(1, keepdim=True)
         chosen = kept.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
         real = torch.arange(chosen.shape[1], device=device) < counts
-        anchors, depth = chosen // most * real, (chosen % most + 1) * real  # where it is not real, position 0's own
+        anchors, depth = chosen.div(most, rounding_mode="floor").where(real, length - 1), (chosen % most + 1) * real
         places = torch.arange(length, device=device).expand(count, -1)
         of, last = torch.cat([places, anchors + depth], 1), torch.cat([places, anchors], 1)
         masks = {}
         for window in set(stack.windows):
             first = packed_band(documents).first.gather(1, last)
             first = first if window is None else torch.maximum(first, of - (window - 1))
-            blocks = Band.cut([0, first.shape[1]], first.flip(1).cummin(1).values.flip(1).amin(0).tolist())
+            starts = [part.flip(1).cummin(1).values.flip(1).amin(0) for part in (first[:, :length], first[:, length:])]
+            blocks = Band.cut([0, length, first.shape[1]], torch.cat(starts).tolist())
             masks[window] = DraftBand(first, (blocks,), last=last, text=length, window=window)
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
         where = torch.cat([positions, positions.gather(1, anchors) + depth], 1)

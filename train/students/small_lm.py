@@ -126,10 +126,9 @@ def start_lm(
                 if own is not None:
                     narrow(lm, own)
             lm.requires_grad_(True)
-        if parallel is not None:
-            lm.config.update({MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens})
-        elif hasattr(lm.config, MASK_TOKEN):
-            delattr(lm.config, MASK_TOKEN)
+        for name in (MASK_TOKEN, PASS_TOKENS):  # of a finished one, perhaps
+            lm.config.__dict__.pop(name, None)
+        lm.config.update({} if parallel is None else {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens})
         if config.lora_rank:
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
             lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
