@@ -91,7 +91,9 @@ def values(loss: Callable[..., Tensor], given: dict[str, Tensor], chunk: int = 1
     trained = [given["hidden"].requires_grad_(), given["weight"].requires_grad_()]
     with patch(ROWS_AT_ONCE, lambda *_: chunk):
         value = loss(**given, **options)
-    return [value.detach(), *torch.autograd.grad(value * 0.37, trained)]
+    by_hidden, by_weight = torch.autograd.grad(value * 0.37, trained)
+    assert not by_hidden[given["labels"] == IGNORE].any()  # exactly 0
+    return [value.detach(), by_hidden, by_weight]
 
 
 def distributions(given: dict[str, Tensor], rule: LogitRule = PLAIN) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from transformers import (
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
+from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.small_lm import model as small_lm
 from outrider.draft_models.small_lm.model import load_small_lm
@@ -44,7 +45,9 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource, fit_vocabulary
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear, pack_linears
+from outrider.inference.evaluate import compare
 from outrider.inference.loading.targets import find_setup, find_target, load_stack, make_runtime
+from outrider.inference.measure import bench
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
@@ -218,6 +221,18 @@ def test_a_text_longer_than_its_learned_positions_is_refused(make: Callable[...,
     assert len(decode(target, lm, "k_config", prompt, 8)[0]) == 8
     with pytest.raises(UserError, match=r"prompt \+ max_new_tokens = 129 positions, but the drafter .* only 128"):
         decode(target, lm, "k_config", prompt, 9)
+
+
+def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is decoded: 29 tokens and 100 new ones fit the target's 256 positions, not the drafter's 128."""
+    target, small = save_target(tmp_path / "target"), save_plain(tmp_path / "small", GPT2)
+    config = EvaluateConfig(
+        target=str(target), small_lm=str(small), methods={"m": MethodConfig(source="small_lm")}, max_new_tokens=100,
+        out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    monkeypatch.setattr(bench, "render_prompt", lambda *_, **__: random_prompt(29))
+    with pytest.raises(UserError, match="29 tokens, expected 1 to 28"):
+        compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
 
 
 # --- the vocabulary of a small LM

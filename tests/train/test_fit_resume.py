@@ -2,15 +2,18 @@
 
 import os
 import shutil
+from dataclasses import fields
 
 import pytest
 import torch
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
+from outrider.base.settings import decides
 from outrider.train.core import run_dir
 from outrider.train.core.fit import STATE_FILE, read_state
 from outrider.train.core.sharding import WEIGHTS_FILE
+from outrider.train.settings.fit import FitConfig
 from tests.train.fit_job import TinyModel
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import interrupted_at, kill_when, log, same
@@ -92,9 +95,22 @@ def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
 def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
     fit_tiny(tmp_path, steps=4)
     os.rename(tmp_path / "checkpoint-4", tmp_path / "gone")
-    fit_tiny(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
+    free = {"micro_batch_rows": 2, "log_every": 1, "eval_every": 3, "save_every": 1, "keep_checkpoints": 3}
+    fit_tiny(tmp_path, steps=4, resume=True, **free)
     assert [entry["step"] for entry in log(tmp_path)] == [1, 2, 3, 4]  # the line of the lost step 4 is gone
     assert (tmp_path / "checkpoint-3").exists()
+    assert {one.name for one in fields(FitConfig) if not decides(one)} == {*free, "gradient_checkpointing", "wandb"}
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
+def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
+    fit_tiny(tmp_path, steps=4)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    file = tmp_path / "checkpoint-2" / name
+    for content in (file.read_bytes()[:-100], b""):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}: not readable.*; remove .*checkpoint-2"):
+            fit_tiny(tmp_path, steps=4, resume=True)
 
 
 class _Dropping(TinyModel):

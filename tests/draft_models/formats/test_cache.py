@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
 from outrider.base.errors import UserError
+from outrider.base.files import user_cache
 from outrider.base.locks import system_lock
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import RECORD_FILE, as_described, as_safetensors, cached, was_quantised
@@ -304,3 +305,5 @@ def test_a_maximum_size_is_no_more(
     as_safetensors(str(written))
     assert "OUTRIDER_CACHE_GB is gone" in capsys.readouterr().err
     assert len(entries(kept)) == 1
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    assert convert.cache_folder() == user_cache() / "targets"

@@ -40,6 +40,7 @@ from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.measure.time_limit import TimeLimit
 from tests.inference.batch.responding import (
+    ENDS,
     TALKS,
     letter_tokenizer,
     read_responses,
@@ -455,7 +456,8 @@ def test_training_reads_the_answers(make, tmp_path):
     documents = [read for record in responses(config).values() for read in record["written"]["documents"]]
     answers = ["".join(tokenizer.decode(read["ids"][b:e]) for b, e in read["answers"]) for read in documents]
     assert all(any(text in answer for answer in answers) for said in texts for text in said)
-    assert {record["finish"] for record in responses(config).values()} == {"end", "length"}
+    finished = [(record["written"]["documents"][-1]["ids"][-1], record) for record in responses(config).values()]
+    assert {(last in ENDS, record["finish"]) for last, record in finished} == {(True, "end"), (False, "length")}
     assert sorted(trained) == sorted(answers)
 
 

@@ -125,6 +125,11 @@ def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> 
     assert alone == bootstrap_median(values, default_rng(seed), draws=200)
 
 
+def test_an_interval_is_of_enough_draws() -> None:
+    """Of nine, the resampled median is the smallest with probability 0.1 %, one of the two smallest with 3 %."""
+    assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], default_rng(0)) == (5.0, [2.0, 8.0])
+
+
 def test_turns_are_no_prompts() -> None:
     """Turns of one conversation say the same thing again: they make an interval no narrower, and no verdict."""
     made = results()
@@ -237,7 +242,9 @@ def test_what_the_baseline_spends_outside_of_the_model() -> None:
     assert report["autoregressive"] == pytest.approx(
         {"token_us": 250_000, "pass_us": 240_000, "host_us": 10_000, "host_share": 0.04}
     )
-    assert "a token, of which" in markdown([report])
+    said = markdown([report])
+    assert "plain decoding: 250000 µs a token, of which 10000 µs (4.0 %) are not the model's pass." in said
+    assert "cuDNN" not in said
     profiled = [replace(r, profiles={AUTOREGRESSIVE: plain(2.0, 0.25)}) for r in made]
     assert build_report("m", profiled, facts(), seed=0)["autoregressive"]["host_share"] == pytest.approx(0.5)
     nothing = [replace(r, generations={**r.generations, AUTOREGRESSIVE: Generation((7,), 0.1, 0.0)}) for r in made]

@@ -107,9 +107,9 @@ def test_a_plan_is_of_the_device_that_a_run_would_use(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     llama_2(tie_word_embeddings=False).save_pretrained(tmp_path)
-    config = EvaluateConfig(target=str(tmp_path), methods=LOOKUP, plan=True)
-    text: dict[str, Any] = {"target": str(tmp_path), "data": DataConfig(), "fit": FitConfig(steps=1), "plan": True}
-    text["out_dir"] = str(tmp_path / "out")
+    shared: dict[str, Any] = {"target": str(tmp_path), "plan": True, "out_dir": str(tmp_path / "out")}
+    config = EvaluateConfig(**shared, methods=LOOKUP)
+    text = {**shared, "data": DataConfig(), "fit": FitConfig(steps=1)}
     here, other = ("cuda", "cpu") if gpu else ("cpu", "cuda")
     plans: dict[Callable[[], None], str] = {
         lambda: evaluate(config): here,
