@@ -62,6 +62,14 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local server is asked again at once, without a proxy or a key."""
+    monkeypatch.setattr("outrider.inference.batch.client.PAUSE", 0.001)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Each test begins with one thread, whatever the one before it left.

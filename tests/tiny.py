@@ -1,16 +1,18 @@
 """Tiny targets and drafters of every supported architecture, made on the spot."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.targets.model_files import decoder_layers, layer_stack, load_layers
-from outrider.draft_models.targets.open_target import load_config
+from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.tiny import models as tiny_models
@@ -98,6 +100,14 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
     for parameter in (each for layer in drafter.layers for each in layer.parameters()):
         if parameter.numel() > 1:  # one number alone has no spread
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    return drafter
+
+
+def save_exit(where: Path, path: Path, exit_layer: int, training: Mapping[str, object] | None = None,
+              **made: Any) -> EarlyExit:  # fmt: skip
+    """Write the exit that `make_drafter` makes of the target in `path` to directory `where`, in float32."""
+    drafter = make_drafter(path, exit_layer, **made)
+    save_pretrained(where, drafter, open_target(str(path)).fingerprint, training or {}, torch.float32)
     return drafter
 
 

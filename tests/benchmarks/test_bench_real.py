@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.open_target import open_target
-from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import VOCABULARY, open_stack, random_prompt, save_exit, save_target
 
 
 def models(folder: Path) -> list[str]:
     """A target with two drafters in `folder`; the options that name them."""
     path = save_target(folder / "target", eos_token_id=257)
     save_target(folder / "small", seed=1)
-    drafter = make_drafter(path, 2, noise=0.1)
-    save_pretrained(folder / "eesd", drafter, open_target(str(path)).fingerprint, {}, torch.float32)
+    save_exit(folder / "eesd", path, 2, noise=0.1)
     return [f"target={path}", f"checkpoint={folder / 'eesd'}", f"small_lm={folder / 'small'}"]
 
 

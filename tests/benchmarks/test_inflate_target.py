@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
 from outrider.inference.loading.generation_config import TextSettings
@@ -18,7 +17,7 @@ from outrider.inference.loading.targets import load_drafters, prepare
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from tests.tiny import make_drafter, random_prompt, save_target, shake_norms_and_biases, unproven
+from tests.tiny import byte_tokenizer, random_prompt, save_exit, save_target, shake_norms_and_biases, unproven
 
 TOLERANCE = 1e-5
 TOKENS = 20
@@ -115,15 +114,13 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     where = {name: folder / name for name in (TARGET, EARLY_EXIT, SMALL_LM)}
     save_target(where[TARGET], kv_heads=2, hidden_size=128)
     shake_norms_and_biases(where[TARGET])
-    target = open_target(str(where[TARGET]))
-    exits = make_drafter(where[TARGET], 2, noise=0.05)
-    save_pretrained(where[EARLY_EXIT], exits, target.fingerprint, {}, torch.float32)
+    save_exit(where[EARLY_EXIT], where[TARGET], 2, noise=0.05)
     model = AutoModelForCausalLM.from_pretrained(where[TARGET])
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(4))
     model.save_pretrained(where[SMALL_LM])
-    target.tokenizer.save_pretrained(where[SMALL_LM])
+    byte_tokenizer().save_pretrained(where[SMALL_LM])
     return where
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from outrider.inference.core.rounds import Round
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.app import Service, make_app
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
+from tests.inference.batch.responding import ALONE
 from tests.tiny import save_target
 
 BUDGET = 150
@@ -82,9 +82,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def answer(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Has the scripted target of a family answer: its tokenizer, the settings that read the answers, and the script."""
-    alone = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True,
-                            wait_for_everyone=lambda: None)  # fmt: skip
-    monkeypatch.setattr(responses_module, "join_processes", lambda: alone)
+    monkeypatch.setattr(responses_module, "join_processes", lambda: ALONE)
 
     def run(name: str, prompts: list[list[str]] = PROMPTS, **options: Any) -> tuple[Any, DataConfig, Scripted]:
         family, target = FAMILIES[name], shutil.copytree(weights, tmp_path / name)

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,39 +33,27 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference import audit_server as audit_command
 from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import audit, judged, read
-from outrider.inference.batch import client, server
+from outrider.inference.batch import server
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import AuditConfig
-from tests.inference.batch.responding import ENDS, letter_tokenizer, responses, skipped
+from tests.inference.batch.responding import ALONE, ENDS, letter_tokenizer, responses, save_answering, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
 from tests.test_shape import sources
-from tests.tiny import save_target
 from tests.typed import status_of
 
 KEY = "sk-abcdef0123456789"
 PROMPTS = 12
 VOCABULARY = 264
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSE", 0.001)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = save_target(
-        tmp_path_factory.mktemp("target"), max_position_embeddings=160, num_hidden_layers=1, vocab_size=VOCABULARY
-    )
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
-    letter_tokenizer().save_pretrained(path)
-    return path
+    return save_answering(tmp_path_factory.mktemp("target"), num_hidden_layers=1, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +66,7 @@ def asked(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     """By command and URL, a run that asks a server."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(PROMPTS)))
-    alone = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True, wait_for_everyone=lambda: 0
-    )
-    monkeypatch.setattr("outrider.inference.batch.generate.join_processes", lambda: alone)
+    monkeypatch.setattr("outrider.inference.batch.generate.join_processes", lambda: ALONE)
 
     def make(command: str, url: str, **values: Any) -> Any:
         own = {"max_new_tokens": 8, "concurrency": 2, "server_retries": 0, "server_timeout": 5.0, **values}

@@ -25,7 +25,6 @@ from outrider.draft_models.early_exit.checkpoint import (
     WEIGHTS_FILE,
     from_pretrained,
     read_draft_tokens,
-    save_pretrained,
 )
 from outrider.draft_models.small_lm.model import load_small_lm, load_whole_lm
 from outrider.draft_models.targets import open_target as opening
@@ -40,7 +39,7 @@ from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.students.small_lm import start_lm
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
 from tests.tiers import quick_where
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 from tests.train.jobs import finetuning
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
@@ -370,7 +369,7 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
 ) -> None:
     """Of an early exit and of a small LM: outside the vocabulary, not ascending, too few, missing, no integers."""
     target, right = open_target(str(plain)), torch.tensor([3, 7, 9])
-    save_pretrained(tmp_path, make_drafter(plain, 1, tokens=right), target.fingerprint, {}, FLOAT)
+    save_exit(tmp_path, plain, 1, tokens=right)
     assert read_draft_tokens(tmp_path) == right.tolist()
     state = load_file(tmp_path / WEIGHTS_FILE)
     del state["draft_tokens"]
@@ -391,7 +390,7 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
 def test_an_early_exit_of_integers_is_refused(plain: Path, tmp_path: Path) -> None:
     """The codes of a quantisation, with the digest that they then have."""
     target = open_target(str(plain))
-    save_pretrained(tmp_path, make_drafter(plain, 1), target.fingerprint, {}, FLOAT)
+    save_exit(tmp_path, plain, 1)
     state = load_file(tmp_path / WEIGHTS_FILE)
     spoilt(tmp_path, WEIGHTS_FILE, state | {"head.weight": state["head.weight"].to(torch.int8)})
     with pytest.raises(UserError, match=r"head\.weight.*integers"):

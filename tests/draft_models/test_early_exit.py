@@ -29,7 +29,7 @@ from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.full_disk import largest_file
 from tests.tiers import quick_where, typical_where
-from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, byte_tokenizer, make_drafter, random_prompt, save_target
+from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, byte_tokenizer, random_prompt, save_exit, save_target
 
 
 def load_student(
@@ -139,8 +139,7 @@ def fingerprint(path: Path) -> Fingerprint:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool, depth: int) -> None:
     path = save_target(tmp_path / "target", architecture, kv_heads=2)
-    drafter = make_drafter(path, 2, noise=0.1, own_head=own_head, depth=depth)
-    save_pretrained(tmp_path / "drafter", drafter, fingerprint(path), {"lr": 1.0}, torch.float32)
+    drafter = save_exit(tmp_path / "drafter", path, 2, {"lr": 1.0}, noise=0.1, own_head=own_head, depth=depth)
     loaded = from_pretrained(tmp_path / "drafter", load_config(str(path)), fingerprint(path), dtype=torch.float32)
     assert not loaded.training
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
@@ -159,7 +158,7 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
 def test_another_tokenizer_or_template_is_another_target(tmp_path: Path) -> None:
     """The same target under another name is the same; weights and config: see test_fingerprint.py."""
     path = save_target(tmp_path / "target")
-    save_pretrained(tmp_path / "drafter", make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    save_exit(tmp_path / "drafter", path, 2)
     moved, tokenizer = path.rename(tmp_path / "moved"), byte_tokenizer()
     from_pretrained(tmp_path / "drafter", load_config(str(moved)), fingerprint(moved), dtype=torch.float32)
     tokenizer.add_tokens(["new"])
@@ -171,7 +170,7 @@ def test_another_tokenizer_or_template_is_another_target(tmp_path: Path) -> None
 
 def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
     path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
-    save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    save_exit(folder, path, 2)
     weights, meta = bytearray((folder / WEIGHTS_FILE).read_bytes()), (folder / META_FILE).read_text()
     short = weights[:-10]
     weights[-1] ^= 1
@@ -193,26 +192,24 @@ def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_a_save_on_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
-    save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    save_exit(folder, path, 2)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    other = make_drafter(path, 2, noise=1.0)
     with largest_file(len(before[WEIGHTS_FILE]) - 1), pytest.raises(UserError, match="cannot be written"):
-        save_pretrained(folder, other, fingerprint(path), {}, torch.float32)
+        save_exit(folder, path, 2, noise=1.0)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 TEXT = torch.tensor(random_prompt(40))
 
 
-def save_exit(path: Path, where: Path, exit_layer: int = 2, **shape: Any) -> EarlyExit:
+def save_another(path: Path, where: Path, exit_layer: int = 2, **shape: Any) -> EarlyExit:
     """An exit whose every parameter is another than its target's, in directory `where`."""
-    target = open_target(str(path))
-    model = target.layers(dtype=torch.float32)
+    model = open_target(str(path)).layers(dtype=torch.float32)
     drafter = EarlyExit(model, exit_layer, **{"own_head": True, **shape}).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in drafter.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    save_pretrained(where, drafter, target.fingerprint, {}, torch.float32)
+    save_pretrained(where, drafter, fingerprint(path), {}, torch.float32)
     return drafter
 
 
@@ -247,7 +244,7 @@ def require_same(path: Path, drafter: EarlyExit, model: Any) -> None:
 @pytest.mark.parametrize("family", typical_where(TYPICAL.__contains__, quick_where("llama".__eq__, FAMILIES)))
 def test_of_every_family(family: str, tmp_path: Path) -> None:
     target = save_family(tmp_path / "target", family)
-    drafter = save_exit(target, tmp_path / "exit")
+    drafter = save_another(target, tmp_path / "exit")
     if family == "diffllama":  # a weight of its attention is computed from the layer's number
         with pytest.raises(UserError, match="depends on its number"):
             exported(tmp_path / "exit", tmp_path / "out")
@@ -270,7 +267,7 @@ def test_of_every_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_every_shape(shape: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target", tied=tied)
-    drafter = save_exit(target, tmp_path / "exit", **shape)
+    drafter = save_another(target, tmp_path / "exit", **shape)
     if drafter.head is None:
         drafter.use_head(open_target(str(target)).layers(dtype=torch.float32).get_output_embeddings())
     model = exported(tmp_path / "exit", tmp_path / "out")
@@ -284,7 +281,7 @@ def test_of_every_shape(shape: dict[str, Any], tied: bool, tmp_path: Path) -> No
 @pytest.mark.parametrize("fault", ["decoder_layers", "final_norm", "_put_head"])
 def test_a_part_that_stays_the_targets_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    drafter = save_exit(target, tmp_path / "exit")
+    drafter = save_another(target, tmp_path / "exit")
     faults: dict[str, Callable[..., Any]] = {  # weights go into a copy, or nowhere
         "decoder_layers": lambda model: copy.deepcopy(model.model.layers),
         "final_norm": lambda model: copy.deepcopy(model.model.norm),
@@ -299,7 +296,7 @@ def test_a_part_that_stays_the_targets_is_seen(fault: str, monkeypatch: pytest.M
 def test_transformers_drafts_with_it(tmp_path: Path) -> None:
     """Assisted generation gives the target's own text, and the exit's proposals are accepted as often as they agree."""
     path = save_target(tmp_path / "target")
-    save_exit(path, tmp_path / "exit")
+    save_another(path, tmp_path / "exit")
     target, drafter = AutoModelForCausalLM.from_pretrained(path), exported(tmp_path / "exit", tmp_path / "out")
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(TEXT[None], **options)
@@ -308,7 +305,7 @@ def test_transformers_drafts_with_it(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     path = save_target(tmp_path / "target")
-    save_exit(path, tmp_path / "exit")
+    save_another(path, tmp_path / "exit")
     given = ExportConfig(checkpoint=str(tmp_path / "exit"), out_dir=str(tmp_path / "out"))
     exported(tmp_path / "exit", tmp_path / "out", dtype="bfloat16")
     with pytest.raises(UserError, match="out: holds a model already; resume=true replaces it"):

@@ -27,7 +27,7 @@ from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.tiers import as_many
-from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
+from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_exit, save_target
 
 EXIT = 1  # so that of the layers only the first and, at first, the last are in the drafter
 WEIGHTS = "model.safetensors"
@@ -39,8 +39,7 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
 
     def make(architecture: str = "llama", **changes: Any) -> Path:
         path = save_target(tmp_path / "target", architecture, **changes)
-        fingerprint = open_target(str(path)).fingerprint
-        save_pretrained(tmp_path / "drafter", make_drafter(path, EXIT), fingerprint, {}, torch.float32)
+        save_exit(tmp_path / "drafter", path, EXIT)
         return tmp_path
 
     return make

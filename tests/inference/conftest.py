@@ -6,16 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
-from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.batch import client
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+from tests.tiny import LAYERS, save_exit, save_target
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +20,6 @@ def on_the_cpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
         yield
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local server is asked again at once, without a proxy or a key."""
-    monkeypatch.setattr(client, "PAUSE", 0.001)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +37,8 @@ def runtime(request: pytest.FixtureRequest, runtimes: dict[str, Runtime]) -> Run
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and a drafter for it."""
     folder = tmp_path_factory.mktemp("models")
-    path = str(save_target(folder / "target"))
-    byte_tokenizer().save_pretrained(path)
-    fingerprint = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
-    drafter = make_drafter(Path(path), LAYERS - 1, noise=0.05)
-    save_pretrained(folder / "drafter", drafter, fingerprint, {}, torch.float32)
+    path = save_target(folder / "target")
+    save_exit(folder / "drafter", path, LAYERS - 1, noise=0.05)
     return folder
 
 

@@ -10,6 +10,7 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.core.sampling import top_tokens
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.ngram.ngrams import MixedDrafter, TrigramDrafter
+from outrider.inference.settings.method import NgramConfig
 
 VOCABULARY = 12
 TEXTS = st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40)  # one id beyond the table
@@ -47,6 +48,14 @@ def make_table(
 
 
 TABLE = make_table()
+CONFIGS = {
+    "puct": NgramConfig(search="puct", iterations=40),
+    "best_first": NgramConfig(depth=6, nodes=20),
+    "not adapted": NgramConfig(adapt=False, order=2),
+    "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
+    "best_first, auto": NgramConfig(depth=6, nodes="auto"),
+    "mixed, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto"),
+}
 
 
 def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:

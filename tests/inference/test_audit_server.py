@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.base.errors import UserError
 from outrider.inference.audit.audit import audit
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
-from tests.inference.batch.responding import letter_tokenizer
+from tests.inference.batch.responding import letter_tokenizer, save_answering
 from tests.inference.batch.serving import Engine, serving
-from tests.tiny import save_target
 
 PROMPTS = 14
 ENDS = [257, *range(182, 187)]  # the end token, and others, so that answers end after a while
@@ -24,10 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = save_target(tmp_path_factory.mktemp("target"), max_position_embeddings=160, peak=2.0, num_hidden_layers=2)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
-    letter_tokenizer().save_pretrained(path)
-    return path
+    return save_answering(tmp_path_factory.mktemp("target"), ENDS, peak=2.0, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,8 @@ from outrider.inference.settings.method import DRAWS, MethodConfig, NgramConfig,
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.sizing.policy import Tuning
+from tests import tiny
+from tests.inference.ngram_cases import CONFIGS
 from tests.inference.priced import costs
 from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
@@ -49,15 +51,11 @@ from tests.tiny import (
 )
 
 STRUCTURES = {
-    "chain": StructureConfig(),
-    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
-    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    **tiny.STRUCTURES,
     "opt_tree, deep": StructureConfig(kind="opt_tree", nodes=20, delta=0.3),
     "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, width=3, temperature=0.5),
-    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
     "token_graph, pruned": StructureConfig(kind="token_graph", nodes=30, tau=2),
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
-    "eagle": StructureConfig(kind="static", shape="eagle"),
 }
 RULES = {
     "fixed": StopConfig(rule="fixed", max_draft=4),
@@ -118,12 +116,7 @@ def test_greedy_equals_generate(
 
 OF_TOKENS = {
     **{f"lookup, {size}": size for size in (1, 3)},
-    "puct": NgramConfig(search="puct", iterations=40),
-    "best_first": NgramConfig(depth=6, nodes=20),
-    "not adapted": NgramConfig(adapt=False, order=2),
-    "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
-    "best_first, auto": NgramConfig(depth=6, nodes="auto"),
-    "mixed, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto"),
+    **CONFIGS,
     "recycled": NgramConfig(evidence="mixed", depth=8, nodes=30, recycle=4),
     "recycled, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto", recycle=4),
 }
@@ -200,7 +193,7 @@ def test_rounds_without_a_draft_change_no_token(target: Target, source: str, cos
     assert observed == [r.drafted for r in rounds if r.drafted]
 
 
-ENDING = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["chain", "eagle", "token_graph"]))
+ENDING = [*itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["chain", "static", "token_graph"])]
 
 
 @pytest.mark.parametrize(("source", "structure"), typical_where(each_value(ENDING).__contains__, ENDING))

@@ -24,14 +24,12 @@ from outrider.api import decoder as api
 from outrider.api.model import Model
 from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.batch import Batch
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig, Verification
-from tests.tiny import LAYERS, make_drafter, save_target, unproven
+from tests.tiny import LAYERS, save_exit, save_target, unproven
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def f("  # its greedy text has 15 different tokens
@@ -41,8 +39,7 @@ PROMPT = "def f("  # its greedy text has 15 different tokens
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose greedy text is no single token over and over, and a drafter for it."""
     path = save_target(tmp_path_factory.mktemp("models") / TARGET, kv_heads=2, seed=1)
-    fingerprint = open_target(str(path)).fingerprint
-    save_pretrained(path.parent / EARLY_EXIT, make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
+    save_exit(path.parent / EARLY_EXIT, path, LAYERS - 1, noise=0.1)
     return path.parent
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.directory import Response, Shard
 from outrider.inference.batch.tasks import TopK
@@ -31,7 +29,7 @@ from outrider.train.core import run_dir
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig
 from tests.forked import Fork
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import LAYERS, byte_tokenizer, open_stack, random_prompt, reference_generate, save_exit, save_target
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "
@@ -122,8 +120,7 @@ def heading(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> 
 def save_for_calibration(folder: Path) -> Path:
     """A target, a drafter that is right about half the time, and text, in `folder`."""
     path = save_target(folder / "target")
-    fingerprint = open_target(str(path)).fingerprint
-    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
+    save_exit(folder / "drafter", path, LAYERS - 1, noise=0.1)
     lines = [json.dumps({"text": f"{i} the quick brown fox {i * 7919} jumps " * 3}) for i in range(80)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     return folder

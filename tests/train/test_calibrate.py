@@ -18,8 +18,7 @@ from outrider.base.processes import join_processes
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration
-from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.targets.settings import HEAD_FOLDER, TARGET, ReadingChanges
 from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.inference.core.decode import autoregressive, speculative
@@ -42,7 +41,16 @@ from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capt
 from outrider.train.recipes import calibration
 from outrider.train.recipes.calibration import calibrate
 from tests.fitted_heads import fitted_head
-from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import (
+    LAYERS,
+    VOCABULARY,
+    byte_tokenizer,
+    make_drafter,
+    open_stack,
+    random_prompt,
+    save_exit,
+    save_target,
+)
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, same, save_for_calibration
 
@@ -292,11 +300,9 @@ def test_another_template_than_the_drafters_is_warned_of(
 ) -> None:
     path = Path(shutil.copytree(folder / "target", tmp_path / "target"))
     byte_tokenizer("{{ messages }}").save_pretrained(path)
-    fingerprint = open_target(str(path)).fingerprint
     talk = DataConfig(source="local", path="chat.jsonl", template="vicuna")
     record = {"data": json.loads(json.dumps(talk.deciding()))}
-    drafter = make_drafter(path, LAYERS - 1)
-    save_pretrained(tmp_path / "drafter", drafter, fingerprint, record, torch.float32)
+    save_exit(tmp_path / "drafter", path, LAYERS - 1, record)
     for data, warned in (
         (replace(talk, template="tokenizer"), True),
         (talk, False),
@@ -319,8 +325,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     monkeypatch.setattr(calibration, "capture_splits", capture)
     run = calibrating(folder, tmp_path / "run", resume=True)
     path = folder / "target"
-    fingerprint = open_target(str(path)).fingerprint
-    save_pretrained(tmp_path / "other", make_drafter(path, LAYERS - 1, noise=0.2), fingerprint, {}, torch.float32)
+    save_exit(tmp_path / "other", path, LAYERS - 1, noise=0.2)
     others: list[dict[str, Any]] = [
         {"max_draft": 3}, {"new_tokens": 12}, {"dtype": "float64"}, {"checkpoint": str(tmp_path / "other")},
         {"minutes": 2.0}, {"new_tokens": 250}, {"l2": 3.0, "odds": False},

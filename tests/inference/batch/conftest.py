@@ -1,38 +1,25 @@
 """A target that answers."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.data_prep.text.settings import DataConfig
 from outrider.inference.batch.settings import GenerateConfig
-from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer
-from tests.tiny import save_target
+from tests.inference.batch.responding import ALONE, TALKS, save_answering
 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Alone on the CPU, also where there is a GPU: what is expected is computed there, and forks have no CUDA."""
-    alone = SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        process_index=0,
-        is_main_process=True,
-        wait_for_everyone=lambda: None,
-    )
+    """What is expected is computed there, and forks have no CUDA."""
     for module in ("generate", "own_prompts"):
-        monkeypatch.setattr(f"outrider.inference.batch.{module}.join_processes", lambda: alone)
+        monkeypatch.setattr(f"outrider.inference.batch.{module}.join_processes", lambda: ALONE)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    path = save_target(tmp_path_factory.mktemp("target"), max_position_embeddings=160, peak=0.4)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
-    letter_tokenizer().save_pretrained(path)
-    return path
+    return save_answering(tmp_path_factory.mktemp("target"), peak=0.4)
 
 
 @pytest.fixture(scope="module")

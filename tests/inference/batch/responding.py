@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -11,7 +12,7 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.directory import read_shard, shards
 from outrider.inference.engines.cpu.recorded import ruled
 from outrider.inference.engines.packing import lay_out
-from tests.tiny import open_stack
+from tests.tiny import open_stack, save_target
 
 ENDS = [257, *range(182, 198), *range(199, 257)]  # the end token, and others, so that answers end after a while
 TEMPLATE = (
@@ -19,6 +20,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+# what a process is that runs alone on the CPU, also where there is a GPU
+ALONE = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True,
+                        wait_for_everyone=lambda: None)  # fmt: skip
 
 
 def letter_tokenizer():
@@ -29,6 +35,14 @@ def letter_tokenizer():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def save_answering(path: Path, ends: list[int] = ENDS, **changes: object) -> Path:
+    """Write a target of 160 positions that speaks in letters and ends at `ends` to `path`."""
+    save_target(path, max_position_embeddings=160, **changes)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    letter_tokenizer().save_pretrained(path)
+    return path
 
 
 def talk(*turns):

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import ReadingChanges
@@ -23,7 +21,7 @@ from outrider.inference.measure.bench import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 
 SAYS_ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 OPENS = "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -40,10 +38,8 @@ def practice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat.jsonl").write_text("\n".join([json.dumps(conversation)] * 3))
     data = DataConfig(source="local", path=str(folder / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
     fingerprint = open_target(str(path)).fingerprint
-    exit_ = make_drafter(path, LAYERS - 1)
-    save_pretrained(
-        folder / "exit", exit_, fingerprint, {"data": json.loads(json.dumps(data.deciding()))}, torch.float32
-    )
+    record = {"data": json.loads(json.dumps(data.deciding()))}
+    save_exit(folder / "exit", path, LAYERS - 1, record)
     shutil.copytree(path, folder / "lm")
     other = replace(fingerprint, weights="others")
     report = {"target": "base", "settings": {"target": asdict(other), "data": None}}

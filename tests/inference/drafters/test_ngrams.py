@@ -12,6 +12,7 @@ from outrider.inference.drafters.ngram.ngram_search import next_random
 from outrider.inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import (
+    CONFIGS,
     TABLE,
     TEXTS,
     VOCABULARY,
@@ -158,16 +159,6 @@ def test_the_seed_matters_to_the_search() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- in the runtime
-
-CONFIGS = {
-    "puct": NgramConfig(search="puct", iterations=40),
-    "best_first": NgramConfig(depth=6, nodes=20),
-    "not adapted": NgramConfig(adapt=False, order=2),
-    "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
-    "best_first, auto": NgramConfig(depth=6, nodes="auto"),
-    "mixed, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto"),
-}
-# A pass over so many rows, by which few nodes pay, and more of them where drafts come true.
 
 
 def test_drafts_keep_to_limits() -> None:

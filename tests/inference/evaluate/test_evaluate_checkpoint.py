@@ -6,21 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from outrider.commands.evaluating import with_methods
 from outrider.data_prep.text.settings import DataConfig, MixPart
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
-from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.evaluate_checkpoint import main
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.report.facts import heldout_fraction
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_target(folder / "target")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     byte_tokenizer(template + "{% if add_generation_prompt %}assistant: {% endif %}").save_pretrained(path)
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
-    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.05), fingerprint, {}, torch.float32)
+    save_exit(folder / "drafter", path, LAYERS - 1, noise=0.05)
     return folder
 
 
@@ -229,14 +224,12 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
         "python_stdlib": DataConfig(heldout_fraction=0.01),
         "local": DataConfig(source="local", path="a.jsonl", heldout_fraction=0.01),
     }
-    target = str(checkpoint / "target")
-    fingerprint = fingerprint_target(open_tensors(target), load_config(target), load_tokenizer(target))
-    drafter = make_drafter(checkpoint / "target", 1)
+    target = checkpoint / "target"
     for source, data in trained_on.items():
         if mixed:
             parts = {"open": MixPart(source=source, path=data.path), "own": MixPart(source="local", path="b.jsonl")}
             data = DataConfig(source="mix", mix=parts, heldout_fraction=0.01)
-        save_pretrained(tmp_path / source, drafter, fingerprint, {"data": data.deciding()}, torch.float32)
+        save_exit(tmp_path / source, target, 1, {"data": data.deciding()})
         asked = EvaluateConfig(checkpoint=str(tmp_path / source), methods={"m": MethodConfig()})
         assert heldout_fraction(asked) == (0.01 if source == "python_stdlib" else DataConfig.heldout_fraction)
 

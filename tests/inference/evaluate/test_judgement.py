@@ -19,10 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.planted_faults import FAULTS, REACHED, planted, rope_scaled
 from outrider.base.streams import Streams
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.model_spec import LogitRule
-from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round
@@ -51,6 +49,7 @@ from tests.tiny import (
     method_of,
     open_stack,
     random_prompt,
+    save_exit,
     save_target,
     unproven,
 )
@@ -345,8 +344,7 @@ FAMILY_FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_a_family_is_judged_in_half_precision(tmp_path: Path, family: str) -> None:
     """An early exit in chains and trees, and prompt lookup."""
     path = save_family(tmp_path / "target", family, **CHANGES.get(family, {}))
-    drafter = make_drafter(path, OF_A_FAMILY - 1, noise=0.05)
-    save_pretrained(tmp_path / "drafter", drafter, open_target(str(path)).fingerprint, {}, torch.float32)
+    save_exit(tmp_path / "drafter", path, OF_A_FAMILY - 1, noise=0.05)
     config = EvaluateConfig(
         checkpoint=str(tmp_path / "drafter"), methods=OF_FAMILIES, max_new_tokens=16, device="cpu", threads=1,
         dtype="bfloat16", out_dir=str(tmp_path / "right"), show_prompts=0,

@@ -17,13 +17,9 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from outrider.base.errors import UserError
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.attention import KernelChoice
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
 from outrider.draft_models.targets.settings import TABLE
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.graphs.attention_kernels import attention_shape
@@ -45,7 +41,7 @@ from tests.inference.evaluate.evaluating import (
     together,
     tokens,
 )
-from tests.tiny import LAYERS, make_drafter
+from tests.tiny import LAYERS, save_exit
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -94,10 +90,7 @@ def test_other_settings_are_refused(alone: EvaluateConfig, models: Path, tiny_mo
     resumed = replace(alone, resume=True)
     fewer = {"chain": METHODS["chain"]}
     longer = {**METHODS, "chain": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    path = str(models / "target")
-    fingerprint = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
-    other = make_drafter(Path(path), LAYERS - 1, noise=0.1)
-    save_pretrained(tmp_path / "other", other, fingerprint, {}, torch.float32)
+    save_exit(tmp_path / "other", models / "target", LAYERS - 1, noise=0.1)
     calibrated = shutil.copytree(models / "drafter", tmp_path / "calibrated")
     (calibrated / "calibration.json").write_text("{}")
     for changes, message in (
@@ -108,7 +101,7 @@ def test_other_settings_are_refused(alone: EvaluateConfig, models: Path, tiny_mo
         ({"dtype": "bfloat16"}, r'dtype="bfloat16" \(was "float32"\)'),
         ({"sampling": SamplingConfig(temperature=0.5)}, r"sampling.temperature=0.5 \(was 0.0\)"),
         ({"checkpoint": str(calibrated)}, r'calibration="[0-9a-f]{16}" \(was null\)'),
-        ({"small_lm": path}, r"small_lm=given \(was null\)"),
+        ({"small_lm": str(models / "target")}, r"small_lm=given \(was null\)"),
         ({"table": str(tiny_models / TABLE)}, r'table="[0-9a-f]{16}" \(was null\)'),
     ):
         refused(replace(resumed, **changes), message)

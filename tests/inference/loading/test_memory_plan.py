@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.targets.model_files import load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
@@ -37,7 +36,7 @@ from outrider.train.students.early_exit import empty_exit, exit_on, exit_plan
 from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
-from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
+from tests.tiny import LAYERS, random_prompt, save_exit, save_target
 from tests.train.jobs import calibrating, save_for_calibration
 
 LOOKUP = {"m": MethodConfig(source="prompt_lookup")}
@@ -151,8 +150,7 @@ def test_an_early_exit_beside_it(tmp_path: Path) -> None:
     """Its sessions have caches of their own."""
     path = save_target(tmp_path / "target")
     target, folder = open_target(str(path)), tmp_path / "drafter"
-    drafter = make_drafter(path, LAYERS - 1)
-    save_pretrained(folder, drafter, target.fingerprint, {}, torch.float32)
+    drafter = save_exit(folder, path, LAYERS - 1)
     config = EvaluateConfig(checkpoint=str(folder), methods={"m": MethodConfig()}, dtype="float32")
     parts = {one.what: one.size for one in memory_plan.evaluation_memory(config, target.config)}
     assert parts["early_exit's weights"] == sum(parameter.nbytes for parameter in drafter.parameters())
