@@ -2,9 +2,9 @@
 
     python benchmarks/bench_decode.py
 
-The target is a random Llama, 8 layers × 1024; of a trained one evaluate-checkpoint reports the same. The methods take
-turns prompt by prompt; medians over prompts are reported. "other" is what a round does beside drafting, shaping its
-draft and the target's pass.
+The target is a random Llama, 8 layers × 1024. evaluate-checkpoint reports the same figures for a trained target. The
+methods take turns prompt by prompt. The figures are medians over prompts. "other" is the time of a round outside of
+drafting, shaping the draft and the target's pass.
 """
 
 import argparse
@@ -39,7 +39,7 @@ RANDOM: dict[str, Any] = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 1024,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-RANDOM_TEXT = 48  # tokens of the random target's own; a prompt is 1½ times that text, for prompt lookup to find
+RANDOM_TEXT = 48  # tokens that the random target writes; a prompt repeats half of them, which prompt lookup then finds
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Subject:
 
 
 def methods_for(draft_tokens: int) -> dict[str, MethodConfig]:
-    """Chains and prompt lookup draft `draft_tokens`."""
+    """The methods by name. Chains and prompt lookup draft `draft_tokens` tokens."""
     fixed = StopConfig(rule="fixed", max_draft=draft_tokens)
     return {
         "chain_early_exit": MethodConfig(stop=fixed),
@@ -66,9 +66,9 @@ def methods_for(draft_tokens: int) -> dict[str, MethodConfig]:
 
 
 def random_subject(folder: Path, prompts: int, dtype: torch.dtype, device: torch.device) -> Subject:
-    """A random target in which early layers decide much of the next token, so that drafts are accepted now and then.
+    """A random target whose early layers determine much of the next token, so that some drafts are accepted.
 
-    Its small LM is its own first layer; its early exit sits on that layer and is a copy of its last.
+    The small LM is the target's first layer. The early exit follows that layer and is a copy of the last one.
     """
     torch.manual_seed(0)
     target = LlamaForCausalLM(LlamaConfig(**RANDOM))

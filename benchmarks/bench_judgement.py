@@ -40,7 +40,7 @@ METHODS = {
     "prompt_lookup": MethodConfig(source="prompt_lookup"),
     "tree": MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0)),
 }
-Texts = Mapping[tuple[int, ...], Generation]  # by prompt, what transformers' `generate` makes of it
+Texts = Mapping[tuple[int, ...], Generation]  # the text of transformers' `generate`, by prompt
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ class Subject:
         return transformers_generate(self.plain, prompt, TextSettings(self.max_new_tokens, self.eos))
 
     def judged(self, texts: Texts, fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
-        """By arm that `fault` reaches: the judgement, and how many texts were identical."""
+        """For each arm in which `fault` acts: the judgement, and the number of identical texts."""
         reached = REACHED[FAULTS[fault].reaches if fault else "passes"]
         deviations: dict[str, list[Deviation]] = {name: [] for name in reached}
         identical = dict.fromkeys(reached, 0)

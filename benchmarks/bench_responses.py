@@ -1,9 +1,9 @@
-"""Answering prompts in batches: the way of this device against a growing cache, in turn on the same prompts.
+"""Answering prompts in batches: this device's method compared with a growing cache, in turn on the same prompts.
 
     python benchmarks/bench_responses.py --target runs/smollm2/fetch --prompts runs/smollm2/prompts/train.jsonl
     python benchmarks/bench_responses.py --device cpu --batch 40 --target … --prompts …
 
-On a GPU a step is a graph, on a CPU prompts have loops over layers, see inference/batch/batch_decoder.py.
+On a GPU a step is a CUDA graph. On a CPU each prompt has its own loop (see inference/batch/batch_decoder.py).
 
 Prompts are answered in batches of similar lengths, as data_prep/generate_responses.py does. Both paths emit the same
 number of tokens, up to rounding of the logits. Writes benchmarks/results/responses_DEVICE.json.

@@ -4,8 +4,8 @@
 
 The measure is how often the first token of a draft is right, over all positions of the target's greedy answers. First
 each layer is skipped alone. Then layers are added to the skipped set one by one: of the four layers that cost least
-alone, the one that costs least together with those skipped already. The chosen set, with its best draft length, has the
-most expected tokens of a round for its cost. The cost of a pass is the number of weights that it reads.
+alone, the one that costs least together with those skipped already. The chosen set has the largest ratio of expected
+tokens to cost of a round, at its best draft length. The cost of a pass is the number of weights that it reads.
 
 Zhang et al. (arXiv 2309.08168) search over attention and feed-forward parts by Bayesian optimisation of the speed.
 """
@@ -78,7 +78,7 @@ class Answer:
 
 
 def tokens_per_cost(share: float, cost: float) -> tuple[float, int]:
-    """The most expected tokens of a round divided by its cost in passes of the target, and the draft length of it.
+    """The largest ratio of expected tokens to cost (in passes of the target) of a round, and its draft length.
 
     share: of drafted tokens that are right. cost: of a draft's pass (Leviathan et al., arXiv 2211.17192, theorem 3.8).
     """

@@ -11,8 +11,8 @@ A page marks its table with two comments. The header of the table names its colu
 
 Every row under the header is replaced, baselines first, and so is every figure of the form "`eesd_beta` τ 3.64"
 elsewhere on the page. The tables of the record (bench_real.py) are between "float32 table: begin" and "float32 table:
-end", likewise for each dtype; between the marks of "float32 summary" they have no categories, and between those of "all
-dtypes" both dtypes are side by side. Those of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts:
+end", likewise for each dtype. The marks "float32 summary" hold the same tables without categories. The marks "all
+dtypes" hold a table of both dtypes. The tables of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts:
 end". The verdicts on a paper's claims (paper.py) are between "gsd tables: begin" and "gsd tables: end",
 likewise for each paper. --check writes nothing, and ends with status 1 if a page differs from the report.
 """

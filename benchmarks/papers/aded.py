@@ -1,9 +1,9 @@
 """ADED, adaptive draft-verification (arXiv 2407.12021): its tables and figures.
 
-The n-grams see nothing of a target but its tokens. So recorded answers will do for all but times and sampling: with
---transcripts there is no target. The paper's accept length is our τ. Its t is named a threshold of tri-gram probability
-"at 12": here the twelve likeliest successors count, and Table t compares that with other readings. Its tree has up to
-n · l = 96 nodes. Here it has 64, as many as REST's, and a row with 96 beside.
+The n-grams read only the tokens of a target. So recorded answers (--transcripts) replace the target, except for times
+and sampling. The paper's accept length is our τ. It calls its t a threshold of tri-gram probability "at 12". Here this
+means the twelve likeliest successors; Table t compares other readings. The paper's tree has up to n · l = 96 nodes. The
+tree here has 64, as many as REST's; another row has 96.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:
 
 
 def without_suffixes(where: str | None) -> str:
-    """Why REST cannot draft from a table; empty where it can, or where none is there to be asked."""
+    """The reason why REST cannot draft from the table in `where`; empty if it can, or if there is no table."""
     there = where is not None and Path(where).is_dir()
     kept = there and "suffixes.order" in map_table(Path(str(where)))[1]
     return "" if not there or kept else "needs tables built with suffixes=true"

@@ -1,7 +1,7 @@
 """What a paper says, as plain data, and the quantities that it speaks of (`papers.judging` judges it).
 
-A row of a table is a way of decoding. What was measured of it are counts by prompt, sums over rounds. Every quantity is
-made of such sums, over any set of prompts.
+A row of a table is a way of decoding. For every prompt, the counts of its rounds are summed and kept. Every quantity is
+computed from such sums, over any set of prompts.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ class Row:
     paper: the cells of the paper's own table, by column there.
     method: None with `measure`, which then gives the counts (bench, row, prompt).
     category: only prompts of this category count; empty: all.
-    other: where the model lies that it drafts from; empty: the one given for its source, of tables the first.
-    x: where a plot has it. line: which line of the plot it belongs to.
+    other: the path of its draft model; empty: the model given for its source, or the first of several tables.
+    x: its place on the axis of a plot. line: its line in the plot.
     facts: counts that are known beforehand, the same for every prompt.
     never: why it is not run.
     """
@@ -65,8 +65,8 @@ class Table:
     """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours. Names of
     rows, and claims, are unique in a table: they match the tables of several targets.
 
-    plot: the quantity that its picture shows, over the rows' x; or several, as alpha_*, over their numbers. never: why
-    nothing of it is run. note: one sentence.
+    plot: the quantity that its picture shows, over the rows' x; or several, as alpha_*, over their numbers. never: the
+    reason why none of it is run. note: one sentence.
     """
 
     title: str
@@ -93,7 +93,7 @@ def _share(above: str, below: str, factor: float = 1.0) -> Callable[[Sums], Any]
 
 
 def _correlation(c: Sums) -> Any:
-    """Pearson's, of E(A) and the tokens a round brought."""
+    """Pearson's correlation of E(A) and the tokens of a round."""
     n, e, a = c["rounds"], c["expected_tau"], c["reached"]
     spread = (n * c["expected_squared"] - e * e) * (n * c["reached_squared"] - a * a)
     return (n * c["expected_reached"] - e * a) / np.sqrt(np.maximum(spread, 1e-12))

@@ -1,11 +1,11 @@
 """EESD, early exits with Thompson sampling (arXiv 2406.03853): its tables and figures.
 
-Speed-ups need --timed. Without, v_d, r_d and their harmonic mean HM are judged, which the paper has beside them.
-Self-speculation leaves out the layers that `choose_skip.py` chooses, on other prompts. Table 4 needs more drafters, as
-folders of --ablation. Three are of train/eesd.py, trained alike by the paper's recipe but for one option: mixed,
-no_layer (`train_layer=false`) and open_data (the open data alone). paper_head is that of --checkpoint with the paper's
-calibration head (train/calibrate.py odds=false), which sees hidden states alone.
-Figs. 4 and 5 are of the early exits in --exits, which differ in their numbers of layers alone.
+Speed-ups need --timed. Without it, the claims on v_d, r_d and their harmonic mean HM are judged. Self-speculation skips
+the layers that `choose_skip.py` chooses, on other prompts. Table 4 needs further drafters, as folders of --ablation.
+train/eesd.py trains three of them by the paper's recipe; they differ in one option: mixed, no_layer
+(`train_layer=false`) and open_data (the open data alone). paper_head is the drafter of --checkpoint with the paper's
+calibration head (train/calibrate.py odds=false), which sees only hidden states.
+Figs. 4 and 5 compare the early exits in --exits, which differ only in their numbers of layers.
 """
 
 import json
@@ -74,7 +74,7 @@ def tables(*, options: Any, **_: Any) -> dict[str, Table]:
 
 
 def lacks_head(source: str, where: str | None) -> str:
-    """Why no rule can ask a calibration head of the drafter in `where`; empty where it has one, or is not given."""
+    """The reason why the drafter in `where` has no calibration head; empty if it has one, or if none is given."""
     return NO_HEAD if where and head_identity(source, where) is None else ""
 
 
@@ -110,7 +110,7 @@ def which_head(where: str | Path) -> str:
 
 
 def ablation(no_head: str, head: str, folder: str | None) -> Table:
-    """Its three drafters by the paper's recipe are told apart from --checkpoint, which may be of a better one."""
+    """Table 4. Three drafters follow the paper's recipe; the one of --checkpoint may follow a better one."""
 
     def of(name: str) -> dict[str, str]:
         where = Path(folder or "") / name
@@ -158,7 +158,7 @@ def ablation(no_head: str, head: str, folder: str | None) -> Table:
 
 
 def trained_how(folder: str | None) -> str:
-    """How much the three drafters by the paper's recipe learned from, in words."""
+    """A sentence on the training data of the three drafters that follow the paper's recipe."""
     where = Path(folder or "") / "mixed"
     if not folder or not (where / META_FILE).exists():
         return ""

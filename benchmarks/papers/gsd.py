@@ -1,15 +1,15 @@
 """GSD, Graph-Structured Speculative Decoding (arXiv 2407.16207): its tables and figures.
 
 SSD is a chain of up to ten tokens that ends where q falls below θ_prob. TSD is the tree that GSD's graph is without
-merging (tau=0). The paper's drafts have no bound on their nodes. Here NODES is one, for trees that would not end. The
-small LM drafts; without --small-lm the early exit does, and with --skip the target itself without those layers, whose
-drafts are deep (`choose_skip.py` chooses them). Each drafter has an entry of its own (--label).
+merging (tau=0). The paper's drafts have no bound on their nodes. Here the bound is NODES, as some trees would not end.
+The small LM drafts; without --small-lm the early exit does. With --skip the target without those layers drafts, and its
+drafts are deep (`choose_skip.py` chooses the layers). Each drafter has an entry of its own (--label).
 
-What the paper calls acceptance rate is our draft share, the share of the output that was drafted: a rate of 0.89 with
-8,575 drafted tokens for an output of 512 can be nothing else. Fig. 5(c) is judged by both readings.
+The paper's acceptance rate is our draft share, the share of the output that was drafted. For 8,575 drafted and 512
+emitted tokens it is 0.89, which a share of the drafted tokens cannot be. Fig. 5(c) is judged by both readings.
 
-Drafts of tree and graph are often the same here. So that this decides, a larger share is one that is larger by 1 % of
-it: the smallest difference in the paper's tables is 1.3 % (0.634 and 0.642).
+Tree and graph often draft the same here. So a share counts as larger if it is larger by at least 1 %. The smallest
+difference in the paper's tables is 1.3 % (0.634 and 0.642).
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ TOP_P = SamplingConfig(temperature=0.7, top_p=0.7)
 
 @dataclass(frozen=True)
 class Drafts:
-    """Whose drafts. skip: the layers that self-speculation leaves out."""
+    """The drafter. skip: the layers that self-speculation leaves out."""
 
     source: str = "small_lm"
     skip: tuple[int, ...] | None = None
@@ -304,7 +304,7 @@ class _Logging:
 
 
 class Diverging:
-    """TSD that compares q after every extended node with q after the first one that ends in the same τ-gram."""
+    """TSD that compares q after each extended node with q after the first node that ends in the same τ-gram."""
 
     def __init__(self, inner: Structure):
         self.inner, self.max_rows, self.reads_root = inner, inner.max_rows, inner.reads_root
@@ -347,7 +347,7 @@ def divergences(tree: GraphTree, root: int, logits: Tensor) -> Counter[str]:
 
 
 def diverging(bench: Bench, row: Row, asked: Asked) -> Counts:
-    """The counts of a row of Table 5: along the text, one draft a round, every node of it extended that may be."""
+    """The counts of a row of Table 5: one draft a round along the text, in which every node is extended if allowed."""
     method = Drafts().graph(0, nodes=256, out_degree=int(row.x or 0))
     drafter = new_drafter(method, bench.drafters, Streams(0, asked.id))
     assert isinstance(drafter, ModelDrafter)

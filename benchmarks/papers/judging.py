@@ -1,9 +1,9 @@
 """How measured counts judge a paper's claims: from plain data alone, so that anybody can judge again (`--judge`).
 
 A claim is a set of contrasts (differences, or distances from a bound) that must be positive. The interval of each is a
-jackknife's over conversations: every conversation is left out once, all rows stay paired by it, and the quantile is
-Student's for one degree of freedom less than conversations. Where several contrasts could decide, the level is divided
-by their number (Bonferroni). Over the claims of an entry Holm's correction says which decisions stand together.
+jackknife's over conversations: every conversation is left out once, for all rows alike. The quantile is Student's, with
+one degree of freedom less than conversations. If several contrasts could decide, the level is divided by their number
+(Bonferroni). Holm's correction over all claims of an entry says which decisions hold together.
 """
 
 import itertools
@@ -83,7 +83,7 @@ def judge_entry(entry: Mapping[str, Any], counts: Kept) -> dict[str, Any]:
 
 
 def timed_alike(measured: Measured) -> Measured:
-    """`measured` with no times of prompts on which a row with times lacks them: a reader compares a table's rows."""
+    """`measured`, with times only of prompts on which all timed rows have them, so that rows can be compared."""
     clocked = [own for own in measured.values() if any("seconds" in each for each in own.values())]
     lacking = {prompt for own in clocked for prompt, each in own.items() if "seconds" not in each}
 
@@ -95,7 +95,7 @@ def timed_alike(measured: Measured) -> Measured:
 
 
 def said(measured: Measured, length: str) -> str:
-    """Of how many prompts a table is, in words."""
+    """The number of prompts of a table, in words."""
     prompts = {prompt for own in measured.values() for prompt in own}
     timed = {prompt: each["timed"] for own in measured.values() for prompt, each in own.items() if "seconds" in each}
     clock = f", {len(timed)} timed over {np.mean(list(timed.values())):.0f} tokens each on average" if timed else ""
@@ -280,9 +280,9 @@ def correct(claims: Sequence[dict[str, Any]]) -> None:
 
 
 def shuffled(entry: Mapping[str, Any], counts: Kept, times: int) -> Iterator[str]:
-    """The verdicts on claims of an order where there is none: rows change places at random in every conversation.
+    """Verdicts on claims after the rows of each conversation were exchanged at random: every decision is false.
 
-    Of claims between rows with the same quantity and no scale. All decisions are false.
+    Only for claims that order rows by one quantity, without a scale.
     """
     draw = np.random.default_rng(0)
     for table in entry["tables"].values():

@@ -1,4 +1,4 @@
-"""What a paper's tables are measured with: the models and prompts that the command line names."""
+"""The models and prompts of the command line, with which a paper's tables are measured."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -107,8 +107,8 @@ def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
 def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
     """`prompts` of `file`, each after the file's last answered record that is not among them.
 
-    Chat gets the example as an earlier turn, other text before it. A file without answers leaves them as they are, and
-    a line says so, as MT-Bench beside GSM8K. Raises `UserError` where `file` is none.
+    A chat gets the example as an earlier turn; any other text gets it in front. If the file has no answers (such as
+    MT-Bench's), the prompts stay as they are, and a line says so. Raises `UserError` if `file` is no such file.
     """
     if not Path(file).expanduser().is_file():
         raise UserError(f"--shot: {file} is no file of records with answers; give --prompts NAME=FILE")

@@ -1,8 +1,8 @@
-"""Measuring rows on prompts: replayed where the text does not depend on the draft, else decoded; kept as they come in.
+"""Measure rows on prompts: by replay if the text does not depend on the draft, else by decoding; results are kept.
 
-The text of a greedy target is the same whatever is drafted. So the target says it once, and drafters draft along it:
-the same rounds as in decoding, without the target's passes. Under sampling the target says one text too, for drafts
-whose candidates it meets by drawing (see `replays`).
+The text of a greedy target is the same whatever is drafted. So the target decodes it once, and drafters draft along it:
+the same rounds as in decoding, without the target's passes. One sampled text is used in the same way for drafts that
+are verified by drawing the target's token (see `replays`).
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from papers.watching import Watched
 
 STRETCH = 64  # tokens, of `late_64` and so on
 COUNTS_FILE = "counts.jsonl"
-FAITHFUL = ("early_exit", "eagle3", "small_lm", "skip_layers", "prompt_lookup", "ngrams")  # kinds that read no more
+FAITHFUL = ("early_exit", "eagle3", "small_lm", "skip_layers", "prompt_lookup", "ngrams")  # a replay has their inputs
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def counts_of(generation: Generation) -> dict[str, float]:
 
 
 def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, cold: bool) -> dict[str, dict[str, float]]:
-    """Seconds of all rows with a method, by key: in turn with plain decoding, who begins changing with `turn`.
+    """Seconds of all rows with a method, by key. They take turns with plain decoding; `turn` decides which begins.
 
     cold: nothing was timed before; all decode once without a clock.
     """
@@ -206,10 +206,10 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
 
 
 def replays(method: MethodConfig, sampling: SamplingConfig) -> bool:
-    """Whether the text says all that drafts and their acceptance depend on.
+    """Whether drafts and their acceptance depend on the text alone.
 
-    Under sampling it does where the target draws a token and goes on while that is a candidate: then the text is what
-    the target drew. Candidates that are drawn themselves are verified by rejection, unless verification is naive.
+    Under sampling they do if verification draws the target's token and accepts a candidate that equals it: then the
+    text holds the drawn tokens. Sampled candidates are verified by rejection, unless verification is naive.
     """
     shape = method.structure
     drawn = KINDS[method.source].shaped and (
@@ -229,9 +229,9 @@ class RecordedText(RecordedSelector):
 
 
 class RecordedStates(TargetSession):
-    """Runs the layers that a drafter shares, and recalls the hidden states of the others, at each row's position.
+    """Runs the layers that a drafter shares. The last hidden states are recalled, by each row's position in the text.
 
-    Those of a row off the text are another row's. No drafter reads them, as that row is not committed.
+    A row that is not of the text gets the states of a row that is. No drafter reads them, as the row is not committed.
     """
 
     def __init__(self, target: Target, text: tuple[int, ...], split: int, capacity: int, context: int):

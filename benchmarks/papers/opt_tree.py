@@ -1,8 +1,8 @@
 """OPT-Tree (arXiv 2406.17276): its tables and figures.
 
-The paper ranks by q as it is. Rows "at T = 0.5" rank by a sharper one under greedy decoding. Sequoia's tree is fixed;
-its acceptance by rank is measured on other prompts than those that are compared. With --skip the target without those
-layers is the drafter that is strong (`choose_skip.py` chooses them).
+The paper ranks nodes by q itself. Rows "at T = 0.5" rank them by a sharper q, under greedy decoding. Sequoia's tree is
+fixed; its acceptance by rank is measured on other prompts than those compared. The strong drafter is the target without
+the layers of --skip (`choose_skip.py` chooses them).
 """
 
 import heapq
@@ -276,9 +276,9 @@ def acceptance_by_rank(bench: Bench, drafter: str, prompts: Sequence[Asked]) -> 
 def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
     """The tree of `nodes` nodes, at most `depth` deep, whose expected accepted length is largest.
 
-    acceptance: by rank, the same at every node. A node is reached with the product along its path, which no descendant
-    exceeds. So the `nodes` largest products are a tree, and no other has a larger sum: what Sequoia's dynamic programme
-    finds.
+    acceptance: by rank, the same at every node. The probability to reach a node is the product along its path. No
+    descendant's product is larger. So the nodes with the `nodes` largest products form a tree, and no other tree has a
+    larger sum. Sequoia's dynamic programme finds the same tree.
     """
     descending = sorted(acceptance, reverse=True)
     waiting = [(-descending[0], (0,))]

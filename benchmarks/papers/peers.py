@@ -1,7 +1,7 @@
 """What ADED is compared with: REST (arXiv 2311.08252) and Lookahead (arXiv 2402.02057), for greedy decoding.
 
 REST drafts from a corpus: the continuations of the longest suffix of the text that occurs there. A suffix array finds
-them. Lookahead drafts n-grams that the target itself said, after guesses that ran beside the text in the same passes.
+them. Lookahead drafts n-grams of the target's choices after guessed tokens, which run in the same passes as the text.
 So REST is replayed on recorded answers, and Lookahead needs the target. Settings are those of ADED's Appendix G.
 """
 
@@ -58,7 +58,7 @@ class Rest(Drafter):
 def continuations(suffixes: Suffixes, text: Sequence[int]) -> np.ndarray:
     """What follows the occurrences of the text's longest suffix in the corpus: int64 [m, `AHEAD`], −1 after its end.
 
-    Of more than `RETRIEVED` occurrences so many, evenly spread.
+    At most `RETRIEVED` occurrences, evenly spread.
     """
     recent, vocabulary = np.array(text[: -LONGEST - 1 : -1], np.int64), len(suffixes.starts) - 1
     size, first, end = 0, 0, 0
@@ -81,8 +81,8 @@ def continuations(suffixes: Suffixes, text: Sequence[int]) -> np.ndarray:
 
 
 def most_frequent(found: np.ndarray, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the trie of `found` [m, ahead] the `nodes` beginnings that occur most often, of equals the shorter ones: their
-    last tokens, and their parents among them."""
+    """The `nodes` most frequent beginnings of the rows of `found` [m, ahead], shorter ones first among equals: their
+    last tokens, and the places of their parents."""
     levels, begun, made = [np.empty((3, 0), np.int64)], np.full(len(found), ROOT), 0
     for depth in range(found.shape[1]):
         alive = found[:, depth] >= 0
@@ -138,10 +138,10 @@ def lookahead_rounds(bench: Bench, asked: Asked) -> Iterator[Round]:
 def window_and_guesses(
     levels: Sequence[Sequence[int]], guesses: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The tokens and parents of the window as a tree under the root, then of every guess as a path of its own; and the
+    """The tokens and parents of the window, a tree under the root, and of the guesses, each a path of its own; and the
     last node of every column of the window.
 
-    The first level is a path. Under the root and under each of its nodes hangs a column, one node of every other level.
+    The first level is a path. The root and each of its nodes have a column below them: a node of each other level.
     """
     tokens, parents = list(levels[0]), list(chain_parents(0, len(levels[0])))
     ends = [ROOT, *range(len(tokens))]
@@ -156,7 +156,7 @@ def window_and_guesses(
 
 
 def agreed(guess: Sequence[int], at: int, said: Sequence[int]) -> range:
-    """The nodes of `guess`, which begins at node `at`, that are what the target said (after the root, every node)."""
+    """The first nodes of `guess` that equal the target's choices. at: its first node. said: after root and nodes."""
     count = 0
     while count < len(guess) and guess[count] == said[at + count if count else 0]:
         count += 1
@@ -164,7 +164,7 @@ def agreed(guess: Sequence[int], at: int, said: Sequence[int]) -> range:
 
 
 def moved(levels: list[list[int]], root: int, new: list[int], pool: Pool) -> list[list[int]]:
-    """The window one place further. new: what the target said after every column. A full window fills the pool."""
+    """The window, one place further. new: the target's choice after each column. A full window fills the pool."""
     if len(levels) < LEVELS - 1:
         return [level[1:] for level in levels] + [new[1:]]
     for first, *following in zip([root, *levels[0]], *levels[1:], new, strict=True):

@@ -1,4 +1,4 @@
-"""What the papers count of a round's tree and no report does: ranks of accepted children, repetitions, E(A) and A."""
+"""Counts of a round's tree that only the papers have: ranks of accepted children, repetitions, E(A) and A."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ LONGEST_GRAM, BANDS = 4, 5
 class Watched:
     """A structure that drafts as `inner` does and counts besides. totals: its own and those counts.
 
-    eos: the ids that end a text. What a round accepts after one is no part of it, and does not count.
+    eos: the ids that end a text. Tokens that a round accepts after one are not counted.
     """
 
     def __init__(self, inner: Structure, eos: Collection[int] = ()):
@@ -70,7 +70,7 @@ def through_shared(tree: GraphTree, accepted: Sequence[int]) -> bool:
 
 
 def in_bands(tree: OptimalTree, accepted: Sequence[int]) -> Counter[str]:
-    """Of the nodes whose parent was accepted: how many have q in each band, and how many of those were accepted."""
+    """The number of nodes with an accepted parent by band of q, and how many of them were accepted."""
     found: Counter[str] = Counter()
     parents, right = {ROOT, *accepted}, set(accepted)
     for node, parent in enumerate(tree.parents):

@@ -12,7 +12,7 @@ ALONE = "°"  # a decision that does not stand by Holm's correction over all cla
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """All tables of a paper: its own figures beside ours on every target, and what became of its claims."""
+    """All tables of a paper: its own figures, ours on every target, and the verdicts on its claims."""
     entries = record["entries"]
     lines = measured(record).splitlines()
     for key in dict.fromkeys(key for entry in entries.values() for key in entry["tables"]):
@@ -26,7 +26,7 @@ def measured(record: Mapping[str, Any]) -> str:
 
 
 def said(name: str, entry: Mapping[str, Any]) -> str:
-    """What was measured, and how the claims fared in all."""
+    """What was measured, and the number of verdicts of each kind."""
     models = ", ".join(kind for kind, where in entry["models"].items() if where)
     claims = [claim for one in entry["tables"].values() for claim in one["claims"]]
     verdicts = Counter(claim["verdict"] for claim in claims)
@@ -91,8 +91,8 @@ def claims(here: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
-    """The verdict in words, with the figures that it was made of: the terms, the interval of the difference that
-    decides (in a row of steps the weakest), and the number of conversations."""
+    """The verdict in words, with the figures behind it: the terms, the interval of the difference that decides (the
+    weakest step, if there are several), and the number of conversations."""
     mark = MARKS[claim["verdict"]]
     if claim["verdict"] == "not run":
         return f"{mark} ({claim['reason']})"
@@ -111,7 +111,7 @@ def number(value: float) -> str:
 
 
 def plot(record: Mapping[str, Any]) -> Figure | None:
-    """A panel for every table that has one: its quantity over the rows' x, a line of every kind on every target."""
+    """A panel for each table with a plot: its quantity over the rows' x, with each of its lines on every target."""
     entries = record["entries"]
     keys = [key for key in dict.fromkeys(key for entry in entries.values() for key in entry["tables"])
             if any(points(entry["tables"].get(key)) for entry in entries.values())]  # fmt: skip
@@ -135,8 +135,8 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
 
 
 def points(table: Mapping[str, Any] | None) -> dict[str, Sequence[tuple[float, float]]]:
-    """By line, the places of the rows that have one. Of a plot of several quantities, as alpha_*, a row is a line, and
-    the number in a quantity's name is its place."""
+    """The points of each line of a plot. In a plot of several quantities, such as alpha_*, a row is a line, and the
+    number in a quantity's name is the place of its point."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, row in table["rows"].items() if table and table["plot"] else ():
         assert table is not None

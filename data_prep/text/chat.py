@@ -1,4 +1,4 @@
-"""Conversations → text and token ids by a template, and an answer's tokens → its text, also a few at a time."""
+"""Templates turn conversations into text and token ids. The tokens of an answer become text, also in pieces."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def _render(
 def around_question(
     tokenizer: PreTrainedTokenizerBase, template: str, option: str = "template"
 ) -> tuple[list[int], str]:
-    """What a user's first turn stands between: the ids before it, and the first line of the text after it.
+    """The token ids before a user's first turn, and the first line of the text after it.
 
-    template: as of a prompt; auto is none where the tokenizer has no chat template. With none a text stands after the
-    BOS token, and the second is empty. Raises `UserError` without such a token.
+    template: as for a prompt; auto is none if the tokenizer has no chat template. With none, the ids are the BOS token
+    and the line is empty. Raises `UserError` if there is no such token.
     """
     if template == "none" or (template == "auto" and not tokenizer.chat_template):
         if tokenizer.bos_token_id is None:
@@ -119,10 +119,10 @@ def around_question(
 
 
 def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
-    """The token ids of `text`; of a text with more than `most` tokens, those of a beginning, also more than `most`.
+    """The token ids of `text`, or more than `most` ids of its beginning if it has more than `most` tokens.
 
-    So the work for a text that exceeds every context is bounded. The beginning grows until it has more than twice
-    `most` tokens: only the few at its cut may differ from those of the whole text.
+    So the work for a text that exceeds every context is bounded. The beginning has more than twice `most` tokens: only
+    a few ids at its cut may differ from those of the whole text.
     Raises `UserError` for a lone surrogate.
     """
     require_encodable(text, "the prompt or text")
@@ -166,7 +166,7 @@ def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 def parting(
     written: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> str:
-    """A description of the first token of `messages`, rendered, that differs from `written`; "" if none does."""
+    """The first difference between the tokens of `messages`, rendered, and `written`, in words; "" if there is none."""
     try:
         ids = _render(messages, tokenizer, template)
     except UserError as error:

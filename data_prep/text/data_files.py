@@ -36,8 +36,8 @@ _LONGEST = 2**30  # characters of a field in CSV
 def resolve_paths(patterns: Iterable[str]) -> list[Path]:
     """The distinct files named by paths, directories (all files that are not hidden) and globs (see `matching`).
 
-    An output directory of generate-responses stands for its responses only; any other directory not for what describes
-    its data, as README.md does, unless there is nothing else.
+    In an output directory of generate-responses only the responses count. In any other directory, files that describe
+    the data (such as README.md) count only if there are no others.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -178,7 +178,7 @@ _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", co
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked, and in UTF-8 if its byte-order mark says in what they are."""
+    """The lines of a file, unpacked; converted to UTF-8 if it begins with the byte-order mark of another encoding."""
     try:
         with _open(path) as file:
             begin = file.peek(4)
@@ -199,7 +199,7 @@ def _text_of(path: Path) -> str:
 
 def _decoded(line: bytes, path: Path, number: int) -> str:
     if b"\0" in line:
-        raise UserError(f"{path}:{number}: a byte 0: no text, or UTF-16 with no byte-order mark; save it as UTF-8")
+        raise UserError(f"{path}:{number}: a zero byte: not text, or UTF-16 with no byte-order mark; save it as UTF-8")
     try:
         return line.decode()
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ from outrider.data_prep.text.settings import BENCHMARKS, DataConfig, prompt_file
 from outrider.data_prep.text.sources import Split, read_records
 
 Item = TypeVar("Item")
-_FEWEST, _HELDOUT = 10, 12  # prompts of a file at least, and of them to be held out
+_FEWEST, _HELDOUT = 10, 12  # the fewest prompts of a file; the fewest that are held out, if that is not more than half
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
 
 
@@ -65,10 +65,10 @@ def read_prompts(
 def parted(
     prompts: Sequence[Prompt], heldout_fraction: float, where: str, *, by_hash: bool = False
 ) -> dict[Split, list[Prompt]]:
-    """The prompts, each once, and those of them that are held out; all of one first turn are on one side.
+    """The prompts for training and those held out, without duplicates; equal first turns are on the same side.
 
-    These are evenly spread. by_hash: a hash of the first turn chooses them, and orders all; in whatever company a
-    prompt is, it is then on the same side, but for few. Raises `UserError`, which names `where`, for too few.
+    The held-out prompts are evenly spread. by_hash: a hash of the first turn orders all prompts and chooses those held
+    out, so most prompts stay on their side when others are added. Raises `UserError` naming `where` for too few.
     """
     groups: dict[str, list[Prompt]] = {}
     for prompt in {prompt.turns: prompt for prompt in prompts}.values():

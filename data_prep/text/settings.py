@@ -14,7 +14,7 @@ from outrider.base.files import user_cache
 from outrider.base.settings import Count, Named, Place, Settings, free, only, opt
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
-# How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
+# The template of a conversation: the tokenizer's own, Vicuna's, or none, the bare texts (for base models).
 ChatTemplate = Literal["tokenizer", "vicuna", "none"]
 PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt becomes text (see `render_prompt`)
 Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
@@ -69,7 +69,7 @@ class SourceConfig(Settings):
         else:
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
         no_column = self.layout != "prompts" or self.column is None
-        self.require("column", no_column, "null with layout=prompts, which is told by the columns")
+        self.require("column", no_column, "null with layout=prompts: there the column names decide")
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `path` may also be a pattern."""

@@ -1,4 +1,4 @@
-"""The model in a GGUF file: its tensors, dequantised, with the names and the layout that transformers' maps say."""
+"""The model in a GGUF file: its tensors, dequantised, in the names and layout of transformers."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from outrider.draft_models.formats.gguf_model import load_package, tensor_names
 from outrider.draft_models.formats.gguf_tokenizer import PATTERNS, SPECIAL, gguf_tokenizer
 
 GGUF_FILE = "model.gguf"
-_FAMILIES = ("llama", "qwen2", "qwen3")  # what is written; Mistral's models are "llama"
+_FAMILIES = ("llama", "qwen2", "qwen3")  # the families that can be written; Mistral's models are "llama"
 # Fields of a config that change no logits of a frozen model, besides those that every config has.
 _FREE = {
     "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "bos_token_id",

@@ -40,7 +40,7 @@ class Chance(Protocol[Weights]):
     """A source of randomness for decisions."""
 
     def accept(self, probability: float) -> bool:
-        """True with `probability`; values above 1 mean 1."""
+        """True with the given probability; values above 1 mean 1."""
         ...
 
     def choose(self, weights: Weights) -> int:
@@ -219,10 +219,10 @@ def verify_sampled(
 def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance[Rows]) -> tuple[list[int], int]:
     """Block verification of a chain (arXiv 2403.10444, Algorithm 2).
 
-    tokens [n]; q, p, the result and its distribution: as in `verify_sampled`. No rule for chains accepts more tokens in
-    expectation. It accepts i or more with probability c_i = min(1, c_{i−1} p(x_i) / q(x_i)), c_0 = 1, where token by
-    token it is Π min(1, p / q). After i tokens the next one is drawn from max(0, c_i p − q), whose mass is S_i. Of the
-    prefixes that pass a coin flip (the whole chain with c_n, i tokens with S_i / (S_i + 1 − c_i)), the longest is kept.
+    tokens [n]; q, p, the result: as in `verify_sampled`. No rule for chains accepts more tokens in expectation. i or more
+    tokens are accepted with probability c_i = min(1, c_{i−1} p(x_i) / q(x_i)), c_0 = 1; token by token it would be
+    Π min(1, p / q). Let S_i be the mass of max(0, c_i p − q). A prefix passes with probability S_i / (S_i + 1 − c_i),
+    the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """
     drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
     until_nan: Iterable[float] = takewhile(lambda one: one == one, _ratio(p[:-1], drawn_from, tokens).tolist())

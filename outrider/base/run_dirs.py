@@ -127,7 +127,7 @@ def changes(
 def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    An option of `config`, the settings of now, that `before` lacks is new. It must have its default now. "code", the
+    config: the settings of this run. An option that `before` lacks is new, and must have its default now. "code", the
     version that wrote the record, may differ: a run of a week must survive a fix of code that it does not use.
     """
     if not isinstance(before, Mapping):

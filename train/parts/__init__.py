@@ -1,1 +1,1 @@
-"""Building blocks of recipes: students with their losses, rows with teacher data, held-out evaluations, plans."""
+"""Building blocks of recipes: rows with teacher data, held-out evaluations, plans, calibration scores."""

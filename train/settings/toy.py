@@ -17,7 +17,7 @@ TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a 
 class ToyTargetConfig(RunConfig):
     """A small Llama trained from scratch, to learn and to test on.
 
-    Out comes an ordinary Hugging Face directory: weights, config and a byte-level BPE tokenizer.
+    The result is an ordinary Hugging Face directory: weights, config and a byte-level BPE tokenizer.
     """
 
     data: DataConfig
@@ -33,7 +33,7 @@ class ToyTargetConfig(RunConfig):
     tied: bool = opt(False, "one matrix for embedding and head")
     seq_len: Width = opt(256, "tokens of a row")
     max_positions: Count = opt(2048, "the context that the model says it has")
-    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
+    minutes: Positive | None = opt(None, "the number of steps is what fits into this time here, at most `fit.steps`")
     eval_rows: NotNegative = free(200, "held-out rows of seq_len tokens that give the final bits per byte; 0: all")
 
     def __post_init__(self) -> None:
