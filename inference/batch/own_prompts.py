@@ -25,7 +25,7 @@ from outrider.data_prep.text.settings import DataConfig, prompt_file
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
-from outrider.inference.batch.directory import read_shard, shards
+from outrider.inference.batch.directory import answered, read_shard, shards
 from outrider.inference.batch.generate import generate
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import OWN, Task, Todo
@@ -46,7 +46,8 @@ def write_prompts(config: PromptsConfig) -> None:
         else:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)
-        if finished(folder / "prompts.json", identity, config.resume, config):
+        whole = file is not None or len(answered(folder / "written")) >= config.count  # or `minutes` ended it
+        if finished(folder / "prompts.json", identity, config.resume, config) and whole:
             print(f"{folder}: finished already")
             return
         if file is None:

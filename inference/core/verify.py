@@ -219,8 +219,8 @@ def verify_sampled(
 def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance[Rows]) -> tuple[list[int], int]:
     """Block verification of a chain (arXiv 2403.10444, Algorithm 2).
 
-    tokens [n]; q, p, the result: as in `verify_sampled`. No rule for chains accepts more tokens in expectation. i or more
-    tokens are accepted with probability c_i = min(1, c_{i−1} p(x_i) / q(x_i)), c_0 = 1; token by token it would be
+    tokens [n]; q, p, the result: as in `verify_sampled`. No rule for chains accepts more tokens in expectation. At
+    least i are accepted with probability c_i = min(1, c_{i−1} p(x_i) / q(x_i)), c_0 = 1; token by token it would be
     Π min(1, p / q). Let S_i be the mass of max(0, c_i p − q). A prefix passes with probability S_i / (S_i + 1 − c_i),
     the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """

@@ -6,7 +6,7 @@ have `prompt_token_ids`, `token_ids`, and `drafted`: for each of them whether th
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from outrider.api.decoder import Decoder
 
 # Fields that change no answer, and the values with which others do not; all others may be empty or 0.
-UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+          "include_obfuscation"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Top = Annotated[int, Ge(0), Le(128)]
@@ -109,7 +110,8 @@ def read(
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"] if part != "str" and "[" not in str(part))
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
-    refuse_others(request)
+    refuse_others(request.model_extra)
+    refuse_others({**(request.stream_options or {}), "include_usage": None}, "stream_options.")
     prompts, choices, most = request.prompts(model), range(request.n or 1), config.batch + config.queue
     if not 0 < len(prompts) * len(choices) <= most:
         raise RefusedError(f"n: {len(prompts) * len(choices)} texts; expected 1 to {most}", "n")
@@ -127,9 +129,9 @@ def read(
     ]  # fmt: skip
 
 
-def refuse_others(read: BaseModel, where: str = "") -> None:
-    """Raise `RefusedError` for the first field that is not read and would change the answer."""
-    for name, value in (read.model_extra or {}).items():
+def refuse_others(fields: Mapping[str, object] | None, where: str = "") -> None:
+    """Raise `RefusedError` for the first of the unread `fields` that would change the answer."""
+    for name, value in (fields or {}).items():
         harmless = value == HARMLESS[name] if name in HARMLESS else not value
         if name not in UNREAD and value is not None and not harmless:
             raise RefusedError(f"{where}{name}: not supported here; leave it out", f"{where}{name}")
@@ -143,7 +145,7 @@ def context_of(model: "Decoder", config: ServeConfig) -> int:
 
 def _plain(message: Message, where: str) -> dict[str, str]:
     """The message as `outrider` reads it. where: it stands, for errors."""
-    refuse_others(message, where)
+    refuse_others(message.model_extra, where)
     parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
     if any(part.keys() != {"type", "text"} or part["type"] != "text" for part in parts):
         raise RefusedError(f"{where}content: only texts are supported", f"{where}content")

@@ -276,7 +276,8 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
      ("messages.0.name", [TALK[0] | {"name": "me"}]), ("messages.0.content", [{"role": "user", "content": None}]),
      ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
      ("max_tokens", "many"), ("max_tokens", 100_000), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
-     ("top_p", 0.0), ("n", 11), ("top_logprobs", 3), ("stop_token_ids", [3])],
+     ("top_p", 0.0), ("n", 11), ("top_logprobs", 3), ("stop_token_ids", [3]),
+     ("stream_options.continuous_usage_stats", {"include_usage": True, "continuous_usage_stats": True})],
 )  # fmt: skip
 def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: str, value: Any) -> None:
     for stream in (False, True):
@@ -289,7 +290,8 @@ def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: 
 
 def test_what_changes_nothing_is_allowed(client: Any, model: Any) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
-    none = {"tool_choice": "none", "response_format": {"type": "text"}, "tools": [], "stop": None, "logit_bias": {}}
+    none = {"tool_choice": "none", "response_format": {"type": "text"}, "tools": [], "stop": None, "logit_bias": {},
+            "stream_options": {"include_obfuscation": False}}  # fmt: skip
     assert text_of(ask(client, messages=parts, n=1, user="me", presence_penalty=0, **none)) == said(model)
 
 

@@ -104,7 +104,7 @@ def test_a_base_model_writes_the_beginnings_of_documents(config, target, tmp_pat
         around_question(tokenizer, "auto")
 
 
-def test_a_killed_run_goes_on_to_the_same_files(config, monkeypatch):
+def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(config, monkeypatch):
     write_prompts(expected := replace(config, out_dir=f"{config.out_dir}-whole"))
     save = Shard.save
     monkeypatch.setattr(Shard, "save", lambda *given: (save(*given), signal.raise_signal(signal.SIGINT)))
@@ -114,6 +114,10 @@ def test_a_killed_run_goes_on_to_the_same_files(config, monkeypatch):
     assert files(config) == {}
     write_prompts(replace(config, resume=True))
     assert files(config) == files(expected)
+    write_prompts(short := replace(config, out_dir=f"{config.out_dir}-short", batch_size=64, minutes=1e-9))
+    assert files(short) != files(expected)
+    write_prompts(replace(short, resume=True, minutes=None))
+    assert files(short) == files(expected)
 
 
 def test_a_prompt_stays_on_its_side_in_other_company():

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from greenlet import getcurrent
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -432,6 +433,22 @@ def test_a_text_that_is_dropped_or_has_ended_drafts_no_more(make: Callable[..., 
 
     assert drafted_after(Batch.drop) == [0, 0, 3]
     assert drafted_after(lambda *_: None) == [3, 0, 3]
+
+
+def test_an_error_of_a_text_that_is_dropped_ends_no_other() -> None:
+    """It would end the thread that runs the batch, and the other texts would wait for ever."""
+
+    def failing() -> Iterator[Round]:
+        try:
+            yield getcurrent().parent.switch(None)  # as where it waits for a pass
+        finally:
+            raise RuntimeError
+
+    batch = Batch()
+    batch.add(text := Text(failing(), lambda _: None, lambda _: None))
+    batch.step()
+    batch.drop(text)
+    assert not batch.texts
 
 
 # --- sampling, by enumeration ----------------------------------------------------------------------------------------
