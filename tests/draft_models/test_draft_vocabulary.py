@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
-from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows
+from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows, places
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_draft_tokens, save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
@@ -76,6 +76,11 @@ def test_rows_are_cut_or_padded_and_padding_is_never_likeliest(rows: int, tied: 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(again(ids).logits, after)
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+
+
+def test_labels_by_their_place() -> None:
+    labels = torch.tensor([[100, 4, 256, IGNORE, 3]])
+    assert places(labels, TOKENS, VOCABULARY).tolist() == [[2, IGNORE, 4, IGNORE, 0]]
 
 
 def batch() -> dict[str, torch.Tensor]:
