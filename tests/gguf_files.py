@@ -260,18 +260,13 @@ def dequantised(source: Path, folder: Path, kind: str) -> Path:
             array = permuted(array, count) if count else array
             data = random_blocks(array, raw) if kind in UNQUANTISABLE else gguf.quants.quantize(array, raw)
             plain = gguf.quants.dequantize(data, raw).reshape(array.shape)
-            plain = unpermuted(plain, count) if count else plain
+            plain = plain[np.argsort(permuted(np.arange(len(plain)), count))] if count else plain
             weights[name] = torch.from_numpy(np.ascontiguousarray(plain))
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def unpermuted(weight: NDArray[Any], heads: int) -> NDArray[Any]:
-    """The rows that `permuted` was given."""
-    return weight[np.argsort(permuted(np.arange(len(weight)), heads))]
 
 
 def rewritten(path: Path, tensors: bool = True, **values: Any) -> Path:

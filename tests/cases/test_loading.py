@@ -20,12 +20,7 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import load_head
-from outrider.draft_models.early_exit.checkpoint import (
-    META_FILE,
-    WEIGHTS_FILE,
-    from_pretrained,
-    read_draft_tokens,
-)
+from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_draft_tokens
 from outrider.draft_models.small_lm.model import load_small_lm, load_whole_lm
 from outrider.draft_models.targets import open_target as opening
 from outrider.draft_models.targets.model_files import load_causal_lm

@@ -79,8 +79,8 @@ def test_rows_are_cut_or_padded_and_padding_is_never_likeliest(rows: int, tied: 
 
 
 def test_labels_by_their_place() -> None:
-    labels = torch.tensor([[100, 4, 256, IGNORE, 3]])
-    assert places(labels, TOKENS, VOCABULARY).tolist() == [[2, IGNORE, 4, IGNORE, 0]]
+    labels = torch.tensor([[100, 4, 256, IGNORE, 0]])
+    assert places(labels, torch.tensor([0, 4, 100]), VOCABULARY).tolist() == [[2, 1, IGNORE, IGNORE, 0]]
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from tests.gguf_files import (
     write_gguf,
 )
 from tests.tiers import as_many, typical_where
-from tests.tiny import random_prompt, reference_generate
+from tests.tiny import random_prompt, reference_generate, shake_norms_and_biases
 
 KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE)
 
@@ -59,16 +59,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def random_biases(path: Path) -> None:
-    """Give a model's biases and norms values that matter: they start as zeros and ones."""
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-
-
 @torch.inference_mode()
 def same_model(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     """Whether two models have the same logits, bit for bit, and the same greedy tokens."""
@@ -82,7 +72,7 @@ def same_model(one: PreTrainedModel, other: PreTrainedModel) -> bool:
 def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> None:
     architecture, changes = VARIANTS[variant]
     source = save_plain_target(tmp_path / "model", architecture, **changes)
-    random_biases(source)
+    shake_norms_and_biases(source)
     path = write_gguf(source, tmp_path / "model.gguf")
     reference = AutoModelForCausalLM.from_pretrained(source).eval()
     read = load_causal_lm(str(path), dtype=torch.float32).eval()

@@ -29,7 +29,7 @@ from outrider.draft_models.formats.gguf_write import require_gguf, write_gguf
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_tokenizer
 from tests.draft_models.formats.test_gguf import VARIANTS as WINDOWED
-from tests.draft_models.formats.test_gguf import random_biases, same_model
+from tests.draft_models.formats.test_gguf import same_model
 from tests.gguf_files import (
     BYTE,
     CONTROL,
@@ -43,6 +43,7 @@ from tests.gguf_files import (
     save_plain_target,
 )
 from tests.gguf_files import write_gguf as as_converted
+from tests.tiny import shake_norms_and_biases
 
 TEXTS = (
     "The tide comes in at seven o'clock; they're 12345 metres away.",
@@ -229,7 +230,7 @@ SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden
 def test_the_file_is_that_of_the_converter(variant: str, tmp_path: Path) -> None:
     architecture, changes = VARIANTS[variant]
     source = save_plain_target(tmp_path / "model", architecture, **changes)
-    random_biases(source)
+    shake_norms_and_biases(source)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(source).eval(),
         PreTrainedTokenizerFast.from_pretrained(source),
