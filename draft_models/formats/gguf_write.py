@@ -34,14 +34,14 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     """
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     if family not in _FAMILIES:
-        raise _unsaid(f"model_type={config.model_type!r}; it is written of {', '.join(_FAMILIES)} and mistral")
+        raise _unsaid(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
     own: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
     own["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
-        raise _unsaid(f"sliding_window={config.sliding_window}, as llama.cpp lets a Mistral see all")
+        raise _unsaid(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
     found: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": own[key] for key in own}
     _require_read_back(config, found)
     none: dict[str, Value] = {"tokenizer.ggml.model": "none"}
@@ -173,6 +173,6 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
 
 def _unsaid(what: str) -> UserError:
     return UserError(
-        f"GGUF: cannot be written here of {what}; export it for engine=transformers, and try llama.cpp's own "
+        f"GGUF: not supported here: {what}; export it for engine=transformers, or try llama.cpp's own "
         "convert_hf_to_gguf.py"
     )

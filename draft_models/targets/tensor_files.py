@@ -210,7 +210,7 @@ def require_floats(name: str, held: Mapping[str, Stored], weights: Iterable[str]
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
-    """Raise `UserError` if the directory holds an adapter: transformers would add it to a model without a word."""
+    """Raise `UserError` if the directory holds an adapter: transformers would add it to the model silently."""
     file = None if os.path.isfile(source) else located(source, revision, "adapter_config.json")
     if file is not None:
         base = read_mapping(file, "description of an adapter", "save it again").get("base_model_name_or_path")

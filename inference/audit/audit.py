@@ -48,9 +48,9 @@ SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most 
 
 
 class Token(NamedTuple):
-    """A token of an answer: its line, its position there, the likeliest token in its place, and `off`. Of a greedy
-    token, `off` counts the rounding errors by which its logit is below the best. Of a sampled one it is the
-    probability of one as unlikely.
+    """A token of an answer: its line, its position there, the likeliest token in its place, and `off`. For a greedy
+    token, `off` is how far its logit is below the best one, in rounding errors. For a sampled token, it is the
+    probability to draw a token that is no more likely.
     """
 
     line: int
@@ -220,10 +220,10 @@ def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate
 def beyond(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """How far tokens [n, 1] are beyond the cuts of top_k, top_p and min_p, in units of noise [n]; 0 for kept ones.
 
-    scores [n, V]: before these cuts, at the temperature. That is the smallest shift of its logit against others after
-    which `Sampler` may keep it. top_k: the distance to the k-th likeliest. min_p: to the threshold. top_p: a shift s
-    changes the log-odds of the probability before the token by s at most, and moves it ahead of tokens that are less
-    than s better.
+    scores [n, V]: before these cuts, at the temperature. The distance is the smallest increase of the token's logit
+    after which `Sampler` may keep it. top_k: the distance to the k-th likeliest. min_p: to the threshold. top_p: an
+    increase s changes the log-odds of the probability before the token by s at most, and moves it ahead of tokens
+    that are less than s better.
     """
     ordered = scores.double().sort(-1, descending=True).values
     ahead = ordered - scores.double().gather(-1, tokens)

@@ -38,7 +38,7 @@ class DraftingConfig(Settings):
     """the ways of decoding, by name; method=[…] chooses presets"""
 
     def __post_init__(self) -> None:
-        """Each kind that a method uses is given, and no unknown one."""
+        """Check that each kind that a method uses is given, and that every given kind is known."""
         super().__post_init__()
         self._check_methods()
         for kind in KINDS.values():
@@ -151,7 +151,7 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
     num_prompts: Count | None = free(24, "evenly spread; null: all")
     minutes: Positive | None = free(None)
     """start no new prompt after this time (all runs in out_dir together), but measure at least 5; null: all prompts"""
-    max_new_tokens: Annotated[int, Ge(2)] = opt(128, "the first is the prefill's")
+    max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of each method; the prefill decides the first")
     ignore_eos: bool = opt(False, "continue after end tokens, to max_new_tokens")
     generation_config: Literal["target", "none"] = "target"
     """target: use its settings that affect greedy decoding; none: ignore them"""
@@ -198,7 +198,7 @@ class ReplayConfig(DraftingConfig):
     """the target's: a Hugging Face directory or a SentencePiece .model"""
     prompts: PromptSource = free(help="the questions, a JSONL, JSON or parquet file or a benchmark's name")
     num_prompts: Count | None = free(None, "evenly spread; null: all")
-    max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer, or as many as the recorded one has, if more")
+    max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer; a longer recorded answer is replayed whole")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     seed: int = opt(0, "of what searches draw")
     out_dir: str = free("runs/replay", "where report.md and report.json go")

@@ -246,7 +246,7 @@ def test_a_family_that_gguf_has_not_is_refused_before_weights_are_read(
     config = json.loads((tmp_path / "target/config.json").read_text())
     (tmp_path / "target/config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     monkeypatch.setattr(exporting, "from_pretrained", None)
-    with pytest.raises(UserError, match="GGUF: cannot be written here of hidden_act='gelu'"):
+    with pytest.raises(UserError, match="GGUF: not supported here: hidden_act='gelu'"):
         export_drafter(replace(given, engine="llama_cpp"))
     with pytest.raises(UserError, match=r"engine_python=.*nowhere': expected an environment with optimum-intel"):
         export_drafter(replace(given, engine="openvino", engine_python=str(tmp_path / "nowhere")))

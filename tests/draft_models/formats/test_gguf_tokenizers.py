@@ -353,7 +353,7 @@ def test_rules_that_no_text_of_ours_meets_are_compared(tokenizer: Any, written: 
         for text in (*TEXTS, "abc a bc abca qqabc"):
             assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
     else:
-        with pytest.raises(UserError, match="GGUF: cannot be written here of a tokenizer"):
+        with pytest.raises(UserError, match="GGUF: not supported here: a tokenizer"):
             require_gguf(config, tokenizer)
 
 
@@ -363,8 +363,8 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
 @pytest.mark.parametrize(
     ("config", "tokenizer", "named"),
     [
-        (OPTConfig(), None, "model_type='opt'; it is written of llama, qwen2, qwen3 and mistral"),
-        (MistralConfig(sliding_window=8, **SHAPE), None, "sliding_window=8, as llama.cpp lets a Mistral see all"),
+        (OPTConfig(), None, "model_type='opt', other than llama, qwen2, qwen3 and mistral"),
+        (MistralConfig(sliding_window=8, **SHAPE), None, "sliding_window=8, which llama.cpp ignores in a Mistral"),
         (LlamaConfig(hidden_act="gelu", **SHAPE), None, "hidden_act='gelu'"),
         (
             LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, **SHAPE),
@@ -380,6 +380,6 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
 def test_what_would_be_read_otherwise_is_refused(config: Any, tokenizer: Any, named: str) -> None:
-    with pytest.raises(UserError, match="GGUF: cannot be written here of ") as raised:
+    with pytest.raises(UserError, match="GGUF: not supported here: ") as raised:
         require_gguf(config, tokenizer)
     assert named in str(raised.value)
