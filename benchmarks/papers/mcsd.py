@@ -42,7 +42,7 @@ SHOWN = ("tau", "per_round", "speedup")
 WIDTHS, EVERY = (8, 2, 1, 1), 16  # the tree of Table 4; tokens of the text between two pairs of passes
 
 
-def tree(config: str, draw: Any = "without_replacement", verify: Any = "exact") -> MethodConfig:
+def tree(config: str, draw: Any = "without_replacement", verify: Any = "auto") -> MethodConfig:
     shape = StructureConfig(kind="k_config", widths=widths(config), draw=draw)
     return MethodConfig(source="small_lm", structure=shape, verify=verify)
 

@@ -41,7 +41,7 @@ from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
-from outrider.inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig, Verification
 from papers.claims import Row, Table, quantity
 from papers.watching import Watched
 
@@ -102,7 +102,8 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
         return replayed(bench, drafter, asked, row.sampling)
     assert bench.stack is not None
     coins = streams.of("verify") if row.sampling.temperature else None
-    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, row.method.verify)
+    rule: Verification = "naive" if row.method.verify == "naive" else "exact"  # no paper verifies blocks
+    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, rule)
     options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
     decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=bench.budget(asked), **options))
     return replace(decoded, totals=dict(drafter.totals))
@@ -215,7 +216,7 @@ def replays(method: MethodConfig, sampling: SamplingConfig) -> bool:
     drawn = KINDS[method.source].shaped and (
         shape.kind == "chain" or (shape.kind == "k_config" and shape.draw != "top_k")
     )
-    rejects = sampling.temperature > 0 and drawn and method.verify == "exact"
+    rejects = sampling.temperature > 0 and drawn and method.verify != "naive"
     known = method.source in FAITHFUL and not method.ngrams.recycle  # which reads the target's logits
     return known and not rejects and sampling.repetition_penalty in (None, 1.0)
 

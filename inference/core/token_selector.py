@@ -27,7 +27,7 @@ class TokenSelector:
 
     sampler: logits → probabilities; None: plain greedy.
     generator: the source of random numbers; required if the sampler samples.
-    rule: how sampled candidates are verified (see `MethodConfig.verify`).
+    rule: how sampled candidates are verified (see `MethodConfig.verification`).
     plain: tokens are the argmax of unprocessed logits.
 
     The text is kept only for processors that read it. For non-finite target logits the chosen id is outside the

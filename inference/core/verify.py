@@ -224,17 +224,19 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     Π min(1, p / q). Let S_i be the mass of max(0, c_i p − q). A prefix passes with probability S_i / (S_i + 1 − c_i),
     the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """
-    drawn_from = _module(p).stack([q[node - 1] for node in range(len(tokens))])
-    until_nan: Iterable[float] = takewhile(lambda one: one == one, _ratio(p[:-1], drawn_from, tokens).tolist())
+    drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
+    ratios = _quotient(p[range(len(tokens)), tokens], drawn)
+    until_nan: Iterable[float] = takewhile(lambda one: one == one, ratios.tolist())
     c: list[float] = [*accumulate([1, *until_nan], lambda before, ratio: min(1, before * ratio))]
-    if chance.accept(c[-1]):
-        return [*range(len(c) - 1)], chance.choose(p[len(c) - 1])
-    rest = (_module(p).stack([c[i] * p[i] for i in range(len(c) - 1)]) - drawn_from[: len(c) - 1]).clip(min=0)
-    left: list[float] = rest.sum(-1).tolist()
-    count: int = len(c) - 2
-    while count and not (left[count] > 0 and chance.accept(left[count] / (left[count] + 1 - c[count]))):
+    count: int = len(c) - 1
+    if chance.accept(c[count]):
+        return [*range(count)], chance.choose(p[count])
+    while True:
         count -= 1
-    return [*range(count)], chance.choose(rest[count] + (left[count] == 0) * p[count])  # 0 by rounding alone
+        rest = (c[count] * p[count] - q[count - 1]).clip(min=0)
+        left: float = rest[None].sum(-1).tolist()[0]
+        if count == 0 or (left > 0 and chance.accept(left / (left + 1 - c[count]))):
+            return [*range(count)], chance.choose(rest + (left == 0) * p[count])  # 0 by rounding alone
 
 
 def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:
@@ -266,9 +268,13 @@ def _rows(p: Rows, parents: Sequence[int]) -> Rows:
 def _ratio(r: Rows, q: Rows, drawn: Sequence[int]) -> Rows:
     """r(x) / q(x) [m] at the tokens `drawn` [m]; 0 where q(x) = 0."""
     rows = range(len(drawn))
-    mass = q[rows, drawn]
-    real = mass > 0
-    return r[rows, drawn] * real / (mass + ~real)
+    return _quotient(r[rows, drawn], q[rows, drawn])
+
+
+def _quotient(r: Rows, q: Rows) -> Rows:
+    """r / q, elementwise; 0 where q is 0."""
+    real = q > 0
+    return r * real / (q + ~real)
 
 
 def _normalised(rows: Rows) -> Rows:

@@ -56,7 +56,7 @@ def make_arms(
         if tuning is not None and isinstance(runtime, Batch):
             tuning = tuning.of_all(partial(runtime.sharing, stack))
         make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
-        arms[name] = partial(ours.draft, name, make, method.verify)
+        arms[name] = partial(ours.draft, name, make, method.verification)
     if runtime is not None:
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:

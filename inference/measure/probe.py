@@ -118,7 +118,7 @@ def measure(
 
     def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
         coins = streams.of("verify", next(generations)) if sampled else None
-        selector = TokenSelector(sampler, coins, method.verify)
+        selector = TokenSelector(sampler, coins, method.verification)
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 

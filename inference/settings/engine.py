@@ -25,7 +25,7 @@ def why_not(engine: str, method: MethodConfig) -> str | None:
     kind = KINDS[method.source]
     if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
         return f"it does not draft by {method.source}"
-    if method.verify != "exact":
+    if method.verify not in (AUTO, "exact"):
         return "it verifies exactly, token by token"
     if kind.shaped and (method.structure.kind != "chain" or method.stop.rule != "fixed"):
         return "it drafts chains of fixed length"

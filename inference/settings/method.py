@@ -209,9 +209,9 @@ class MethodConfig(Settings):
     """early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)"""
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)
-    verify: Verification = "exact"
-    """when sampling; exact: token by token; block: all tokens of a chain together, which accepts more; naive: accept a
-    drawn candidate only if p draws it too (MCNS), a baseline"""
+    verify: Literal["auto", Verification] = "auto"
+    """when sampling; exact: token by token; block: all tokens of a chain together, which accepts more; auto: block for
+    a chain, exact for a tree; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline"""
     max_ngram: Count = opt(3, "prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens")
     ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
     skip: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -237,8 +237,8 @@ class MethodConfig(Settings):
         counted = self.stop.rule != "survival" or shape == "chain"
         self.require("stop.rule", counted, "another rule for a tree: survival counts the tokens of a chain")
         drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
-        self.require("verify", self.verify == "exact" or drawn, "exact where no candidate is ever drawn")
-        self.require("verify", self.verify != "block" or shape == "chain", "exact or naive for a tree")
+        self.require("verify", self.verify in (AUTO, "exact") or drawn, "auto where no candidate is ever drawn")
+        self.require("verify", self.verify != "block" or shape == "chain", "auto, exact or naive for a tree")
 
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
@@ -249,6 +249,12 @@ class MethodConfig(Settings):
         for part in fields(self.stop) if not kind.shaped else ():
             if f"stop.{part.name}" not in kind.own:
                 require_default(self.stop, part.name, why, "stop.")
+
+    @property
+    def verification(self) -> Verification:
+        """`verify`; for auto, what it stands for."""
+        best: Verification = "block" if self.structure.kind == "chain" else "exact"
+        return best if self.verify == AUTO else self.verify
 
     @property
     def adapts(self) -> bool:

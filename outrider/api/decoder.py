@@ -318,9 +318,9 @@ class Decoder:
         stops = stops or tuple(inherited.taken.get("stop_strings", ()))
         text = TextSettings(max_new_tokens, setup.eos, sampling, inherited.config)
         sampler, chance = text.sampler(ids, setup.device), streams.of("verify") if sampled else None
-        selector = TokenSelector(sampler, chance, self.method.verify)
+        selector = TokenSelector(sampler, chance, self.method.verification)
         if logprobs is not None:
-            selector = ScoringSelector(sampler, chance, self.method.verify, top=logprobs)
+            selector = ScoringSelector(sampler, chance, self.method.verification, top=logprobs)
         if speculate:
             self._tune(ids, sampling)
             decode: Callable[..., Iterator[Round]] = functools.partial(self._draft, streams, sampled)

@@ -99,11 +99,11 @@ class Case:
 
 
 def chain(rule: str, source: str = "small_lm", **settings: float) -> MethodConfig:
-    return MethodConfig(source, stop=StopConfig(rule, **settings))
+    return MethodConfig(source, stop=StopConfig(rule, **settings), verify="exact")
 
 
 def block(rule: str = "fixed", source: str = "small_lm", **settings: float) -> MethodConfig:
-    return replace(chain(rule, source, **settings), verify="block")
+    return replace(chain(rule, source, **settings), verify="auto")
 
 
 def tree(

@@ -351,6 +351,7 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
     trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in DRAWS}
     shapes = trees | {"chain": STRUCTURES["chain"]}
     methods = {name: replace(method_of(shape), source="small_lm") for name, shape in shapes.items()}
+    methods["exact"] = replace(methods["chain"], verify="exact")
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
     methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
     methods["block"] = replace(methods["chain"], verify="block")
@@ -377,7 +378,8 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
         "with_replacement": {(Rejection(replace=True), True, True)},
         "without_replacement": {(Rejection(replace=False), True, False)},
         "top_k": {(Matching(), False, False)},
-        "chain": {(Rejection(replace=False), True, False)},
+        "exact": {(Rejection(replace=False), True, False)},
+        "chain": {("block", True)},
         "opt_tree": {(Matching(), False, False)},
         "naive": {(Matching(), True, False)},
         "block": {("block", True)},

@@ -246,11 +246,11 @@ def test_wrong_rules_are_found_out(monkeypatch: pytest.MonkeyPatch, wrong: str, 
 BLOCK_FAULTS = {  # by what stands in the source
     "ratios not bounded": ("min(1, before * ratio)", "before * ratio"),
     "ratios of tokens, not of prefixes": ("min(1, before * ratio)", "min(1, ratio)"),
-    "a prefix accepted as the whole is": ("left[count] / (left[count] + 1 - c[count])", "c[count]"),
-    "all or nothing": ("count: int = len(c) - 2", "count = 0"),
-    "residual of another prefix": ("chance.choose(rest[count]", "chance.choose(rest[0]"),
-    "residual as token by token": ("[c[i] * p[i] for", "[p[i] for"),
-    "whole rejected too often": ("chance.accept(c[-1])", "chance.accept(c[-1] * c[-1])"),
+    "a prefix accepted as the whole is": ("left / (left + 1 - c[count])", "c[count]"),
+    "all or nothing": ("count -= 1", "count = 0"),
+    "residual of another prefix": ("chance.choose(rest +", "chance.choose((p[0] - q[ROOT]).clip(min=0) +"),
+    "residual as token by token": ("(c[count] * p[count] -", "(p[count] -"),
+    "whole rejected too often": ("chance.accept(c[count])", "chance.accept(c[count] * c[count])"),
 }
 
 
