@@ -41,7 +41,7 @@ from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
-from outrider.inference.settings.sampling import GREEDY, SamplingConfig, Verification
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from papers.claims import Row, Table, quantity
 from papers.watching import Watched
 
@@ -92,7 +92,7 @@ class Bench:
 
 
 def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Generation:
-    """The prompt continued by a row's method, its structure watched."""
+    """The prompt continued by a row's method, its structure watched. No paper verifies blocks."""
     assert row.method is not None
     streams = Streams(0, asked.id).within(key_of(row))
     drafter = new_drafter(row.method, bench.drafters_of(row), streams, row.sampling.temperature > 0)
@@ -102,8 +102,8 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
         return replayed(bench, drafter, asked, row.sampling)
     assert bench.stack is not None
     coins = streams.of("verify") if row.sampling.temperature else None
-    rule: Verification = "naive" if row.method.verify == "naive" else "exact"  # no paper verifies blocks
-    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, rule)
+    naive = row.method.verify == "naive"
+    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, "naive" if naive else "exact")
     options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
     decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=bench.budget(asked), **options))
     return replace(decoded, totals=dict(drafter.totals))
@@ -213,10 +213,8 @@ def replays(method: MethodConfig, sampling: SamplingConfig) -> bool:
     text holds the drawn tokens. Sampled candidates are verified by rejection, unless verification is naive.
     """
     shape = method.structure
-    drawn = KINDS[method.source].shaped and (
-        shape.kind == "chain" or (shape.kind == "k_config" and shape.draw != "top_k")
-    )
-    rejects = sampling.temperature > 0 and drawn and method.verify != "naive"
+    drawn = shape.kind == "chain" or (shape.kind == "k_config" and shape.draw != "top_k")
+    rejects = KINDS[method.source].shaped and sampling.temperature > 0 and drawn and method.verify != "naive"
     known = method.source in FAITHFUL and not method.ngrams.recycle  # which reads the target's logits
     return known and not rejects and sampling.repetition_penalty in (None, 1.0)
 

@@ -103,7 +103,8 @@ class Rejection:
             if i:
                 count = len(drawn)
                 r, q_i = self._reject(r[:count], q_i[:count], before[:count])
-            ratios.append(_ratio(r, q_i, drawn))
+            rows = range(len(drawn))
+            ratios.append(_ratio(r[rows, drawn], q_i[rows, drawn]))
         flat = iter(_module(p).concatenate(ratios).tolist())
         found: dict[int, list[float]] = {parent: [] for parent, _ in families}
         for i in range(len(ratios)):
@@ -225,8 +226,7 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """
     drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
-    ratios = _quotient(p[range(len(tokens)), tokens], drawn)
-    until_nan: Iterable[float] = takewhile(lambda one: one == one, ratios.tolist())
+    until_nan: Iterable[float] = takewhile(lambda one: one == one, _ratio(p[range(len(drawn)), tokens], drawn).tolist())
     c: list[float] = [*accumulate([1, *until_nan], lambda before, ratio: min(1, before * ratio))]
     count: int = len(c) - 1
     if chance.accept(c[count]):
@@ -265,14 +265,8 @@ def _rows(p: Rows, parents: Sequence[int]) -> Rows:
     return p[parents[0] + 1][None] if len(parents) == 1 else p[[parent + 1 for parent in parents]]
 
 
-def _ratio(r: Rows, q: Rows, drawn: Sequence[int]) -> Rows:
-    """r(x) / q(x) [m] at the tokens `drawn` [m]; 0 where q(x) = 0."""
-    rows = range(len(drawn))
-    return _quotient(r[rows, drawn], q[rows, drawn])
-
-
-def _quotient(r: Rows, q: Rows) -> Rows:
-    """r / q, elementwise; 0 where q is 0."""
+def _ratio(r: Rows, q: Rows) -> Rows:
+    """r / q [m], elementwise; 0 where q is 0."""
     real = q > 0
     return r * real / (q + ~real)
 

@@ -79,7 +79,9 @@ class ModelDrafter(Drafter):
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        self.model.commit(rows_known(self.model, self._session, tree, nodes), tokens)
+        shares = self.model.split or self.model.aux_layers
+        rows = self._session.path(nodes) if shares else [0, *(tree.rows[node] for node in nodes)]
+        self.model.commit(rows, tokens)
         fed = self._source.fed
         if fed or self.allowance is None:
             self.structure.observe(tree, nodes)
@@ -134,13 +136,6 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
 
     def trained(self, where: str) -> Trained:
         return Trained.of(read_record(where, self.record))
-
-
-def rows_known(model: DraftModel, session: Session, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
-    """The rows of the root and of `nodes` of `tree`, for `DraftModel.commit`."""
-    if model.split or model.aux_layers:
-        return session.path(nodes)
-    return [0, *(tree.rows[node] for node in nodes)]
 
 
 class TimedModel:
