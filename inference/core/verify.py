@@ -100,11 +100,10 @@ class Rejection:
         drawn: list[int] = []
         for i in range(len(families[0][1])):
             before, drawn = drawn, [tokens[i] for _, tokens in families if i < len(tokens)]
+            count = len(drawn)
             if i:
-                count = len(drawn)
                 r, q_i = self._reject(r[:count], q_i[:count], before[:count])
-            rows = range(len(drawn))
-            ratios.append(_ratio(r[rows, drawn], q_i[rows, drawn]))
+            ratios.append(_ratio(r[range(count), drawn], q_i[range(count), drawn]))
         flat = iter(_module(p).concatenate(ratios).tolist())
         found: dict[int, list[float]] = {parent: [] for parent, _ in families}
         for i in range(len(ratios)):
