@@ -26,7 +26,7 @@ from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
 
 Made = TypeVar("Made")
-PIECE = 256  # tokens of a prompt that other texts wait for
+PIECE = 256  # tokens of a prompt that other texts wait for, and that run in one call
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TextCaches:
     """The caches of several texts in one pass. `shown`: see `Texts`."""
 
     def __init__(self, requests: list[Request]):
-        self.rows = [request.rows for request in requests]
+        self.rows = tuple(request.rows for request in requests)
         self.caches = tuple(request.view.cache for request in requests)
         self.shown: list[tuple[Tensor, Tensor]] = []
 
@@ -82,12 +82,9 @@ class JointView:
         return Rotary(self.positions, tuple((cos, sin) for cos, sin in tables))
 
     def masks(self) -> Masks:
-        own = [request.view.masks() for request in self.requests]
-        rows, caches = tuple(self.cache.rows), self.cache.caches
+        own, of = [request.view.masks() for request in self.requests], self.cache
         windows = set(own[0]).intersection(*own)  # a short text may have no entry for a window
-        return {
-            window: Texts(rows, tuple(masks[window] for masks in own), caches, self.cache.shown) for window in windows
-        }
+        return {one: Texts(of.rows, tuple(masks[one] for masks in own), of.caches, of.shown) for one in windows}
 
     def wanted(self, hidden: Tensor) -> Tensor:
         if all(request.rows == request.view.last for request in self.requests):
@@ -207,14 +204,12 @@ class Batch(Runtime):
         assert text.run is not None
         try:
             text.waits = text.run.switch(*given) if error is None else text.run.throw(error)
+            error = None
         except Exception as ended_by:
             error = ended_by
-        else:
-            if not text.run.dead:
-                return
-            error = None
-        self._forget(text)
-        text.done(error)
+        if text.run.dead:
+            self._forget(text)
+            text.done(error)
 
 
 def _decode(text: Text) -> None:

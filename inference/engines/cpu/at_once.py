@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Texts
+from outrider.inference.core import batch
 from outrider.inference.core.cache import KVCache
 from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.layout import WeightLayout, call, most_threads, out_of_panels
@@ -193,7 +194,7 @@ class LayersAtOnce:
     def chosen(self, layers: Sequence[Any]) -> str:
         """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
 
-        The two round differently, so the chosen one runs all passes after the prompt, of few rows or many.
+        The two round differently, so the chosen one runs all passes, of few rows or many.
         """
         hidden, inner = self._shape.hidden, self._shape.inner
         question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
@@ -259,8 +260,8 @@ class LayersAtOnce:
         """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.
 
         rotary, mask, cache: as a layer receives them. A supported pass follows one text or several, each in its own
-        `KVCache`. It has no gradients, and all its tensors have the layers' dtype. A prompt, whose rows see no earlier
-        text, is not supported.
+        `KVCache`. It has no gradients, and all its tensors have the layers' dtype. A prompt has up to
+        `batch.PIECE` rows: the attention of many is faster in PyTorch.
         """
         if hidden.shape[0] != 1 or rotary is None or torch.is_grad_enabled():
             return None
@@ -283,7 +284,8 @@ class LayersAtOnce:
         """The rows of a text, split for one call or several; empty if they are not supported."""
         if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | Texts):
             return []
-        if (rows > 1 and (mask is None or cache.length == 0)) or (mask is not None and mask.dtype != self._dtype):
+        refused = rows > 1 and mask is None if cache.length else rows > batch.PIECE
+        if refused or (mask is not None and mask.dtype != self._dtype):
             return []
         kept = cache.whole(self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
         if kept is None:

@@ -35,7 +35,7 @@ class AttentionTask(NamedTuple):
     """Queries of some rows over one sequence's keys and values in one layer, and workspaces.
 
     The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,
-    D], of which the first `seen` are used; mask [rows, seen], or [rows, 0] if all are visible; scale: of query · key.
+    D], of which the first `seen` are used; mask [rows, seen], or [rows, 0] for a chain; scale: of query · key.
     scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of this
     thread only.
     """
@@ -57,7 +57,9 @@ class AttentionTask(NamedTuple):
 def seen_by(task, row):
     """The number of positions up to the last one that a row sees."""
     mask, count = task.mask[row - task.row], task.seen
-    while mask.shape[0] > 0 and count > 1 and wide(mask[count - 1]) < _HIDDEN:
+    if mask.shape[0] == 0:
+        return count - (task.rows - 1) + (row - task.row)
+    while count > 1 and wide(mask[count - 1]) < _HIDDEN:
         count -= 1
     return count
 

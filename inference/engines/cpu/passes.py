@@ -140,9 +140,9 @@ def add(linear, x, hidden, halves, work):
             add_row(hidden, work.joined, row, begin, end, halves)
 
 
-# Columns of `texts`: the text's first row and number of rows, one without a mask; the address of layer 0's keys, the
-# bytes from them to the values and from these to the next layer's keys, and the positions of each head; the number of
-# positions before the first row; the address of the mask, or 0.
+# Columns of `texts`: the text's first row and number of rows; the address of layer 0's keys, the bytes from them to the
+# values and from these to the next layer's keys, and the positions of each head; the number of positions before the
+# first row; the address of the mask, or 0 for a chain.
 BEGIN, ROWS, KEYS, APART, CAPACITY, PAST, MASK = range(7)
 
 

@@ -334,7 +334,7 @@ def single(fault: Fault) -> Fault:
     """Only in passes of one row a text, without masks, whose caches have room for any text with all these rows."""
 
     def run(pass_: Pass, x: Tensor, view: JointView) -> Outputs:
-        caches, ones = view.cache.caches, [1] * len(view.requests)
+        caches, ones = view.cache.caches, (1,) * len(view.requests)
         room = min(own.capacity for own in caches) > max(own.length for own in caches) + len(ones)
         return fault(pass_, x, view) if room and view.cache.rows == ones else pass_(x, view)
 

@@ -19,6 +19,7 @@ from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Texts
+from outrider.inference.core import batch
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rows import RoundRows
@@ -149,13 +150,13 @@ def test_bfloat16_in_every_way(tmp_path: Path, way: str) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "past"), [(7, 9), (70, 9), (40, 9000)])
+@pytest.mark.parametrize(("rows", "past"), [(7, 9), (70, 9), (40, 9000), (60, 0)])
 def test_a_verified_draft_has_the_logits_of_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, past: int, way: str
 ) -> None:
     """Bit for bit: a chain, and a path through a tree, whose rows are in other slots. Also in several calls.
 
-    Passes are narrow, wide, and long.
+    Passes are narrow, wide, and long. A chain after no text is a prompt.
     """
     longest = {"vocab_size": VOCABULARY, "max_position_embeddings": past + rows}
     stack = open_stack(save_target(tmp_path, "llama", kv_heads=2, **longest), dtype)[1]
@@ -335,7 +336,7 @@ def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
         assert runs()
         assert not runs(hidden.expand(2, -1, -1))  # several texts
-        assert not runs(mask=None)  # a prompt's first rows
+        assert not runs(mask=None)  # which rows see which is not said
         assert not runs(table=None)
         assert not runs(hidden.double())
         assert not runs(table=tuple(part.double() for part in table))
@@ -344,7 +345,9 @@ def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with cache.at(torch.arange(len(TREE)), 32):
             assert not runs()
         cache.length = 0
-        assert not runs()  # a prompt's first rows under a window
+        assert all(runs(mask=own) for own in (mask, None))  # a prompt, under a window or not
+        monkeypatch.setattr(batch, "PIECE", len(TREE) - 1)
+        assert not runs(mask=None)
     with torch.enable_grad():
         assert not runs()
 
