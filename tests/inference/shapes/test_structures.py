@@ -37,6 +37,7 @@ from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
+from tests.tiny import STRUCTURES
 
 
 class Until:
@@ -318,6 +319,13 @@ def test_a_tree_grows_by_q_at_its_temperature_or_by_the_samplers_q(kind: str) ->
         cold = draft(seed, 2)
         assert draft(seed, 1, temperature=0.5) == draft(seed, 1, flatter, temperature=0.5, rank="drafter") == cold
         assert draft(seed, 1, flatter, temperature=0.5) == draft(seed, 0.25) != cold
+
+
+@pytest.mark.parametrize("levels", [None, 12])
+def test_a_tree_has_the_levels_that_are_asked_for_or_its_own(levels: int | None) -> None:
+    for shape in [*STRUCTURES.values()][1:]:  # the first is a chain
+        made: Any = make_structure(MethodConfig(structure=shape, stop=StopConfig(max_draft=levels)), Streams(0))
+        assert made.rule.max_draft == (levels or make_tree(shape).max_depth)
 
 
 @pytest.mark.parametrize("score", ["draft", "head"])
