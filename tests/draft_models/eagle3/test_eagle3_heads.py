@@ -360,15 +360,12 @@ def joined(parts: list[list[Tensor]], mask: Tensor | Band | None) -> Tensor:
     return torch.stack(found)
 
 
-class SmallBand(Band):
-    BLOCK = 5
-
-
 @pytest.mark.parametrize("kind", ["whole", "blocks", "causal"])
 def test_values_and_gradients_are_those_of_one_softmax(kind: str) -> None:
     documents = torch.zeros_like(DOCUMENTS) if kind == "causal" else DOCUMENTS
     seen = packed_mask(documents)
-    mask = {"whole": seen, "blocks": packed_band(documents, kind=SmallBand), "causal": None}[kind]
+    blocks = packed_band(documents, kind=type("Small", (Band,), {"BLOCK": 5}))
+    mask = {"whole": seen, "blocks": blocks, "causal": None}[kind]
     found = []
     for given in (lambda parts: plain(parts, seen), lambda parts: joined(parts, mask)):
         parts = made(torch.float64)

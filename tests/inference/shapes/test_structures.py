@@ -291,10 +291,6 @@ def test_plain_probs_are_float32() -> None:
     assert plain_probs(torch.zeros(2, 4, dtype=torch.bfloat16), (0, 1)).dtype == torch.float32
 
 
-def as_drafted(tree: DraftTree) -> tuple:
-    return tree.tokens.tolist(), tree.parents, tree.rows
-
-
 @pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
 def test_a_tree_grows_by_q_at_its_temperature_or_by_the_samplers_q(kind: str) -> None:
     """By the drafter's q when greedy and with rank=drafter: sampling then changes the verification only."""
@@ -310,7 +306,8 @@ def test_a_tree_grows_by_q_at_its_temperature_or_by_the_samplers_q(kind: str) ->
         source: Any = KnownSource(sharper)
         source.to_probs = sampler
         settings = StructureConfig(kind, nodes=14, max_depth=6, **delta, **changes)  # type: ignore[arg-type]
-        return as_drafted(make_tree(settings).draft(source, root(), 9))
+        tree = make_tree(settings).draft(source, root(), 9)
+        return tree.tokens.tolist(), tree.parents, tree.rows
 
     def flatter(logits: Tensor, rows: Any) -> Tensor:
         return plain_probs(logits / 4, rows)
