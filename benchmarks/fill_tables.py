@@ -15,16 +15,26 @@ end", likewise for each dtype. The marks "float32 summary" hold the same tables 
 dtypes" hold a table of both dtypes. The tables of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts:
 end". The verdicts on a paper's claims (paper.py) are between "gsd tables: begin" and "gsd tables: end",
 likewise for each paper. --check writes nothing, and ends with status 1 if a page differs from the report.
+
+    python benchmarks/fill_tables.py --check
+
+compares all that pages have with all JSON files of results/: every marked table, every figure of README.md and
+docs/results.md (see figures.py), and every median with its interval, such as 1.54× [1.44, 2.07], of all pages. The
+papers' verdicts and intervals are first made again from their counts.
 """
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures import INTERVAL, RESULTS, check, intervals, records
+from papers.judging import judge_entry
+from papers.keeping import counts_file, read_kept
 from papers.writing import markdown, measured
 from record_tables import by_dtype, layouts, summary, tables
 
@@ -43,6 +53,9 @@ COLUMNS: Columns = {
 }
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
 TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
+MARK = re.compile(r"<!-- (.+?) (?:table|summary|layouts|dtypes|tables): begin -->")
+ROOT = Path(__file__).parents[1]
+COMPLETE = ("README.md", "docs/results.md")  # every figure has a source
 
 
 def fill(page: str, reports: Sequence[Report]) -> str:
@@ -103,12 +116,67 @@ def filled_from(content: Mapping[str, Any], page: str) -> str:
     return fill(page, content.get("reports", [content]))
 
 
+def pages() -> dict[str, str]:
+    """The text of every page by its path."""
+    found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *RESULTS.glob("*.md")]
+    return {str(page.relative_to(ROOT)): page.read_text() for page in sorted(found)}
+
+
+def check_all(texts: Mapping[str, str], known: Mapping[str, Any]) -> list[str]:
+    """Where the pages and the JSON files differ, a sentence each. texts: by path; known: see `figures.records`."""
+    sources, wrong = json.loads((RESULTS / "figures.json").read_text()), []
+    have = set(intervals([*known.values()]))
+    for page, text in texts.items():
+        reports = {name for mark in MARK.findall(text) for name in reports_with(mark, known)}
+        wrong += [f"{page}: {name}.json has other tables" for name in reports if filled_from(known[name], text) != text]
+        wrong += [f"{page}: {one}" for one in check(text, sources.get(page, ()), known, complete=page in COMPLETE)]
+        lost = [found[0] for found in INTERVAL.finditer(text) if found.groups() not in have]
+        wrong += [f"{page}: no JSON file has {one}" for one in lost]
+    return wrong
+
+
+def reports_with(mark: str, known: Mapping[str, Any]) -> list[str]:
+    """The JSON files that a marked table is of."""
+    named = {"demo": "demo_cpu", "all": "smollm2_mixed"}.get(mark, f"paper_{mark}")
+    found = [named] if named in known else [name for name, one in known.items() if mark in one.get("entries", {})]
+    if not found:
+        raise ValueError(f"{mark}: no JSON file has this table")
+    return found
+
+
+def verdicts_again(known: Mapping[str, Any]) -> list[str]:
+    """The entries of papers whose figures, verdicts or intervals are not those of their counts."""
+    wrong = []
+    for name, label, entry in [(p["paper"], *e) for p in known.values() if "paper" in p for e in p["entries"].items()]:
+        made = judge_entry(entry, read_kept(counts_file(RESULTS / "any.json", name, label)))
+        if not alike(json.loads(json.dumps(made)), entry):
+            wrong.append(f"paper_{name}.json: {label} is not what its counts say")
+    return wrong
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal, figures to nine digits: sums depend on the machine in the last ones."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, abs_tol=1e-12)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint, a record, or a paper's results")
-    parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
+    what = "report.json of evaluate-checkpoint, a record, or a paper's results; without it, --check compares all"
+    parser.add_argument("report", type=Path, nargs="?", help=what)
+    parser.add_argument("pages", type=Path, nargs="*", help="Markdown files")
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     options = parser.parse_args(arguments)
+    if options.report is None and options.check:
+        known = records()
+        sys.exit("\n".join(check_all(pages(), known) + verdicts_again(known)) or None)
+    if not options.pages:
+        parser.error("expected a report and pages, or --check alone")
     content, differ = json.loads(options.report.read_text()), []
     for page in options.pages:
         old = page.read_text()

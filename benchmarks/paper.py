@@ -23,7 +23,6 @@ change places at random in every conversation.
 """
 
 import argparse
-import gzip
 import hashlib
 import importlib
 import json
@@ -36,13 +35,14 @@ from typing import Any, get_args
 
 import torch
 from papers.claims import Table
-from papers.judging import Kept, described, judge_entry, shuffled
+from papers.judging import described, judge_entry, shuffled
+from papers.keeping import counts_file, of_entry, read_kept, write_kept
 from papers.loading import load
 from papers.measuring import key_of, measure_all, read_counts, runnable
 from papers.writing import markdown, plot
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import read_json, require_writable, write_atomically, write_json
+from outrider.base.files import read_json, require_writable, write_json
 from outrider.base.machine import describe_machine
 from outrider.commands import reported
 from outrider.data_prep.text.settings import PromptTemplate
@@ -73,7 +73,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--shot", action="store_true", help="one solved example before every prompt")
     parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")
-    parser.add_argument("--frequent-table", help="aded: a table of n-grams that occur 12 times at least")
     parser.add_argument("--transcripts", help="aded: recorded greedy answers instead of --target")
     parser.add_argument("--tokenizer", help="of --transcripts")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
@@ -129,7 +128,7 @@ def digests_of(options: argparse.Namespace) -> dict[str, Any]:
     """Of every model, table and file of prompts what it holds: one that was made again in its place is another."""
     kinds = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
     known = {kind: KINDS[kind].load_plugin().identity(where) for kind, where in kinds.items() if where}
-    tables = [*(options.table or ()), options.code_table, options.frequent_table]
+    tables = [*(options.table or ()), options.code_table]
     known["tables"] = [KINDS["ngrams"].load_plugin().identity(where) for where in tables if where]
     known["target"] = options.target and fingerprint_of(options.target)
     files = [Path(one.partition("=")[2]) for one in options.prompts]
@@ -140,44 +139,6 @@ def digests_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------------------- keeping
-
-
-def counts_file(out: Path, paper: str, label: str) -> Path:
-    """Where the counts of an entry lie beside the results."""
-    return out.parent / "counts" / f"{paper}_{label}.jsonl.gz"
-
-
-def of_entry(entry: Mapping[str, Any], counts: Kept) -> Kept:
-    """Those of `counts` that the entry is made of."""
-    keys = {row["key"] for table in entry["tables"].values() for row in table["rows"].values()}
-    return {where: own for where, own in counts.items() if where[0] in keys and where[1] in entry["asked"]}
-
-
-def read_kept(path: Path) -> Kept:
-    """Counts by key and prompt; none where there is no such file."""
-    if not path.exists():
-        return {}
-    found = {}
-    for line in gzip.decompress(path.read_bytes()).decode().splitlines():
-        one = json.loads(line)
-        for prompt, amounts in one["prompts"].items():
-            pairs = zip(one["names"], amounts, strict=True)
-            found[one["key"], prompt] = {name: amount for name, amount in pairs if amount is not None}
-    return found
-
-
-def write_kept(path: Path, counts: Kept) -> None:
-    """Counts, a line for every key; the same counts make the same file."""
-    by_key: dict[str, dict[str, Mapping[str, float]]] = {}
-    for (key, prompt), own in sorted(counts.items()):
-        by_key.setdefault(key, {})[prompt] = own
-    lines = []
-    for key, prompts in by_key.items():
-        names = sorted({name for own in prompts.values() for name in own})
-        amounts = {prompt: [own.get(name) for name in names] for prompt, own in prompts.items()}
-        lines.append(json.dumps({"key": key, "names": names, "prompts": amounts}) + "\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -271,7 +232,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     old = record["entries"].get(options.label, {"tables": {}, "asked": {}})
     keys = {name: {row.name: key_of(row) for row in runnable([table])} for name, table in tables.items()}
     found = {**old["tables"], **{name: described(table, keys[name]) for name, table in tables.items()}}
-    found = {name: found[name] for name in every_table(options) if name in found}
+    found = {**{name: found[name] for name in every_table(options) if name in found}, **found}  # also those gone
     dtype = "replayed" if bench.stack is None else str(bench.stack.dtype).removeprefix("torch.")
     asked = old["asked"] | {one.id: one.category for one in prompts}
     entry = entry_of(options, found, asked, dtype)

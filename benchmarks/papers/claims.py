@@ -14,6 +14,7 @@ from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
 Counts = Mapping[str, float]  # of one prompt
+EQUAL = 0.1  # two terms are alike if they differ by less than this share: one bound for all claims of it
 Sums = Mapping[str, Any]  # of all prompts: a number, or an array whose item i leaves prompt i out
 
 
@@ -47,9 +48,11 @@ class Row:
 class Claim:
     """The paper says it. terms: rows in the order of the claim, "row", or "row@quantity" for another than `quantity`.
 
-    rises: every term is above the one before it. level: no two terms differ by more than the share `bound` of the
-    mean of all. peaks: some term in the middle is above both ends. above, below: the one term is above, below `bound`.
-    scale: what each term is multiplied by first.
+    rises: every term is above the one before it; a trend is a claim about the ends of its curve. level: no two terms
+    differ by more than the share EQUAL of the mean of all. peaks: some term in the middle is above both ends. above,
+    below: the one term is above, below `bound`. scale: what each term is multiplied by first; factors are the paper's.
+    of: the paper's statement that it is a part of; empty: it is one itself. All parts of a statement count as one.
+    ours: the paper does not say it, so it is judged and not counted.
     """
 
     says: str
@@ -58,6 +61,8 @@ class Claim:
     kind: Literal["rises", "level", "peaks", "above", "below"] = "rises"
     bound: float = 0.0
     scale: tuple[float, ...] = ()
+    of: str = ""
+    ours: bool = False
 
 
 @dataclass(frozen=True)

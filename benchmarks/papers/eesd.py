@@ -29,7 +29,7 @@ from papers.claims import Claim, Row, Table
 ARXIV = "2406.03853"
 SOURCES = ("early_exit",)
 FIXED = 10  # K of Tables 4 and 5, and the longest draft of every rule
-LENGTHS = (2, 3, 4, 5, 6, 8, 10)  # K of Fig. 3
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10)  # K of Fig. 3
 FEW = 6  # nodes of a tree as costs choose them on two cores: the mean of `eesd_tree_auto` in smollm2_mixed.json
 NO_HEAD = "the drafter has no calibration head; run train/calibrate.py checkpoint=E"
 NO_ABLATION = "needs the folder {} in --ablation (see benchmarks/papers/eesd.py)"
@@ -38,6 +38,7 @@ TABLE_6 = """of its hardware. The half that needs none: for LLaMA-2-70B `train/e
 read and 1.12 B trained (the paper: 5.6 B and 1.12 B), and a step that runs the whole target takes 1.92 to 2.08 times as
 long on a CPU, with far smaller targets (the paper: 13 and 5.9 times); benchmarks/results/speed.md""".replace("\n", " ")
 RECIPE, PAPERS_HEAD = "EESD by the paper's recipe, Beta-TS", "EESD, Cali-TS, the paper's head"
+CALI, CALI_FASTER = "Cali-TS beats Beta-TS (HM)", "Cali-TS beats Beta-TS (speed-up)"
 SHOWN = ("hm", "acceptance", "draft_share", "tau", "per_round", "speedup")
 SHOWN_OF_EXITS = ("hm", "alpha_1", "tau", "per_round", "step_share", "gain_by_weights", "trained_steps", "speedup")
 NEEDS = "needs several --exits"
@@ -93,9 +94,9 @@ def baselines(no_head: str, head: str) -> Table:
                 never="Medusa's heads are no drafter of this project"),
         ),
         (
-            Claim("Cali-TS has a higher HM than Beta-TS", "hm", ("EESD, Beta-TS", "EESD, Cali-TS")),
-            Claim("and is faster", "speedup", ("EESD, Beta-TS", "EESD, Cali-TS")),
-            Claim("EESD beats vanilla SD", "speedup", ("vanilla SD, K = 10", "EESD, Beta-TS")),
+            Claim("Cali-TS has a higher HM than Beta-TS", "hm", ("EESD, Beta-TS", "EESD, Cali-TS"), of=CALI),
+            Claim("and is faster", "speedup", ("EESD, Beta-TS", "EESD, Cali-TS"), of=CALI_FASTER),
+            Claim("EESD beats vanilla SD with K = 10", "speedup", ("vanilla SD, K = 10", "EESD, Beta-TS")),
         ),
         ("HM, GSM8K and XSum", "speed-up", "HumanEval", "MT-Bench"),
         note=f"The paper's small LM is LLaMA-2-7B. {head}".strip(),
@@ -147,7 +148,13 @@ def ablation(no_head: str, head: str, folder: str | None) -> Table:
             (f"both predictions beat the samples' alone{said}", "– without model prediction", cali),
         ]
     claims = [
-        Claim(f"{said} ({label})", name, (worse, better))
+        Claim(
+            f"{said} ({label})",
+            name,
+            (worse, better),
+            of=f"{said.partition(',')[0]} ({label})",
+            ours=better == "EESD, Cali-TS",
+        )
         for said, worse, better in order
         for name, label in (("hm", "HM"), ("speedup", "speed-up"))
     ]
@@ -203,8 +210,10 @@ def other_drafters(options: Any) -> Table:
         rows += [Row(f"{name}, K = 10", fixed, paper=of_fixed), Row(f"{name}, Beta-TS", beta, paper=of_beta),
                  headed[name]]  # fmt: skip
         ends = (f"{name}, K = 10", f"{name}, Beta-TS")
-        claims += [Claim(f"Beta-TS is faster than K = 10 ({name})", "speedup", ends),
-                   Claim(f"Beta-TS has a higher HM than K = 10 (not printed there; {name})", "hm", ends)]  # fmt: skip
+        claims += [
+            Claim(f"Beta-TS is faster than K = 10 ({name})", "speedup", ends, of="and on other drafters"),
+            Claim(f"Beta-TS has a higher HM than K = 10 (not printed there; {name})", "hm", ends, ours=True),
+        ]
     return Table(
         "Table 5: Thompson sampling on other drafters (GSM8K, XSum)",
         SHOWN,
@@ -229,10 +238,10 @@ def trees(no_head: str, head: str) -> Table:
     claims = []
     for said, name in (("is faster", "speedup"), ("accepts more a round", "tau")):
         for size, which in (("", ", with a tree"), (f" of {FEW} nodes", small)):
-            claims += [Claim(f"a tree{size} {said} (EESD, {rule})", name, (f"EESD, {rule}", f"EESD, {rule}{which}"))
-                       for rule in ("Beta-TS", "Cali-TS")]  # fmt: skip
+            claims += [Claim(f"a tree{size} {said} (EESD, {rule})", name, (f"EESD, {rule}", f"EESD, {rule}{which}"),
+                             of=f"a tree {said}") for rule in ("Beta-TS", "Cali-TS")]  # fmt: skip
     sharper = ("EESD, Beta-TS", "EESD, Beta-TS, with a tree, sharper q")
-    claims.append(Claim("a tree accepts more a round where q is sharper (EESD, Beta-TS)", "tau", sharper))
+    claims.append(Claim("a tree accepts more a round where q is sharper (EESD, Beta-TS)", "tau", sharper, ours=True))
     note = (
         f"Trees have 25 nodes, or {FEW}: as many as costs chose on two cores, on other prompts. They rank by q at "
         f"temperature 0.5, the sharper one at 0.2. {head}"
@@ -258,9 +267,11 @@ def breakdown(no_head: str, head: str) -> Table:
 def lengths(no_head: str, head: str) -> Table:
     fixed = [Row(f"K = {k}", chain("fixed", longest=k), x=k, line="K") for k in LENGTHS]
     rules = (Row("Beta-TS", chain("beta")), Row("Cali-TS", chain("calibrated"), never=no_head))
-    claims = [Claim(f"Beta-TS beats {row.name} (HM)", "hm", (row.name, "Beta-TS")) for row in fixed]
-    claims += [Claim(f"Beta-TS is faster than {row.name}", "speedup", (row.name, "Beta-TS")) for row in fixed]
-    claims.append(Claim("Cali-TS is faster than Beta-TS", "speedup", ("Beta-TS", "Cali-TS")))
+    claims = [Claim(f"Beta-TS beats {row.name} (HM)", "hm", (row.name, "Beta-TS"), of="Beta-TS beats every K (HM)")
+              for row in fixed]  # fmt: skip
+    claims += [Claim(f"Beta-TS is faster than {row.name}", "speedup", (row.name, "Beta-TS"),
+                     of="Beta-TS is faster than every K") for row in fixed]  # fmt: skip
+    claims.append(Claim("Cali-TS is faster than Beta-TS", "speedup", ("Beta-TS", "Cali-TS"), of=CALI_FASTER))
     return Table(
         "Fig. 3: the length of drafts",
         SHOWN,
@@ -325,7 +336,7 @@ def figure(
             facts=facts_of(one, target))
         for name, x, one in exits
     )  # fmt: skip
-    up = tuple(row.name for row in rows)
+    up = (rows[0].name, rows[-1].name)
     claims = tuple(
         Claim(text, quantity, terms)
         for text, quantity, terms in zip(

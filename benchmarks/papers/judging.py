@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from papers.claims import Claim, Counts, Table, quantity
+from papers.claims import EQUAL, Claim, Counts, Table, quantity
 
 MIN_PROMPTS, LEVEL = 5, 0.05  # fewer conversations decide nothing; two-sided
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "undecided", "not run"
 DECIDED = (HOLDS, FAILS)
 QUIET = "a time: needs --timed, on a machine that does nothing else"
+UNFIT = "not decidable on this machine: the paper's times are of a GPU"
+NOT_FIT = {"verdict": NOT_RUN, "reason": UNFIT}
+GPUS = ("NVIDIA", "AMD Instinct", "AMD Radeon")  # how devices are named that decide times
 
 Measured = Mapping[str, Mapping[str, Counts]]  # by row and prompt
 Kept = Mapping[tuple[str, str], Counts]  # by key of a row and prompt
@@ -45,7 +48,7 @@ def described(table: Table, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def claim_of(plain: Mapping[str, Any]) -> Claim:
     """The claim that a JSON file has, with or without its verdict."""
-    known = {one.name: plain[one.name] for one in fields(Claim)}
+    known = {one.name: plain[one.name] for one in fields(Claim) if one.name in plain}
     return Claim(**{**known, "terms": tuple(known["terms"]), "scale": tuple(known["scale"])})
 
 
@@ -66,7 +69,7 @@ def by_row(table: Mapping[str, Any], asked: Mapping[str, str], counts: Kept) -> 
 
 def judge_entry(entry: Mapping[str, Any], counts: Kept) -> dict[str, Any]:
     """An entry of a paper's results with all its figures and verdicts made of `counts`."""
-    tables = {}
+    tables, fit = {}, entry["machine"]["device"].startswith(GPUS)
     for key, table in entry["tables"].items():
         measured = by_row(table, entry["asked"], counts)
         alike = timed_alike(measured)
@@ -74,12 +77,19 @@ def judge_entry(entry: Mapping[str, Any], counts: Kept) -> dict[str, Any]:
                                        for shown in table["quantities"]}}
                 for name, row in table["rows"].items()}  # fmt: skip
         never = {name: row["never"] for name, row in rows.items()}
-        claims = [{**asdict(claim), **judge(claim, never, measured)} for claim in map(claim_of, table["claims"])]
+        claims = [{**asdict(claim), **(judge(claim, never, measured) if fit or not is_time(claim) else NOT_FIT)}
+                  for claim in map(claim_of, table["claims"])]  # fmt: skip
         tables[key] = {**table, "rows": rows, "claims": claims, "measured": said(alike, entry["length"])}
     correct([claim for table in tables.values() for claim in table["claims"]])
     clocked = {id for (_, id), own in counts.items() if "seconds" in own}
     prompts = {id for _, id in counts} & set(entry["asked"])
     return {**entry, "prompts": len(prompts), "timed": len(clocked & prompts), "tables": tables}
+
+
+def is_time(claim: Claim) -> bool:
+    """Whether a claim is about times."""
+    named = [term.partition("@")[2] or claim.quantity for term in claim.terms]
+    return any("seconds" in need for name in named for need in quantity(name).needs)
 
 
 def timed_alike(measured: Measured) -> Measured:
@@ -212,7 +222,7 @@ def differences(claim: Claim, terms: Any) -> tuple[Any, list[list[int]]]:
     if claim.kind == "rises":
         return np.diff(terms, axis=0), [list(range(count - 1))]
     if claim.kind == "level":
-        room = claim.bound * np.abs(terms.mean(0))
+        room = EQUAL * np.abs(terms.mean(0))
         found = [room - (a - b) for a, b in itertools.permutations(terms, 2)]
         return np.stack(found), [list(range(len(found)))]
     if claim.kind == "peaks":
@@ -265,6 +275,17 @@ def judge(claim: Claim, never: Mapping[str, str], measured: Measured) -> dict[st
         "p": min(1.0, 2 * min(for_it, against)), "prompts": found.conversations,
         "needed": found.needed() if verdict == UNDECIDED else None,
     }  # fmt: skip
+
+
+def statements(claims: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """How many of the paper's statements have each verdict: one does not hold if a part does not, is undecided if a
+    part is, and holds if the parts that were run do."""
+    parts: dict[str, set[str]] = {}
+    for claim in claims:
+        if not claim["ours"]:
+            parts.setdefault(claim["of"] or claim["says"], set()).add(claim["verdict"])
+    order = (FAILS, UNDECIDED, HOLDS, NOT_RUN)
+    return Counter(next(verdict for verdict in order if verdict in found) for found in parts.values())
 
 
 def correct(claims: Sequence[dict[str, Any]]) -> None:

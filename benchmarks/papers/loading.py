@@ -135,5 +135,5 @@ def further_exits(options: argparse.Namespace) -> list[str]:
 
 def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:
     """The n-gram tables by where they lie. Raises `UserError` for one of another tokenizer."""
-    given = [*(options.table or ()), options.code_table, options.frequent_table]
+    given = [*(options.table or ()), options.code_table]
     return {where: open_table(where, target.vocabulary_digest, target.vocabulary_size) for where in given if where}

@@ -8,24 +8,14 @@ All counts are expected ones, of texts that plain decoding said (`papers.expecte
 which every node has four candidates.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from outrider.draft_models.targets.attention import additive
-from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.core.rows import RoundRows, unpack
-from outrider.inference.core.tree import chain_parents
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from outrider.inference.shapes.shapes import full_shape
 from papers.claims import Claim, Row, Table
 from papers.expected import Expected
-from papers.judging import QUIET
-from papers.measuring import Asked, Bench
+from papers.judging import UNFIT
 
 ARXIV = "2401.06706"
 SOURCES = ("small_lm",)
@@ -39,7 +29,6 @@ PAIRS = {
 }  # fmt: skip
 LONGER = ("1x1x1x1x1x1x1", "1x1x1x1x1x1x1x1x1")  # chains, of which the paper takes the best as well
 SHOWN = ("tau", "per_round", "speedup")
-WIDTHS, EVERY = (8, 2, 1, 1), 16  # the tree of Table 4; tokens of the text between two pairs of passes
 
 
 def tree(config: str, draw: Any = "without_replacement", verify: Any = "auto") -> MethodConfig:
@@ -63,9 +52,8 @@ def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:
         "figure_3": more_candidates(row),
         "tables_2_3": chains_and_trees(row, categories),
         "figure_4": budgets(row),
-        "table_4": verification(row, timed=bool(options.timed)),
+        "table_4": verification(row),
         "table_5": pairs(row, categories),
-        "appendix_c": naive_bound(row),
     }
 
 
@@ -78,10 +66,12 @@ def acceptance_rates(row: NewRow, categories: Sequence[str]) -> Table:
         rows += [row(f"{name}, T = {t}", tree("1x1x1x1"), law, category=name) for name in categories]
         if {"alpaca", "wmt"} <= set(categories):
             said = f"translations are accepted less often than answers to Alpaca (T = {t})"
-            claims.append(Claim(said, "alpha_1", (f"wmt, T = {t}", f"alpaca, T = {t}")))
+            terms = (f"wmt, T = {t}", f"alpaca, T = {t}")
+            claims.append(Claim(said, "alpha_1", terms, of="translations are accepted less often"))
     for name in ("all prompts", *categories):
         said = f"candidates are accepted more often under greedy decoding ({name})"
-        claims.append(Claim(said, "alpha_1", (f"{name}, T = 1", f"{name}, T = 0")))
+        terms = (f"{name}, T = 1", f"{name}, T = 0")
+        claims.append(Claim(said, "alpha_1", terms, of="candidates are accepted more often under greedy decoding"))
     return Table(
         "Table 1: α with one candidate (LLaMA-68M; Alpaca, WMT)",
         ("alpha_1", "tau"),
@@ -97,8 +87,9 @@ def more_candidates(row: NewRow) -> Table:
     for t, law in LAWS.items():
         names = {k: f"k = {k}, T = {t}" for k in CANDIDATES}
         rows += [row(names[k], tree(str(k)), law, x=float(k), line=f"T = {t}") for k in CANDIDATES]
-        claims.append(Claim(f"α grows with k, up to 32 (T = {t})", "alpha", tuple(names[k] for k in CANDIDATES[:-1])))
-        claims.append(Claim(f"beyond k = 32 it hardly does (T = {t})", "alpha", (names[32], names[64]), "level", 0.05))
+        claims.append(Claim(f"α grows with k, up to 32 (T = {t})", "alpha", (names[1], names[32]), of="α grows with k"))
+        claims.append(Claim(f"beyond k = 32 it hardly does (T = {t})", "alpha", (names[32], names[64]), "level",
+                            of="beyond k = 32 it hardly does"))  # fmt: skip
     return Table(
         "Fig. 3: α by the number of candidates k",
         ("alpha",),
@@ -123,20 +114,20 @@ def chains_and_trees(row: NewRow, categories: Sequence[str]) -> Table:
             rows.append(row(f"{config}, T = {t}", tree(config), law, cells))
         for chain, wide in PAIRS.items():
             said = f"{wide} emits more a round than the chain of its depth (T = {t})"
-            claims.append(Claim(said, "tau", (f"{chain}, T = {t}", f"{wide}, T = {t}")))
+            terms = (f"{chain}, T = {t}", f"{wide}, T = {t}")
+            claims.append(Claim(said, "tau", terms, of="trees emit more a round than chains"))
         best = ("4x2x2x1x1", "8x2x1x1")[t]  # the paper's, at this temperature
         for chain in (*PAIRS, *LONGER):
             terms = (f"{chain}, T = {t}", f"{best}, T = {t}")
-            claims.append(Claim(f"{best} is faster than {chain} (T = {t})", "speedup", terms))
+            claims.append(Claim(f"{best} is faster than {chain} (T = {t})", "speedup", terms, of="trees are faster"))
         for chain in LONGER:
             terms = (f"{chain}, T = {t}", f"{best}, T = {t}")
-            claims.append(Claim(f"{best} emits more a round than {chain} (T = {t})", "tau", terms))
-        chain, times = (("1x1x1x1x1", 1.15), ("1x1x1x1", 1.25))[t]  # of the paper's pairs on either data the least
+            claims.append(Claim(f"{best} emits more a round than {chain} (T = {t})", "tau", terms,
+                                of="trees emit more a round than chains"))  # fmt: skip
+        chain = ("1x1x1x1x1", "1x1x1x1")[t]
         for name in categories:
             own = (f"{chain}, {name}, T = {t}", f"{best}, {name}, T = {t}")
             rows += [row(own[0], tree(chain), law, category=name), row(own[1], tree(best), law, category=name)]
-            said = f"{best} emits {times} times what the chain of its depth does (T = {t}, {name})"
-            claims.append(Claim(said, "tau", own, scale=(times, 1.0)))
     return Table(
         "Tables 2, 3, 6 and 7: chains and trees (LLaMA-33B with LLaMA-68M; Alpaca)",
         SHOWN,
@@ -160,16 +151,27 @@ def budgets(row: NewRow) -> Table:
     for t in LAWS:
         for falling, rising in (("4x2", "2x4"), ("8x2", "2x8"), ("8x4", "4x8")):
             claims.append(
-                Claim(f"{falling} beats {rising} (T = {t})", "tau", (f"{rising}, T = {t}", f"{falling}, T = {t}"))
+                Claim(
+                    f"{falling} beats {rising} (T = {t})",
+                    "tau",
+                    (f"{rising}, T = {t}", f"{falling}, T = {t}"),
+                    of="falling configurations beat rising ones",
+                )
             )
         for budget, same in ((16, ("4x4", "8x2", "16x1")), (32, ("8x4", "16x2", "32x1"))):
             names = tuple(f"{config}, T = {t}" for config in same)
             claims.append(
-                Claim(f"falling configurations of {budget} leaves do alike (T = {t})", "tau", names, "level", 0.1)
+                Claim(
+                    f"falling configurations of {budget} leaves do alike (T = {t})",
+                    "tau",
+                    names,
+                    "level",
+                    of="falling configurations of a budget do alike",
+                )
             )
         more = (f"8x2, T = {t}", f"16x2, T = {t}")
-        claims.append(Claim(f"32 leaves emit more a round than 16 (T = {t})", "tau", more))
-        claims.append(Claim(f"but are slower (T = {t})", "speedup", more[::-1]))
+        claims.append(Claim(f"32 leaves emit more a round than 16 (T = {t})", "tau", more, of="more leaves emit more"))
+        claims.append(Claim(f"but are slower (T = {t})", "speedup", more[::-1], of="but are slower"))
     return Table(
         "Fig. 4: configurations of a budget, γ = 2",
         SHOWN,
@@ -180,26 +182,23 @@ def budgets(row: NewRow) -> Table:
     )
 
 
-def verification(row: NewRow, *, timed: bool) -> Table:
-    """The row without tree attention is a pass of it beside one over the tree: the draws, so τ, are the first row's."""
+def verification(row: NewRow) -> Table:
     rows = (
         row("MCSS without replacement", tree("8x2x1x1"), SAMPLED, ("2.71", "2.17×")),
         row("MCSS with replacement", tree("8x2x1x1", "with_replacement"), SAMPLED, ("2.55", "2.04×")),
         row("MCNS", tree("8x2x1x1", verify="naive"), SAMPLED, ("1.65", "1.33×")),
-        Row("MCSS without replacement, no tree attention", paper=("2.68", "1.84×"), measure=passes_apart,
-            never="" if timed else QUIET),
-    )  # fmt: skip
-    without, replaced, naive, apart = (each.name for each in rows)
+        Row("MCSS without replacement, no tree attention", paper=("2.68", "1.84×"), never=UNFIT),
+    )
+    without, replaced, naive, _ = (each.name for each in rows)
     return Table(
         "Table 4: verification rules and tree attention (LLaMA-33B; Alpaca, T = 1)",
-        ("tau", "verified", "verified_apart", "speedup", "apart"),
+        ("tau", "verified", "verified_apart", "speedup"),
         rows,
         (
             Claim("without replacement beats with", "tau", (replaced, without)),
             Claim("but by little: 7 % at most", "tau", (without, replaced), scale=(1.0, 1.07)),
             Claim("with replacement it beats naive sampling by 9 %", "tau", (naive, replaced), scale=(1.09, 1.0)),
             Claim("and so it does without", "tau", (naive, without), scale=(1.09, 1.0)),
-            Claim("a pass takes longer without tree attention", "apart", (apart,), "above", 1.0),
         ),
         ("block efficiency", "speed-up"),
         note="7 % and 9 % are the most and the least of the paper's four pairs. Verified tokens a round, as a tree and "
@@ -220,7 +219,7 @@ def pairs(row: NewRow, categories: Sequence[str]) -> Table:
             rows += [row(own[k], tree("x".join(3 * [str(k)])), law, cells[k], category=category) for k in own]
             times, said = ((1.1, "a tenth"), (1.25, "a quarter"))[t]
             claims.append(Claim(f"four candidates raise α by {said} (T = {t}, {name})", "alpha", (own[1], own[4]),
-                                scale=(times, 1.0)))  # fmt: skip
+                                scale=(times, 1.0), of=f"four candidates raise α by {said} (T = {t})"))  # fmt: skip
     return Table(
         "Tables 5 and 8: α with one candidate and with four, by pair",
         ("alpha", "tau"),
@@ -231,85 +230,3 @@ def pairs(row: NewRow, categories: Sequence[str]) -> Table:
         "any size or with a fine-tuned drafter, are further entries. The paper does not say its k in the text; it is "
         "read as four.",
     )
-
-
-def naive_bound(row: NewRow) -> Table:
-    return Table(
-        "App. C: naive sampling accepts no more often, whatever k",
-        tuple(f"alpha_{k}" for k in (1, 2, 4, 8)),
-        (
-            row("MCSS, with replacement", tree("8", "with_replacement"), SAMPLED),
-            row("MCNS, with replacement", tree("8", "with_replacement", "naive"), SAMPLED),
-        ),
-        note="A theorem, so it is no claim that could fail here; the tests prove it by enumeration "
-        "(`inference/core/verify.py`). The table says how much it comes to.",
-    )
-
-
-# ----------------------------------------------------------------------------------------------- without tree attention
-
-# The paths of a tree are sequences of a batch, each with the text's keys and values. Both passes run the target's
-# layers one by one over the same cache, so that they differ in nothing else.
-
-
-class Past:
-    """A cache of the text's keys and values [1, heads, positions, head_dim], which every sequence of a batch gets."""
-
-    def __init__(self) -> None:
-        self.text: dict[int, tuple[Tensor, Tensor]] = {}
-        self.filled = False
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        if not self.filled:
-            self.text[layer_idx] = key, value
-            return key, value
-        keys, values = (old.expand(len(key), -1, -1, -1) for old in self.text[layer_idx])
-        return torch.cat([keys, key], 2), torch.cat([values, value], 2)
-
-
-def logits_of(stack: LayerStack, past: Past, tokens: Tensor, parents: Sequence[int], length: int) -> Tensor:
-    """Next-token logits [B, Q, V] of tokens [B, Q] after `length` tokens. parents: by row (−1: none), in all alike."""
-    rows = RoundRows(parents)
-    own = torch.from_numpy(unpack(rows.ancestors, len(rows)))
-    visible = torch.cat([own.new_ones(len(rows), length), own], 1).to(stack.device)
-    positions = (length + torch.tensor(rows.depths, device=stack.device)).expand(tokens.shape)
-    stack.reserve(length + len(rows))
-    masks = dict.fromkeys(stack.windows, additive(visible, stack.dtype))
-    hidden = stack.run(stack.embed(tokens, positions), 0, len(stack.layers), stack.rotary(positions), masks, past)
-    return stack.logits(hidden)
-
-
-def both(stack: LayerStack, text: Sequence[int], drafted: Tensor, *, turn: int) -> tuple[list[Tensor], list[float]]:
-    """The likeliest tokens after every row of a tree [1, n], and of its paths [leaves, depth], and both seconds.
-
-    text: up to the root. drafted [nodes]: tokens of the tree. turn: odd ones run the paths first.
-    """
-    paths, past = full_shape(WIDTHS).paths, Past()
-    place = {path: node for node, path in enumerate(paths, 1)} | {(): 0}
-    *before, root = text
-    logits_of(stack, past, torch.tensor([before], device=stack.device), chain_parents(0, len(before)), 0)
-    past.filled = True
-    nodes = torch.cat([drafted.new_tensor([root]), drafted]).to(stack.device)
-    lines = [[place[leaf[:depth]] for depth in range(len(leaf) + 1)] for leaf in paths if len(leaf) == len(WIDTHS)]
-    tree = nodes[None], [-1, *(place[path[:-1]] for path in paths)]
-    apart = nodes[torch.tensor(lines, device=stack.device)], chain_parents(0, len(WIDTHS) + 1)
-    found, seconds = {}, {}
-    for which in (0, 1) if turn % 2 == 0 else (1, 0):
-        began = time.perf_counter()
-        found[which] = logits_of(stack, past, *(tree, apart)[which], len(before)).argmax(-1).cpu()
-        seconds[which] = time.perf_counter() - began
-    return [found[0], found[1]], [seconds[0], seconds[1]]
-
-
-@torch.inference_mode()
-def passes_apart(bench: Bench, row: Row, asked: Asked) -> Mapping[str, float]:
-    """Seconds of passes over a tree, and over its paths apart, along the prompt's answer (see `Row.measure`)."""
-    assert asked.answer is not None
-    stack = bench.stack
-    assert isinstance(stack, LayerStack)
-    drafted = torch.tensor(asked.answer).repeat(len(full_shape(WIDTHS)))[: len(full_shape(WIDTHS))]
-    cuts = range(0, len(asked.answer), EVERY)
-    taken = [both(stack, (*asked.ids, *asked.answer[: cut + 1]), drafted, turn=turn)[1]
-             for turn, cut in enumerate((0, 0, *cuts))][2:]  # the first two warm up  # fmt: skip
-    tree, apart = map(sum, zip(*taken, strict=True))
-    return {"tree_pass_seconds": tree, "apart_pass_seconds": apart}

@@ -1,11 +1,12 @@
 """A paper's results as Markdown and as a picture, from the JSON alone. Light: it needs no torch."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from papers.judging import DECIDED, FAILS, HOLDS, NOT_RUN, UNDECIDED, UNFIT, statements
 
 MARKS = {"holds": "**holds**", "does not hold": "**does not hold**", "undecided": "undecided", "not run": "not run"}
 ALONE = "°"  # a decision that does not stand by Holm's correction over all claims of its entry
@@ -29,13 +30,15 @@ def said(name: str, entry: Mapping[str, Any]) -> str:
     """What was measured, and the number of verdicts of each kind."""
     models = ", ".join(kind for kind, where in entry["models"].items() if where)
     claims = [claim for one in entry["tables"].values() for claim in one["claims"]]
-    verdicts = Counter(claim["verdict"] for claim in claims)
-    counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    verdicts = statements(claims)
+    decided = sum(claim["verdict"] in DECIDED for claim in claims)
+    counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, UNDECIDED, NOT_RUN))
     times = f", times of {entry['timed']} of them" if entry["timed"] else ""
     standing = sum(claim.get("stands", False) for claim in claims)
     return (
         f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × {entry['length']}, "
-        f"{entry['dtype']}{times}. Claims: {counted}; {standing} decisions stand by Holm's correction over all of them."
+        f"{entry['dtype']}{times}. The paper's statements: {counted}. {standing} of {decided} decisions about their "
+        "parts stand by Holm's correction over all."
     )
 
 
@@ -76,18 +79,19 @@ def cell(table: Mapping[str, Any], row: str, quantity: str) -> str:
 
 
 def claims(here: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every claim with its verdict on every target; those that were timed nowhere on one line."""
+    """Every claim with its verdict on every target; those of times that decide nothing here on one line."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, one in here.items():
         for claim in one["claims"]:
             found.setdefault(claim["says"], {})[name] = claim
     lines, untimed = [], []
     for says, own in found.items():
-        if all(claim.get("reason", "").startswith("a time:") for claim in own.values()):
-            untimed.append(says)
+        said = f"{says} (ours)" if all(claim["ours"] for claim in own.values()) else says
+        if all(claim.get("reason", "") == UNFIT for claim in own.values()):
+            untimed.append(said)
         else:
-            lines.append(f"- {says}: {'; '.join(f'{name} {verdict(claim)}' for name, claim in own.items())}")
-    return lines + ([f"- Not run, as nothing was timed: {'; '.join(untimed)}"] if untimed else [])
+            lines.append(f"- {said}: {'; '.join(f'{name} {verdict(claim)}' for name, claim in own.items())}")
+    return lines + ([f"- {UNFIT[0].upper()}{UNFIT[1:]}: {'; '.join(untimed)}"] if untimed else [])
 
 
 def verdict(claim: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ import torch
 from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.verify import Matching, Rejection
 from outrider.inference.settings.sampling import SamplingConfig
-from outrider.inference.shapes.shapes import full_shape
 from tests.tiny import open_stack, random_prompt, save_target
 
 RULES = {"without": (False, False), "with": (True, False), "naive": (False, True), "naive, with": (True, True)}
@@ -144,22 +143,3 @@ def independent(p: torch.Tensor, q: torch.Tensor, said: torch.Tensor, rank: int)
 def near(differences: list[float]) -> bool:
     values = np.array(differences)
     return bool(abs(values.mean()) <= 5 * values.std() / math.sqrt(len(values)) + 1e-9)
-
-
-def test_paths_apart_say_what_the_tree_says(bench: Callable[..., Any]) -> None:
-    """At every node, whichever ran first: so both verify the same draft, and one differs in its seconds alone."""
-    from papers.claims import Row
-    from papers.mcsd import WIDTHS, both, passes_apart
-    from papers.measuring import Asked
-
-    here, shape = bench(set()), full_shape(WIDTHS)
-    drafted = torch.randint(256, (len(shape),), generator=torch.Generator().manual_seed(5))
-    for turn in range(2):
-        (tree, apart), seconds = both(here.stack, random_prompt(7), drafted, turn=turn)
-        leaves = [path for path in shape.paths if len(path) == len(WIDTHS)]
-        for line, leaf in zip(apart.tolist(), leaves, strict=True):
-            nodes = [0, *(1 + shape.paths.index(leaf[:depth]) for depth in range(1, len(leaf) + 1))]
-            assert line == tree[0, nodes].tolist()
-        assert min(seconds) > 0
-    counts = passes_apart(here, Row("a", measure=passes_apart), Asked("p", "c", (1, 2, 3), tuple(random_prompt(20))))
-    assert set(counts) == {"tree_pass_seconds", "apart_pass_seconds"}

@@ -189,24 +189,6 @@ def test_trees_are_counted_by_hand() -> None:
     assert found["expected_reached"] == pytest.approx(2.2 * 2)
 
 
-def test_the_divergence_is_that_of_nodes_with_the_same_gram() -> None:
-    """Three extended nodes with the token 6: two after 5 and one after the root, which is 9."""
-    from papers.gsd import divergences
-
-    tree = graph_of([5, 6, 5, 6, 6], (-1, 0, -1, 2, -1), (1, 2, 3, 4, 5))
-    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
-    logs = logits.log_softmax(-1)
-
-    def kl(row: int, other: int) -> float:
-        return float((logs[row].exp() * (logs[row] - logs[other])).sum())
-
-    found = divergences(tree, 9, logits)
-    assert (found["kl_count_0"], found["kl_count_1"], found["kl_count_2"], found["kl_count_3"]) == (4, 3, 2, 1)
-    assert found["kl_0"] == pytest.approx(sum(kl(row, 1) for row in (2, 3, 4, 5)), rel=1e-4)
-    assert found["kl_1"] == pytest.approx(kl(3, 1) + kl(4, 2) + kl(5, 2), rel=1e-4)
-    assert found["kl_2"] == pytest.approx(kl(3, 1) + kl(4, 2), rel=1e-4)
-
-
 @pytest.mark.parametrize("acceptance", [(0.5, 0.2, 0.1), (0.9, 0.05), (0.3, 0.3, 0.2)])
 @pytest.mark.parametrize("depth", [2, 5])
 def test_sequoias_tree_is_what_its_dynamic_programme_finds(acceptance: tuple[float, ...], depth: int) -> None:

@@ -25,7 +25,6 @@ from tests.families import FAMILIES
 from tests.tiny import byte_tokenizer
 
 BENCHMARKS = ROOT / "benchmarks"
-DEMO = BENCHMARKS / "results/demo_cpu.json"
 TABLES = sorted((BENCHMARKS / "results").glob("*.md"))
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *TABLES])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -184,14 +183,6 @@ def test_files_that_pages_name_are_there() -> None:
             assert (BENCHMARKS / "results" / name).exists(), f"{page.name}: {name}"
 
 
-def test_summaries_have_the_figures_of_the_full_tables() -> None:
-    """Every ratio with its interval that docs/results.md says is in a full table."""
-    full = "\n".join(page.read_text() for page in TABLES)
-    found = re.findall(r"\d+\.\d+×? \[[^\]]+\]", (ROOT / "docs/results.md").read_text().replace("[95 %]", ""))
-    assert len(found) > 50
-    assert [ratio for ratio in found if ratio not in full and ratio.replace("× ", " × ") not in full] == []
-
-
 def test_every_full_table_is_linked() -> None:
     linked = {name.partition("#")[0] for name in LINK.findall((ROOT / "docs/results.md").read_text())}
     assert {f"../benchmarks/results/{page.name}" for page in TABLES} <= linked
@@ -242,34 +233,6 @@ def test_pages_by_hand_stay_short() -> None:
     assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 600
 
 
-def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from fill_tables import BLOCK, fill
-
-    reports = json.loads(DEMO.read_text())["reports"]
-    for name in ("README.md", "docs/results.md", "benchmarks/results/demos.md"):
-        page = (ROOT / name).read_text()
-        assert fill(page, reports) == page, f"{name}: run benchmarks/fill_tables.py"
-    for name in ("docs/results.md", "benchmarks/results/demos.md"):
-        (block,) = BLOCK.findall((ROOT / name).read_text())
-        assert all(f"| {report['method']} |" in block[1] for report in reports)
-
-
-@pytest.mark.parametrize(
-    ("name", "record"),
-    [("README.md", "smollm2_mixed"), ("docs/results.md", "smollm2_mixed"),
-     ("benchmarks/results/speed.md", "layouts_cpu"),
-     *(("benchmarks/results/smollm2.md", f"smollm2_{name}") for name in ("cpu", "intel", "mixed", "amx", "peers"))],
-)  # fmt: skip
-def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, name: str, record: str) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from fill_tables import fill_record
-
-    page = (ROOT / name).read_text()
-    entries = json.loads((BENCHMARKS / f"results/{record}.json").read_text())["entries"]
-    assert fill_record(page, entries) == page, f"{name}: run benchmarks/fill_tables.py"
-
-
 def test_the_summary_of_layouts_has_the_figures_of_the_record() -> None:
     xeon = "Intel(R) Xeon(R) Processor"
     names = {"AMD EPYC": "AMD EPYC", "Intel Xeon without AMX": xeon, "Intel Xeon with AMX": f"{xeon} with AMX"}
@@ -282,17 +245,6 @@ def test_the_summary_of_layouts_has_the_figures_of_the_record() -> None:
         chosen, layers = found["milliseconds"]["chosen"], found["milliseconds"]["layer by layer"]
         measured = [chosen["1"], chosen["4"], chosen["16"], layers["1"], found["generate_milliseconds_a_token"]]
         assert figures == " | ".join(f"{figure:.1f}" for figure in measured)
-
-
-@pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
-def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from fill_tables import filled_from
-
-    record = json.loads((BENCHMARKS / f"results/paper_{name}.json").read_text())
-    for where in ("benchmarks/results/papers.md", "docs/papers.md"):
-        page = (ROOT / where).read_text()
-        assert filled_from(record, page) == page, f"{where}: run benchmarks/fill_tables.py"
 
 
 def test_the_families_of_the_page_are_those_that_are_tested() -> None:

@@ -1,0 +1,103 @@
+"""Every figure of the pages is that of the committed JSON, and a figure that is changed is found."""
+
+import re
+from typing import Any
+
+import pytest
+
+ENTRIES = [
+    {"words": "made # [#, #] of # tokens", "from": ["file['speed']", "file['counts'][0]"]},
+    {"words": "seed 7 of `a9`", "because": "a setting"},
+]
+FILE = {"file": {"speed": {"median": 1.256, "ci95": [1.1, 1.449]}, "counts": [1234]}}
+
+
+def figures(page: str) -> list[re.Match[str]]:
+    """The decimal fractions of a page's sentences and tables."""
+    fenced = [found.span() for found in re.finditer(r"^```.*?^```$", page, re.DOTALL | re.MULTILINE)]
+    away = [*fenced, *(found.span() for found in re.finditer(r"`[^`\n]*`|\]\([^)]*\)", page))]
+    places = re.finditer(r"(?<![\w.])\d{1,3}\.\d+(?![\w.])", page)
+    return [one for one in places if not any(low <= one.start() < high for low, high in away)]
+
+
+def changed(page: str, figure: re.Match[str]) -> str:
+    """The page with another last digit of a figure."""
+    return page[: figure.end() - 1] + str((int(figure[0][-1]) + 5) % 10) + page[figure.end() :]
+
+
+def test_pages_have_the_figures_of_the_record() -> None:
+    from figures import records
+    from fill_tables import check_all, pages
+
+    assert check_all(pages(), records()) == [], "run benchmarks/fill_tables.py --check"
+
+
+def test_verdicts_are_made_of_the_committed_counts() -> None:
+    """So are all figures of the papers; anybody may judge again, by another rule too."""
+    from figures import records
+    from fill_tables import verdicts_again
+
+    known = records()
+    assert verdicts_again(known) == [], "run benchmarks/paper.py PAPER --judge"
+    entry = known["paper_gsd"]["entries"]["smollm2"]
+    other = {**entry, "prompts": entry["prompts"] + 1}
+    assert verdicts_again({"paper_gsd": {"paper": "gsd", "entries": {"smollm2": other}}})
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_a_changed_figure_is_found(name: str) -> None:
+    """In a sentence, in a table of JSON, and in one that is compared figure by figure."""
+    from figures import records
+    from fill_tables import COMPLETE, check_all, pages
+
+    assert name in COMPLETE
+    page, known = pages()[name], records()
+    kinds: dict[str, list[re.Match[str]]] = {"sentence": [], "row": [], "filled": []}
+    for one in figures(page):
+        line = page[page.rfind("\n", 0, one.start()) + 1 :]
+        filled = page.count(": begin -->", 0, one.start()) > page.count(": end -->", 0, one.start())
+        kinds["filled" if filled else "row" if line.startswith("|") else "sentence"].append(one)
+    assert all(kinds[kind] for kind in kinds if (name, kind) != ("README.md", "row"))
+    for found in kinds.values():
+        for one in found[:: len(found) // 12 + 1]:
+            assert check_all({name: changed(page, one)}, known), one
+
+
+def test_a_figure_agrees_to_the_digits_that_are_shown() -> None:
+    from figures import check
+
+    page = "It made 1.26 [1.10,\n1.45] of 1,234 tokens, seed 7 of `a9`. H100, 7B, EAGLE-3, [arXiv](x_2.md) 2406.03853."
+    assert check(page, ENTRIES, FILE, complete=True) == []
+    [said] = check(page.replace("1.45", "1.44"), ENTRIES, FILE, complete=True)
+    assert "1.45" in said
+    assert check(page.replace("1.26", "1.3"), ENTRIES, FILE, complete=True) == []
+    assert check(page.replace("1,234", "1,235"), ENTRIES, FILE, complete=True)
+
+
+def test_a_figure_without_a_source_and_a_source_without_a_figure_are_found() -> None:
+    from figures import check
+
+    page = "made 1.26 [1.10, 1.45] of 1,234 tokens; seed 7 of `a9`"
+    [said] = check(f"{page} and 3 more", ENTRIES, FILE, complete=True)
+    assert said.startswith("3 has no source")
+    assert check(f"{page} and 3 more", ENTRIES, FILE, complete=False) == []
+    assert len(check(page.replace("seed 7", "seed 8"), ENTRIES, FILE, complete=True)) == 2
+    assert check(page.replace("made", "took"), ENTRIES, FILE, complete=False) == [
+        f"not on the page: {ENTRIES[0]['words']}"
+    ]
+    short: list[dict[str, Any]] = [{"words": "made # [#, #] of # tokens", "from": ["file['speed']"]}, ENTRIES[1]]
+    assert check(page, short, FILE, complete=True)  # more figures than sources
+
+
+def test_an_interval_that_no_file_has_is_found() -> None:
+    from figures import intervals, records
+    from fill_tables import check_all
+
+    assert {*intervals([{"a": [{"ratio": 1.256, "ci95": [1.1, 1.449]}, {"mean": 2.0, "ci95": None}]}])} == {
+        ("1.26", "1.10", "1.45")
+    }
+    known = records()
+    assert check_all({"docs/deploy.md": "| x | 1.54× [1.44, 2.07] |"}, known) == []
+    assert check_all({"docs/deploy.md": "| x | 1.54× [1.44, 2.08] |"}, known)
+    with pytest.raises(ValueError, match="nobody"):
+        check_all({"docs/deploy.md": "<!-- nobody table: begin -->"}, known)
