@@ -56,10 +56,8 @@ def check(page: str, entries: Sequence[Mapping[str, Any]], known: Mapping[str, A
         for found in places:
             sourced |= {*range(*found.span())}
             wrong += [] if "because" in entry else compare(found, entry, known)
-    lost = [found for found in FIGURE.finditer(text) if complete and found.start() not in sourced]
-    return wrong + [
-        f"{found[0]} has no source: {text[max(0, found.start() - 60) : found.end() + 20]}" for found in lost
-    ]
+    lost = [one for one in FIGURE.finditer(text) if complete and one.start() not in sourced]
+    return wrong + [f"{one[0]} has no source: {text[max(0, one.start() - 60) : one.end()]}" for one in lost]
 
 
 def compare(found: re.Match[str], entry: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:

@@ -130,7 +130,7 @@ def check_all(texts: Mapping[str, str], known: Mapping[str, Any]) -> list[str]:
         reports = {name for mark in MARK.findall(text) for name in reports_with(mark, known)}
         wrong += [f"{page}: {name}.json has other tables" for name in reports if filled_from(known[name], text) != text]
         wrong += [f"{page}: {one}" for one in check(text, sources.get(page, ()), known, complete=page in COMPLETE)]
-        lost = [found[0] for found in INTERVAL.finditer(text) if found.groups() not in have]
+        lost = (found[0] for found in INTERVAL.finditer(text) if found.groups() not in have)
         wrong += [f"{page}: no JSON file has {one}" for one in lost]
     return wrong
 
@@ -160,9 +160,8 @@ def alike(one: Any, other: Any) -> bool:
         return one == other or (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, abs_tol=1e-12)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
+    both = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
+    return all(map(alike, one, other)) if both else bool(one == other)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -50,10 +50,8 @@ def by_dtype(entries: Mapping[str, Any]) -> str:
 
 
 def _rate(figures: Figures | None) -> str:
-    if not figures:
-        return "– | – | –"
-    shown = number(figures["tokens_per_second"], 1), figure(figures["speedup"]), figure(figures["end_to_end"])
-    return " | ".join(shown)
+    ratios = [figure(figures[name]) for name in ("speedup", "end_to_end")] if figures else []
+    return " | ".join([number(figures["tokens_per_second"], 1), *ratios] if figures else 3 * ["–"])
 
 
 def said(entry: Mapping[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 The n-grams read only the tokens of a target. So recorded answers (--transcripts) replace the target, except for times
 and sampling. The paper's accept length is our τ. It calls its t a threshold of tri-gram probability "at 12". Here this
-means the twelve likeliest successors; Table t of papers.md has other readings (commit 5616baab). The paper's tree has up to
-n · l = 96 nodes. The tree here has 64, as many as REST's; another row has 96.
+means the twelve likeliest successors; Table t of papers.md has other readings (commit 5616baab). The paper's tree has
+up to n · l = 96 nodes. The tree here has 64, as many as REST's; another row has 96.
 """
 
 import itertools

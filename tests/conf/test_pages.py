@@ -1,7 +1,6 @@
 """What the README and docs/ say holds: every command composes, every link leads somewhere, figures are the files'."""
 
 import argparse
-import json
 import os
 import re
 import runpy
@@ -231,20 +230,6 @@ def test_pages_by_hand_stay_short() -> None:
     assert words["results.md"] <= 2_500
     assert words["papers.md"] <= 2_500
     assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 600
-
-
-def test_the_summary_of_layouts_has_the_figures_of_the_record() -> None:
-    xeon = "Intel(R) Xeon(R) Processor"
-    names = {"AMD EPYC": "AMD EPYC", "Intel Xeon without AMX": xeon, "Intel Xeon with AMX": f"{xeon} with AMX"}
-    entries = json.loads((BENCHMARKS / "results/layouts_cpu.json").read_text())["entries"]
-    page = (ROOT / "docs/how-it-works.md").read_text()
-    rows = re.findall(rf"^\| ({'|'.join(names)}) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
-    assert len(rows) == 4
-    for cpu, dtype, figures in rows:
-        (found,) = [result for result in entries[f"{dtype} on {names[cpu]}"]["results"] if result["threads"] == 2]
-        chosen, layers = found["milliseconds"]["chosen"], found["milliseconds"]["layer by layer"]
-        measured = [chosen["1"], chosen["4"], chosen["16"], layers["1"], found["generate_milliseconds_a_token"]]
-        assert figures == " | ".join(f"{figure:.1f}" for figure in measured)
 
 
 def test_the_families_of_the_page_are_those_that_are_tested() -> None:
