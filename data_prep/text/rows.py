@@ -99,7 +99,9 @@ def load_rows(
     weights = [weight for _, weight, _ in mix]
     available = [meta.counts["rows"] for meta in metas]
     taken = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
-    counts = [_counts_of(meta.counts, rows) for meta, rows in zip(metas, taken, strict=True)]
+    counts = [{**meta.counts, "rows": rows} for meta, rows in zip(metas, taken, strict=True)]
+    for part, meta in zip(counts, metas, strict=True):
+        part |= {name: round(part[name] * part["rows"] / meta.counts["rows"]) for name in ("tokens", "supervised")}
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
     key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
     if config.mix and speaks():
@@ -109,12 +111,6 @@ def load_rows(
     order = interleave(taken, available)
     kept = min(len(order), max_rows or len(order))
     return PackedRows(folders, seq_len, order[np.arange(kept) * len(order) // kept], key, total)
-
-
-def _counts_of(counts: dict[str, int], rows: int) -> dict[str, int]:
-    """The counts of a source reduced to a part of its rows."""
-    scaled = {name: round(counts[name] * rows / counts["rows"]) for name in ("tokens", "supervised")}
-    return {**counts, **scaled, "rows": rows}
 
 
 # ------------------------------------------------------------------------------------------------- packing

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, reason
@@ -21,7 +21,6 @@ from outrider.draft_models.eagle3.dialects import (
     MIDLAYER,
     Shapes,
     dialect_of,
-    is_head,
     own_name,
     read_config,
     require_said,
@@ -105,11 +104,6 @@ def open_head(
             raise
         _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and the overrides fit
     return StoredHead(source, dialect, config, reading, files, stored)
-
-
-def holds_head(source: str) -> bool:
-    """Whether the tensors in `source` are an EAGLE-3 head's, in any dialect. Raises `UserError` without tensors."""
-    return is_head(open_tensors(source).file_of)
 
 
 def stored_tokens(source: str, revision: str | None = None, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
@@ -243,18 +237,12 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
         weights[name] = made.to(stack.device)
     rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
     weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
-    weights["norm.weight"] = _scale_of(stack.norm, reading.hidden, stack)
+    signs = torch.ones(reading.hidden, dtype=stack.dtype, device=stack.device)
+    signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales it; one may use its weight w as w or as 1 + w
+    weights["norm.weight"] = (stack.norm(signs) * signs).float()
     if tokens is not None:
         weights[DRAFT_TOKENS] = tokens.to(stack.device)
     return Eagle3.of(reading, weights)
-
-
-def _scale_of(norm: nn.Module, width: int, stack: LayerStack) -> Tensor:
-    """The factor by which a norm scales each of `width` dimensions; a norm may use its weight w as w or as 1 + w."""
-    signs = torch.ones(width, dtype=stack.dtype, device=stack.device)
-    signs[::2] = -1  # mean 0 and mean square 1, so that neither kind of norm rescales it
-    found: Tensor = norm(signs) * signs
-    return found.float()
 
 
 def their_name(name: str, dialect: Dialect) -> str:

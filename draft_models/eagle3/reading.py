@@ -132,7 +132,7 @@ def new_reading(
     target's. Raises `UserError` for impossible values.
     """
     heads, width = target.num_attention_heads, target.hidden_size
-    newer = version == "3.1"
+    newer = str(version) == "3.1"
     return Reading(
         taps=taps or default_taps(target.num_hidden_layers),
         target_hidden=width,

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from outrider.draft_models.calibration import drafter_digest
 from outrider.draft_models.eagle3 import checkpoint
+from outrider.draft_models.eagle3.dialects import is_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
@@ -131,7 +132,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         return not checkpoint.open_head(where, target.config, changes=self.changes).made_here
 
     def lies_in(self, folder: str) -> bool:
-        return checkpoint.holds_head(folder)  # its config may name a causal LM
+        return is_head(open_tensors(folder).file_of)  # its config may name a causal LM
 
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where), self.changes.stated())

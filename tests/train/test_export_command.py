@@ -28,6 +28,7 @@ from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from outrider.inference.drafters.small_lm import PLUGIN
 from outrider.train import exporting
 from outrider.train.exporting import export_drafter
+from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.settings.export import ExportConfig
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
@@ -170,19 +171,6 @@ def test_an_option_that_a_kind_does_not_read_is_refused(
     assert [file.name for file in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-def test_a_head_is_written_in_a_dialect_that_its_engine_reads(tmp_path: Path) -> None:
-    WIDE_TARGET.save_pretrained(tmp_path / "target")
-    heads = {name: write_head(tmp_path / name, facts, head_weights(facts)) for name, facts in DIALECTS.items()}
-    wanted: list[tuple[str, Any, str]] = [
-        ("specforge", "vllm", "speculators"), ("specforge", "sglang", "specforge"),
-    ]  # fmt: skip
-    for name, engine, dialect in wanted:
-        out_dir, target = str(tmp_path / f"{name}-{engine}"), str(tmp_path / "target")
-        export_drafter(ExportConfig(checkpoint=heads[name], target=target, engine=engine, out_dir=out_dir))
-        found, given = (open_head(place, WIDE_TARGET) for place in (out_dir, heads[name]))
-        assert (found.dialect, found.reading) == (dialect, replace(given.reading, draft_ids="offset"))
-
-
 @pytest.mark.parametrize(
     ("kind", "engine", "able"),
     [
@@ -205,6 +193,11 @@ def test_a_dtype_that_a_format_has_not_is_refused_at_once() -> None:
             construct(ExportConfig, {"checkpoint": "x", "engine": engine, "dtype": dtype})
     with pytest.raises(UserError, match="engine_python='x': expected None, its default: engine=vllm does not read it"):
         ExportConfig(checkpoint="x", engine_python="x")
+
+
+def test_a_version_may_be_a_number_as_yaml_has_it() -> None:
+    given = {"target": "x", "data": {}, "fit": {"steps": 1}}
+    assert [construct(Eagle3Config, {**given, "version": number}).version for number in (3, 3.1)] == ["3", "3.1"]
 
 
 def exit_of(path: Path, where: Path, architecture: str = "llama") -> ExportConfig:

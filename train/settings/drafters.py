@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
+from pydantic import BeforeValidator
 
 from outrider.base.errors import require
 from outrider.base.settings import Count, Place, Positive, Settings, Share, free, only, opt, require_default
@@ -261,7 +262,7 @@ class Eagle3Config(DrafterTraining):
     its logits' matrix begins as the target's"""
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="corrections of the config.json of the head in `start`")
-    version: Annotated[Literal["3", "3.1"], _NEW] = "3.1"
+    version: Annotated[Literal["3", "3.1"], BeforeValidator(str), _NEW] = "3.1"  # YAML reads numbers
     """3.1: norms each tap and each step's output; 3: neither, as first published"""
     taps: Annotated[tuple[NotNegative, ...], _NEW] = ()
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
