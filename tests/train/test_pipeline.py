@@ -77,15 +77,17 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
     """One test, for it takes long: what it leaves, what it says, and that nothing of it is done again."""
     monkeypatch.chdir(tmp_path)
     out_dir, made = tmp_path / "run-debug", steps_of(experiment)
-    words = [f"experiment={experiment}", "debug=true", f"out_dir={tmp_path / 'run'}"]
-    words += ["steps.report.max_new_tokens=6"]
+    words = [f"experiment={experiment}", "debug=true", f"out_dir={tmp_path / 'run'}", "steps.report.max_new_tokens=6"]
     said = run_here(*words)
     for name in made:
         assert (out_dir / STEPS[name].product).exists()
         assert (out_dir / "logs" / f"{name}.log").read_text().startswith("$ ")
         assert said.count(f"pipeline step={name} ") == 2
     check_report(out_dir, experiment)
-    check_cards(out_dir, {"eesd": "eesd_survival", "small_lm": "vanilla"}, made)
+    methods = {"eesd": "eesd_survival", "small_lm": "vanilla"}
+    for drafter in methods.keys() & made:
+        _, _, measured = (out_dir / drafter / "README.md").read_text().partition("## Measured")
+        assert f"| {methods[drafter]} |" in measured
     before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")}
     again = run_here(*words, "resume=true")
     assert again.count("state=done-before") == len(made)
@@ -112,12 +114,6 @@ def check_report(out_dir: Path, experiment: str) -> None:
         assert lossless["identical"] + lossless["excused_ties"] == lossless["checked"] == 2
         assert figures["tau"] >= 1
         assert len(figures["speedup"]["ci95"]) == len(figures["speedup"]["vs_transformers_generate"]["ci95"]) == 2
-
-
-def check_cards(out_dir: Path, methods: dict[str, str], made: set[str]) -> None:
-    for drafter in methods.keys() & made:
-        _, _, measured = (out_dir / drafter / "README.md").read_text().partition("## Measured")
-        assert f"| {methods[drafter]} |" in measured
 
 
 # ------------------------------------------------------------------------------------------ before the first step

@@ -254,6 +254,12 @@ def test_trials_of_the_beta_posterior(outcomes: list[tuple[int, int]], update: s
     assert (rule.alpha, rule.beta) == (pytest.approx(2 + right), pytest.approx(3 + wrong))
 
 
+@pytest.mark.parametrize("rule", ["beta", "calibrated"])
+def test_a_rule_that_draws_has_a_stream_of_its_own(rule: Any) -> None:
+    made: Any = make_rule(StopConfig(rule=rule), Streams(7), CalibrationHead(2, 2))
+    assert made._random.random() == Streams(7).of("stop").random()
+
+
 def test_draft_length_follows_the_acceptance_rate() -> None:
     """With acceptance a, the length settles near 1/(1 − a): longer drafts for better drafters."""
     means = []
