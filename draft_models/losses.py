@@ -18,7 +18,7 @@ IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # functions of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-COPIES = 12  # most copies of its logits that an objective makes
+COPIES, PIECE = 12, 2**18  # most copies of its logits that an objective makes; on a CPU, the numbers in each of them
 
 
 def rows_at_once(tokens: int, device: torch.device) -> int:
@@ -34,44 +34,58 @@ def rows_at_once(tokens: int, device: torch.device) -> int:
 
 def rows_of_copies(columns: int, device: torch.device) -> int:
     """Rows of logits over `columns` tokens that an objective sees at a time: on a CPU few, which caches keep."""
-    return min(logits_at_once(columns, device), 256 if device.type == "cpu" else 2**30)
+    return min(logits_at_once(columns, device), max(1, PIECE // columns) if device.type == "cpu" else 2**30)
 
 
 def loss_bytes(tokens: int, columns: int, device: torch.device) -> int:
     """The bytes that a loss of a head over `tokens` takes at a time, at most. columns: of the target's logits."""
     chunk = rows_at_once(tokens, device)
-    return FLOAT32_BYTES * (chunk * tokens + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
+    return FLOAT32_BYTES * (chunk * (tokens + columns) + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
 
 
-# (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, its gradient w.r.t. the logits)
-_Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+# (logits of some rows, which rows, whether a gradient is wanted, a teacher's logits for them, if there is one)
+# → (each row's loss, its gradient w.r.t. the logits)
+_Objective = Callable[[Tensor, slice, bool, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class _LinearLoss(torch.autograd.Function):
     """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept.
 
     The products are of `chunk` rows. The objective makes several copies of its logits, so it sees `piece` rows of them
-    at a time. Their gradient then takes the place of the logits.
+    at a time. Their gradient then takes the place of the logits. teacher: states [m, d'] and a matrix [V', d'] of its
+    logits, each row for n / m of the n rows in turn; chunk and piece are multiples of that.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, objective: _Objective, chunk: int, piece: int, shares: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        objective: _Objective,
+        chunk: int,
+        piece: int,
+        shares: Tensor | None,
+        teacher: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        compute = hidden.dtype
-        matrix = weight.to(compute)
-        exact = torch.promote_types(compute, torch.float32)
+        matrix = weight.to(hidden.dtype)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
         loss = hidden.new_zeros((), dtype=exact)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         block = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        group, its = len(hidden) // len(teacher[0]) if teacher and len(hidden) else 1, None
+        wide = piece * max(1, logits_at_once(len(teacher[1]), hidden.device) // piece) if teacher else chunk
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])
             for place, some in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
                 part = slice(place, place + len(some))
-                value, grad = objective(some.to(exact), part, need_hidden or need_weight)
+                if teacher:
+                    if (place - start) % wide == 0:
+                        taught = teacher[0][place // group : min(place + wide, start + chunk) // group] @ teacher[1].T
+                    its = taught[(place - start) % wide // group :][: len(some) // group].to(exact)
+                value, grad = objective(some.to(exact), part, need_hidden or need_weight, its)
                 loss += value.sum() if shares is None else (value * shares[part]).sum()
                 if grad is not None:
                     some.copy_(grad if shares is None else grad.mul_(shares[part, None]))
@@ -86,14 +100,9 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        to_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
+        to_weight = None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype)
+        return to_hidden, to_weight, *(None,) * 5
 
 
 def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,9 +135,9 @@ def rows_cross_entropy(
     shares [n]: the weight of each row's loss; None: 1.
     """
 
-    def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
+    def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         grad, picked = logits.softmax(-1), wanted[rows, None]
-        value = -_log_at(logits, grad, logits.gather(-1, picked))[:, 0]
+        value = _normaliser(logits, grad) - logits.gather(-1, picked)[:, 0]
         if not need_grad:
             return value, None
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
@@ -196,25 +205,22 @@ def rows_divergence(
     shared = min(weight.shape[0], target_weight.shape[0])
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
     known, padding = target_hidden.detach(), weight.shape[0] - shared
-    guesses = len(hidden) // len(known) if len(known) else 1
 
-    def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        own = known[rows.start // guesses : rows.stop // guesses]
-        log_p = target_rule((own @ target_matrix.T).to(logits.dtype)).log_softmax(-1)
+    def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert taught is not None
         if kind == "forward_kl":
-            value, grad = _forward_kl(log_p, logits[:, :shared])
+            value, grad = _forward_kl(target_rule(taught), logits[:, :shared])
         else:
-            log_q = logits[:, :shared].log_softmax(-1)
+            log_p, log_q = target_rule(taught).log_softmax(-1), logits[:, :shared].log_softmax(-1)
             log_p = log_p if tokens is None else log_p[:, tokens]
-            log_p = log_p if guesses == 1 else log_p.repeat_interleave(guesses, 0)
+            log_p = log_p.repeat_interleave(len(log_q) // len(log_p), 0)
             value, slope = _divergence(kind, log_p, log_q)
             if not need_grad:
                 return value, None
             grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
-    columns = max(weight.shape[0], target_matrix.shape[0])
-    return _apply(hidden, weight, objective, rule, shares, columns=columns, group=guesses)
+    return _apply(hidden, weight, objective, rule, shares, (known, target_matrix))
 
 
 def linear_topk_divergence(
@@ -244,7 +250,7 @@ def linear_topk_divergence(
     logprobs, rest = top_logprobs[keep], tail[keep]
     known = _Known.of(top_ids[keep], weight.shape[0])
 
-    def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
+    def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         lowest = torch.finfo(logits.dtype).min / 4  # finite, since 0 · −∞ is NaN
         its = known.part(rows)
         lacking = its.impossible
@@ -311,23 +317,23 @@ class _Known:
         return shared.scatter_(-1, self.places, own)
 
 
-def _log_at(logits: Tensor, probabilities: Tensor, some: Tensor) -> Tensor:
-    """log q [n, k] of `some` [n, k] of the logits [n, V], whose softmax is given: exponentials cost more than passes.
+def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """logsumexp [n] of the logits [n, V], whose softmax is given: exponentials cost more than passes.
 
     A softmax's largest value is 1 / Σ exp(logit − largest), with the same precision as `log_softmax`.
     """
-    return (some - logits.amax(-1, keepdim=True)) + probabilities.amax(-1, keepdim=True).log()
+    return logits.amax(-1) - probabilities.amax(-1).log()
 
 
-def _forward_kl(log_p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; every row of log_p [m, V] is for n / m of them.
+def _forward_kl(target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; every row of p's logits [m, V] is for n / m of them.
 
     The same as by `_divergence`, in few passes over the matrix, and with one exponential of each value of p.
     """
-    q = logits.softmax(-1)
-    p = log_p.exp()
-    log_q = _log_at(logits, q, logits).unflatten(0, (len(p), -1))
-    value = (p * log_p).sum(-1, keepdim=True) - log_q.mul_(p[:, None]).sum(-1)
+    p, q = target.softmax(-1), logits.softmax(-1)
+    negative = (p[:, None] @ target[..., None])[:, 0] - _normaliser(target, p)[:, None]  # Σ p log p
+    crossed = logits.unflatten(0, (len(p), -1)) @ p[..., None]
+    value = negative - crossed[..., 0] + _normaliser(logits, q).unflatten(0, (len(p), -1))
     return value.flatten(), q.unflatten(0, (len(p), -1)).sub_(p[:, None]).flatten(0, 1)
 
 
@@ -370,8 +376,8 @@ def _ruled(objective: _Objective, rule: LogitRule) -> _Objective:
     if rule == PLAIN:
         return objective
 
-    def ruled(raw: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        value, grad = objective(rule(raw), rows, need_grad)
+    def ruled(raw: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        value, grad = objective(rule(raw), rows, need_grad, taught)
         return value, None if grad is None else grad * rule.slope(raw)
 
     return ruled
@@ -383,11 +389,9 @@ def _apply(
     objective: _Objective,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
-    *,
-    columns: int = 0,
-    group: int = 1,
+    teacher: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """columns: of the widest logits that the objective makes, if wider than its own. Chunks are of whole groups."""
+    """The loss in chunks and pieces, each of whole groups: rows for one row of the teacher."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -395,6 +399,7 @@ def _apply(
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         chunk = rows_at_once(weight.shape[0], weight.device)
-        piece = min(chunk, rows_of_copies(max(columns, weight.shape[0]), hidden.device))
+        group = len(hidden) // len(teacher[0]) if teacher and len(hidden) else 1
+        piece = min(chunk, rows_of_copies(max(len(weight), len(teacher[1]) if teacher else 0), hidden.device))
         sizes = (max(1, size // group) * group for size in (chunk, piece))
-        return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), *sizes, shares)
+        return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), *sizes, shares, teacher)

@@ -131,6 +131,8 @@ class HeadAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
         """x [B, Q, width] → [B, Q, H]."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # once, not for each of three products
         query = self._rotated(self.q_norm(self._by_head(self.q_proj(x))), rotary)
         key = self._rotated(self.k_norm(self._by_head(self.k_proj(x))), rotary)
         value = self._by_head(self.v_proj(x))

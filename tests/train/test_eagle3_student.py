@@ -19,7 +19,7 @@ from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entro
 from outrider.draft_models.targets.target import Band
 from outrider.train.recipes.eagle3 import Eagle3Student
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.eagle3 import HeadOnTarget, drafts_of, head_memory
+from outrider.train.students.eagle3 import HeadOnTarget, drafts_of, head_plan
 from tests.eagle3_heads import Facts, Row, reference
 from tests.faults import plant
 from tests.fitted_heads import hidden_of
@@ -270,7 +270,11 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
         _loss = case.student(**rows)["loss_sum"]
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
     config: Any = SimpleNamespace(fit=FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed), seq_len=64)
-    (planned,) = (one.size for one in head_memory(config, case.student) if one.what.startswith("activations"))
+    config.__dict__.update(
+        objective="forward_kl", draft_steps=STEPS, step_decay=DECAY, train_head=True, frozen_dtype="float32"
+    )
+    plan = head_plan(config, case.student.head.reading, case.student.stack.config)
+    (planned,) = (one.size for one in plan.held if one.what.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken
 
 

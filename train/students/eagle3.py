@@ -21,7 +21,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.loading.memory_plan import Held, planned_device
+from outrider.inference.loading.memory_plan import planned_device
 from outrider.train.core.training import Batch, Metrics, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of, require_context
 from outrider.train.parts.heldout import WATCHED_DRAFT
@@ -203,10 +203,4 @@ def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) 
     trained, frozen = parameters_of(student)
     facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
     facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
-    return Plan(head_memory(config, student), facts)
-
-
-def head_memory(config: Eagle3Config, student: HeadOnTarget) -> list[Held]:
-    """The memory of each device in a training of `student`, which may be without weights."""
-    reading = student.head.reading
-    return fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary)
+    return Plan(fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary), facts)
