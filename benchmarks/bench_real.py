@@ -183,11 +183,11 @@ def entry_of(folder: Path, options: argparse.Namespace, seed: int, peers: Peers)
     }
 
 
-def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
-    """Write `entry` to the JSON file `path`, replacing an earlier entry of its dtype."""
+def write_entry(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Write `entry` to the JSON file `path`, replacing an earlier entry of this name."""
     earlier: Any = read_json(path, "record", "remove it, or choose another --out") if path.exists() else {"entries": {}}
     require_writable(path.parent)
-    write_json(path, {"entries": {**earlier["entries"], entry["dtype"]: entry}})
+    write_json(path, {"entries": {**earlier["entries"], name: entry}})
 
 
 def record(options: argparse.Namespace) -> None:
@@ -199,7 +199,7 @@ def record(options: argparse.Namespace) -> None:
         evaluate_checkpoint(config, prompts, peers=peers)
     entry = entry_of(Path(config.out_dir), options, config.seed, peers)
     out = options.out or options.work / "record.json"
-    write_entry(out, entry)
+    write_entry(out, entry["dtype"], entry)
     print(tables(entry))
     print(f"prompts={entry['prompts']} of {entry['prompts_asked']} entry={entry['dtype']} out={out}")
 

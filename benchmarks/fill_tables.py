@@ -13,8 +13,9 @@ Every row under the header is replaced, baselines first, and so is every figure 
 elsewhere on the page. The tables of the record (bench_real.py) are between "float32 table: begin" and "float32 table:
 end", likewise for each dtype. The marks "float32 summary" hold the same tables without categories. The marks "all
 dtypes" hold a table of both dtypes. The tables of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts:
-end". The verdicts on a paper's claims (paper.py) are between "gsd tables: begin" and "gsd tables: end",
-likewise for each paper. --check writes nothing, and ends with status 1 if a page differs from the report.
+end", those of bench_trainers.py between "5 minutes trainers: begin" and its end. The verdicts on a paper's claims
+(paper.py) are between "gsd tables: begin" and "gsd tables: end", likewise for each paper. --check writes nothing, and
+ends with status 1 if a page differs from the report.
 
     python benchmarks/fill_tables.py --check
 
@@ -36,7 +37,7 @@ from figures import INTERVAL, RESULTS, check, intervals, records
 from papers.judging import judge_entry
 from papers.keeping import counts_file, read_kept
 from papers.writing import markdown, measured
-from record_tables import by_dtype, layouts, summary, tables
+from record_tables import by_dtype, layouts, summary, tables, trainers
 
 from outrider.base.words import Columns, filled
 from outrider.cli import crashing
@@ -77,7 +78,7 @@ def fill(page: str, reports: Sequence[Report]) -> str:
 
 def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
-    shapes = {"table": tables, "summary": summary, "layouts": layouts, "dtypes": by_dtype}
+    shapes = {"table": tables, "summary": summary, "layouts": layouts, "dtypes": by_dtype, "trainers": trainers}
     places_of = {**entries, "all": entries}
     names = "|".join(map(re.escape, places_of))
     places = re.compile(rf"(<!-- ({names}) ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)

@@ -72,8 +72,8 @@ def parts(options: argparse.Namespace) -> list[Part]:
         words = [str(HERE / "bench_real.py"), *given, f"method=[{methods}]", *size, "doctor=false", *some, *limits]
         return Part(name, 60 * minutes + 120, [*words, "--work", str(work / name), "--out", str(out)], out)
 
-    answers = ["--batch", "4", "--batches", "2", "--new-tokens", "8", "--device", "cpu"] if tiny else ["--batch", "512"]
-    found = work / "answers.json"
+    answers = ["max_new_tokens=8", "batch_size=4"] if tiny else ["max_new_tokens=160", "batch_size=512"]
+    found = work / "answers"
     gpu_tests = ["-m", "pytest", "-q", "-m", "gpu", "-n0", "-p", "no:cacheprovider"]
     return [
         Part("tests", 150, [*gpu_tests, *(["tests/test_gpu.py", "--collect-only"] if tiny else [])]),
@@ -85,9 +85,9 @@ def parts(options: argparse.Namespace) -> list[Part]:
         ], inflated / "inflated.json"),
         real("inflated", 2.0, str(inflated / "target"), inflated / "early_exit", inflated / "small_lm"),
         Part("answers", 300 if tiny else 60, [
-            str(HERE / "bench_responses.py"), "--target", str(chat), "--prompts", first_prompts, *answers,
-            "--out", str(found),
-        ], found),
+            "-m", "outrider.cli", "generate-responses", f"target={chat}", "data=local", f"data.path={first_prompts}",
+            "data.layout=prompts", "data.heldout_fraction=0", *answers, f"out_dir={found}", "resume=true",
+        ], found / "summary.json"),
     ]  # fmt: skip
 
 

@@ -128,3 +128,19 @@ def layouts(entry: Mapping[str, Any]) -> str:
         alone = f"{result['generate_milliseconds_a_token']:.1f} |{' |' * (len(widths) - 1)}"
         lines.append(f"| {result['threads']} | `generate` | {alone}")
     return "\n".join(lines) + "\n"
+
+
+def trainers(entry: Mapping[str, Any]) -> str:
+    """The arms of bench_trainers.py."""
+    lines = [
+        "| trainer | tokens/s learnt from | τ [95 %] | accepted to depth 1–4 | τ − 1 over ours [95 %] | cross-entropy "
+        "| peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in entry["arms"].items():
+        tau, gain = (f"{f['value']:.2f} [{f['ci95'][0]:.2f}, {f['ci95'][1]:.2f}]"
+                     for f in (arm["tau"], arm["gain_over_ours"]))  # fmt: skip
+        cells = [f"{arm['supervised'] / arm['seconds']:,.0f}", tau, ", ".join(f"{one:.2f}" for one in arm["accepted"]),
+                 gain, number(arm.get("cross_entropy"), 2), f"{arm['peak_megabytes'] / 1000:.1f} GB"]  # fmt: skip
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -20,8 +20,7 @@ def models(folder: Path) -> list[str]:
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
-    paths = sorted(folder.glob("results-*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [json.loads(line) for one in sorted(folder.glob("results-*")) for line in one.read_text().splitlines()]
 
 
 @pytest.mark.slow

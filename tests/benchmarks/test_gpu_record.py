@@ -2,9 +2,7 @@
 
 import argparse
 import json
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,19 +13,16 @@ from outrider.base.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def gpu_record() -> ModuleType:
-    return import_module("gpu_record")
-
-
 def asked(work: Path, **changes: object) -> argparse.Namespace:
     given = {"target": None, "prompts": [], "drafters": Path("d"), "work": work, "rehearse": True, **changes}
     return argparse.Namespace(**given)
 
 
 @pytest.mark.slow
-def test_a_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType) -> None:
+def test_a_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each leaves what it found, in the record as soon as it ends; what is done is not done again."""
+    import gpu_record
+
     (tmp_path / "inflated").mkdir()
     (tmp_path / "inflated/left").write_text("by a run that was cut")
     monkeypatch.chdir(ROOT)
@@ -40,7 +35,9 @@ def test_a_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert gpu_record.record(asked(tmp_path)) == found
 
 
-def test_a_part_that_takes_too_long_is_cut_and_the_next_one_runs(tmp_path: Path, gpu_record: ModuleType) -> None:
+def test_a_part_that_takes_too_long_is_cut_and_the_next_one_runs(tmp_path: Path) -> None:
+    import gpu_record
+
     slow = gpu_record.Part("slow", 0.5, ["-c", "import time; print('began', flush=True); time.sleep(60)"])
     said = gpu_record.run(slow, tmp_path / "slow.log")
     assert (said["state"], said["said"]) == ("cut after 0 s", ["began"])
@@ -48,9 +45,9 @@ def test_a_part_that_takes_too_long_is_cut_and_the_next_one_runs(tmp_path: Path,
     assert wrong["state"] == "failed with status 3"
 
 
-def test_only_what_did_not_end_well_is_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType
-) -> None:
+def test_only_what_did_not_end_well_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_record
+
     states, ran = iter(["done", "failed with status 1", "done"]), []
 
     def run(part: Any, log: Path) -> dict[str, object]:
@@ -64,7 +61,9 @@ def test_only_what_did_not_end_well_is_done_again(
     assert ran == ["tests", "inflated", "inflated"]
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_record
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="a GPU; or --rehearse"):
         gpu_record.record(asked(tmp_path, rehearse=False, target="x", prompts=["a=b"]))
