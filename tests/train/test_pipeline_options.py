@@ -1,13 +1,14 @@
 """What every experiment of the pipeline asks of its steps: options that their commands take, minutes, targets."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.base.errors import UserError
+from outrider.base.files import read_json
 from outrider.commands import config_for
 from outrider.train.pipeline_run import job_of, jobs_of, words_of
 from outrider.train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
@@ -20,7 +21,11 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
     "llama2_13b": ("meta-llama/Llama-2-13b-hf", {"small_lm"}),
     "opt_13b": ("facebook/opt-13b", {"eesd", "calibrate"}),
 }
-EXPERIMENTS = ("demo", *PAPERS, "smollm2_demo")
+OF_SMOLLM2 = {  # which is fetched, so that they leave out what the demo's toy takes
+    "smollm2_demo": {"fetch", "prompts", "report"},
+    "smollm2_drafters": {"fetch", "prompts", "responses", "eesd", "calibrate", "small_lm", "report"},
+}
+EXPERIMENTS = ("demo", *PAPERS, *OF_SMOLLM2)
 
 
 def pipeline(words: Sequence[str]) -> PipelineConfig:
@@ -36,9 +41,22 @@ def settings_of(config: PipelineConfig) -> dict[str, Any]:
 
 
 def steps_of(experiment: str) -> set[str]:
-    if experiment == "smollm2_demo":
-        return {"fetch", "prompts", "report"}
+    if experiment in OF_SMOLLM2:
+        return OF_SMOLLM2[experiment]
     return set(STEPS) - {"eagle3", "fetch", "prompts"} - PAPERS.get(experiment, ("", set()))[1]
+
+
+def test_the_clones_drafters_are_made_as_their_records_say() -> None:
+    """The options that their trainings ran with, but for the data's place."""
+    small_lm = read_json(ROOT / "drafters/smollm2/small_lm/finetune_drafter.json", "record", "")["settings"]
+    exit_layer = read_json(ROOT / "drafters/smollm2/eesd/drafter.json", "record", "")["training"]
+    for step, said in (("small_lm", small_lm), ("eesd", {**exit_layer, "objective": "forward_kl"})):
+        now = asdict(settings_of(pipeline(["experiment=smollm2_drafters"]))[step])
+        known = {key: value for key, value in said["fit"].items() if key not in ("wandb", "betas")}
+        assert {key: now["fit"][key] for key in known} == known
+        known = {key: said[key] for key in said.keys() & now.keys() - {"fit", "data", "target"}}
+        assert len(known) >= 10
+        assert {key: now[key] for key in known} == known
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -93,7 +111,9 @@ def test_minutes_that_cannot_be_kept_are_refused() -> None:
         pipeline(["experiment=demo", "minutes=30", "debug=true"])
 
 
-@pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 5), *((name, 185) for name in PAPERS)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("demo", 12), ("smollm2_demo", 5), ("smollm2_drafters", 20), *((name, 185) for name in PAPERS)]
+)
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step, none less than it has by its options; in all what README says."""
     config = pipeline([f"experiment={name}"])
@@ -132,9 +152,9 @@ def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: st
     options = {step: config.options(step) for step in config.to_do}
     given = {step for step, one in options.items() if one.get("target") == "mine"}
     reading = {"responses", "eesd", "small_lm"} | ({"report"} if name != "demo" else set())
-    writes = {"prompts"} if name == "smollm2_demo" else set()  # the others split the prompts of a file
+    writes = {"prompts"} if name in OF_SMOLLM2 else set()  # the others split the prompts of a file
     assert given == reading & steps_of(name) | writes
-    assert options.get("trigrams", {}).get("tokenizer") == (None if name == "smollm2_demo" else "mine")
+    assert options.get("trigrams", {}).get("tokenizer") == (None if name in OF_SMOLLM2 else "mine")
     assert "{target}" not in str(options)
 
 
