@@ -21,11 +21,11 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
     "llama2_13b": ("meta-llama/Llama-2-13b-hf", {"small_lm"}),
     "opt_13b": ("facebook/opt-13b", {"eesd", "calibrate"}),
 }
-OF_SMOLLM2 = {  # which is fetched, so that they leave out what the demo's toy takes
+FETCHED = {
     "smollm2_demo": {"fetch", "prompts", "report"},
-    "smollm2_drafters": {"fetch", "prompts", "responses", "eesd", "calibrate", "small_lm", "report"},
+    "smollm2_drafters": {*STEPS} - {"target", "eagle3", "trigrams"},
 }
-EXPERIMENTS = ("demo", *PAPERS, *OF_SMOLLM2)
+EXPERIMENTS = ("demo", *PAPERS, *FETCHED)
 
 
 def pipeline(words: Sequence[str]) -> PipelineConfig:
@@ -41,22 +41,20 @@ def settings_of(config: PipelineConfig) -> dict[str, Any]:
 
 
 def steps_of(experiment: str) -> set[str]:
-    if experiment in OF_SMOLLM2:
-        return OF_SMOLLM2[experiment]
+    if experiment in FETCHED:
+        return FETCHED[experiment]
     return set(STEPS) - {"eagle3", "fetch", "prompts"} - PAPERS.get(experiment, ("", set()))[1]
 
 
 def test_the_clones_drafters_are_made_as_their_records_say() -> None:
     """The options that their trainings ran with, but for the data's place."""
-    small_lm = read_json(ROOT / "drafters/smollm2/small_lm/finetune_drafter.json", "record", "")["settings"]
-    exit_layer = read_json(ROOT / "drafters/smollm2/eesd/drafter.json", "record", "")["training"]
-    for step, said in (("small_lm", small_lm), ("eesd", {**exit_layer, "objective": "forward_kl"})):
+    for step, file, part in (("small_lm", "finetune_drafter.json", "settings"), ("eesd", "drafter.json", "training")):
+        said = read_json(ROOT / "drafters/smollm2" / step / file, "record", "")[part]
         now = asdict(settings_of(pipeline(["experiment=smollm2_drafters"]))[step])
-        known = {key: value for key, value in said["fit"].items() if key not in ("wandb", "betas")}
-        assert {key: now["fit"][key] for key in known} == known
-        known = {key: said[key] for key in said.keys() & now.keys() - {"fit", "data", "target"}}
-        assert len(known) >= 10
-        assert {key: now[key] for key in known} == known
+        for mine, its, out in ((said, now, {"fit", "data", "target"}), (said["fit"], now["fit"], {"betas", "wandb"})):
+            known = mine.keys() & its.keys() - out
+            assert len(known) >= 10
+            assert {key: its[key] for key in known} == {key: mine[key] for key in known}
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -111,9 +109,7 @@ def test_minutes_that_cannot_be_kept_are_refused() -> None:
         pipeline(["experiment=demo", "minutes=30", "debug=true"])
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("demo", 12), ("smollm2_demo", 5), ("smollm2_drafters", 20), *((name, 185) for name in PAPERS)]
-)
+@pytest.mark.parametrize(("name", "most"), zip(EXPERIMENTS, (12, 185, 185, 185, 5, 20), strict=True))
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step, none less than it has by its options; in all what README says."""
     config = pipeline([f"experiment={name}"])
@@ -152,9 +148,9 @@ def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: st
     options = {step: config.options(step) for step in config.to_do}
     given = {step for step, one in options.items() if one.get("target") == "mine"}
     reading = {"responses", "eesd", "small_lm"} | ({"report"} if name != "demo" else set())
-    writes = {"prompts"} if name in OF_SMOLLM2 else set()  # the others split the prompts of a file
+    writes = {"prompts"} if name in FETCHED else set()  # the others split the prompts of a file
     assert given == reading & steps_of(name) | writes
-    assert options.get("trigrams", {}).get("tokenizer") == (None if name in OF_SMOLLM2 else "mine")
+    assert options.get("trigrams", {}).get("tokenizer") == (None if name in FETCHED else "mine")
     assert "{target}" not in str(options)
 
 
