@@ -21,10 +21,8 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
     "llama2_13b": ("meta-llama/Llama-2-13b-hf", {"small_lm"}),
     "opt_13b": ("facebook/opt-13b", {"eesd", "calibrate"}),
 }
-FETCHED = {
-    "smollm2_demo": {"fetch", "prompts", "report"},
-    "smollm2_drafters": {*STEPS} - {"target", "eagle3", "trigrams"},
-}
+TRAINED = {*STEPS} - {"target", "eagle3", "trigrams"}
+FETCHED = {"smollm2_demo": {"fetch", "prompts", "report"}, "smollm2_drafters": TRAINED}
 EXPERIMENTS = ("demo", *PAPERS, *FETCHED)
 
 
@@ -41,9 +39,9 @@ def settings_of(config: PipelineConfig) -> dict[str, Any]:
 
 
 def steps_of(experiment: str) -> set[str]:
-    if experiment in FETCHED:
-        return FETCHED[experiment]
-    return set(STEPS) - {"eagle3", "fetch", "prompts"} - PAPERS.get(experiment, ("", set()))[1]
+    return (
+        FETCHED.get(experiment) or set(STEPS) - {"eagle3", "fetch", "prompts"} - PAPERS.get(experiment, ("", set()))[1]
+    )
 
 
 def test_the_clones_drafters_are_made_as_their_records_say() -> None:
@@ -136,8 +134,7 @@ def test_drafters_that_no_step_trains_are_given() -> None:
     places = {key: f"{REPOSITORY}/drafters/smollm2/{name}" for key, name in shipped.items()}
     asked = f"{HERE}/prompts/heldout.jsonl"
     assert given == {**places, "target": f"{HERE}/fetch", "prompts": asked, "dtype": "fast"}
-    mine = pipeline(["experiment=smollm2_demo", "steps.report.small_lm=m"])
-    assert mine.options("report")["small_lm"] == "m"
+    assert pipeline(["experiment=smollm2_demo", "steps.report.small_lm=m"]).options("report")["small_lm"] == "m"
     assert pipeline(["experiment=demo"]).options("report")["table"] == f"{HERE}/trigrams"
 
 
@@ -148,8 +145,7 @@ def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: st
     options = {step: config.options(step) for step in config.to_do}
     given = {step for step, one in options.items() if one.get("target") == "mine"}
     reading = {"responses", "eesd", "small_lm"} | ({"report"} if name != "demo" else set())
-    writes = {"prompts"} if name in FETCHED else set()  # the others split the prompts of a file
-    assert given == reading & steps_of(name) | writes
+    assert given == reading & steps_of(name) | ({"prompts"} if name in FETCHED else set())  # others split a file
     assert options.get("trigrams", {}).get("tokenizer") == (None if name in FETCHED else "mine")
     assert "{target}" not in str(options)
 
