@@ -50,8 +50,7 @@ def test_the_clones_drafters_are_made_as_their_records_say() -> None:
         said = read_json(ROOT / "drafters/smollm2" / step / file, "record", "")[part]
         now = asdict(settings_of(pipeline(["experiment=smollm2_drafters"]))[step])
         for mine, its, out in ((said, now, {"fit", "data", "target"}), (said["fit"], now["fit"], {"betas", "wandb"})):
-            known = mine.keys() & its.keys() - out
-            assert len(known) >= 10
+            assert len(known := mine.keys() & its.keys() - out) >= 10
             assert {key: its[key] for key in known} == {key: mine[key] for key in known}
 
 
