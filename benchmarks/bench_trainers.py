@@ -61,7 +61,8 @@ Json = dict[str, Any]
 
 def documents(options: argparse.Namespace, target: OpenTarget, name: str, most: int | None) -> float:
     """Write the documents of the rows here to a file, for peers; returns the supervised tokens of a row."""
-    data = DataConfig(source="local", path=(options.answers,), max_records=most)
+    held = options.heldout_fraction
+    data = DataConfig(source="local", path=(options.answers,), max_records=most, heldout_fraction=held)
     rows, found = load_rows(data, target.tokenizer, SEQ_LEN, "train"), list[Json]()
     for row in (rows[place] for place in range(len(rows))):
         for each in row["documents"].unique()[row["documents"].unique() >= 0]:
@@ -91,6 +92,7 @@ def here(name: str, options: argparse.Namespace, out: Path, *limit: str) -> Json
     words = [f"target={options.target}", "data=local", f"data.path={options.answers}", f"seq_len={SEQ_LEN}", *limit]
     words += ["fit.optimizer=muon", "fit.warmup=0.03", "fit.log_every=5", f"fit.batch_rows={rows}", "fit.epochs=null"]
     words += [*OURS[name], f"out_dir={out}", "decode_prompts=8", "resume=true", f"fit.lr={2e-3 if head else 4e-3}"]
+    words += [f"data.heldout_fraction={options.heldout_fraction}"]
     words += [f"draft_vocabulary={options.draft_vocabulary}"] * (name in (*HEADS, "outrider_some"))
     if head:
         words += [f"features={options.work / 'features'}", f"data.max_records={options.head_answers}", "eval_rows=8"]
@@ -227,6 +229,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--trial-steps", type=int, default=60, help="of each learning rate of a peer")
     parser.add_argument("--head-answers", type=int, default=400, help="records that the heads learn from")
+    parser.add_argument("--heldout-fraction", type=float, default=0.05, help="of the answers: no arm learns from them")
     parser.add_argument("--draft-vocabulary", type=int, default=8192, help="tokens of the heads and of one small LM")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("runs/trainers"))

@@ -24,7 +24,7 @@ AWAY = re.compile(r"<!-- [^>]* begin -->.*?end -->|^```.*?^```$|(?<=\])\([^)\s]+
 INTERVAL = re.compile(r"(\d+\.\d+) ?×? \[(\d+\.\d+), (\d+\.\d+)\]")
 KNOWN = {"abs": abs, "len": len, "max": max, "mean": mean, "median": median, "min": min, "round": round, "sum": sum,
          "zip": zip}  # fmt: skip
-MIDDLES = ("median", "mean", "ratio")
+MIDDLES = ("median", "mean", "ratio", "value")
 
 
 class Record(dict[str, Any]):

@@ -18,7 +18,7 @@ IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # functions of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-COPIES, PIECE = 12, 2**18  # most copies of its logits that an objective makes; on a CPU, the numbers in each of them
+COPIES, PIECE = 12, 2**20  # most copies of its logits that an objective makes; on a CPU, the numbers in each of them
 
 
 def rows_at_once(tokens: int, device: torch.device) -> int:

@@ -68,7 +68,8 @@ def parted(
     """The prompts for training and those held out, without duplicates; equal first turns are on the same side.
 
     The held-out prompts are evenly spread. by_hash: a hash of the first turn orders all prompts and chooses those held
-    out, so most prompts stay on their side when others are added. Raises `UserError` naming `where` for too few.
+    out, so most prompts stay on their side when others are added. It is not that of `is_heldout`, by which a training
+    holds out a part of the answers to the rest. Raises `UserError` naming `where` for too few.
     """
     groups: dict[str, list[Prompt]] = {}
     for prompt in {prompt.turns: prompt for prompt in prompts}.values():
@@ -78,7 +79,7 @@ def parted(
     count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
     held = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
     found: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
-    ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()) if by_hash else groups
+    ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else groups
     for number, key in enumerate(ordered):
         found["heldout" if number in held else "train"] += groups[key][: 1 if by_hash else None]
     return found

@@ -89,7 +89,7 @@ def values(loss: Callable[..., Tensor], given: dict[str, Tensor], chunk: int = 1
     """The loss and its gradients by hidden and weight, scaled as an optimizer step scales it."""
     given = {name: tensor.clone() for name, tensor in given.items()}
     trained = [given["hidden"].requires_grad_(), given["weight"].requires_grad_()]
-    with patch(ROWS_AT_ONCE, lambda *_: chunk):
+    with patch(ROWS_AT_ONCE, lambda *_: chunk), patch("outrider.draft_models.losses.PIECE", 3 * VOCABULARY):
         value = loss(**given, **options)
     by_hidden, by_weight = torch.autograd.grad(value * 0.37, trained)
     assert not by_hidden[given["labels"] == IGNORE].any()  # exactly 0

@@ -17,6 +17,7 @@ from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import around_question
 from outrider.data_prep.text.prompts import Prompt, parted, read_prompts
 from outrider.data_prep.text.records import turn_key
+from outrider.data_prep.text.sources import is_heldout
 from outrider.inference.batch.directory import Shard
 from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.batch.tasks import uniforms
@@ -74,8 +75,7 @@ def test_prompts_are_what_the_target_writes_as_a_user(config, model, target):
     assert keys(config) == {*reference(model, tokenizer, tokenizer("u:", add_special_tokens=False).input_ids, ENDS)}
     for name, same, options in (("batch", True, {"batch_size": 64}), ("seed", False, {"seed": 1})):
         write_prompts(other := replace(config, out_dir=f"{config.out_dir}-{name}", **options))
-        assert (files(other) == files(config)) is same
-        assert same or not keys(other) & keys(config)
+        assert files(other) == files(config) if same else not keys(other) & keys(config)
 
 
 def test_a_turn_ends_where_the_template_goes_on(config, target, tmp_path, model):
@@ -122,9 +122,9 @@ def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(confi
 
 def test_a_prompt_stays_on_its_side_in_other_company():
     many = [Prompt(str(i), "own", ("qQ"[i > 999] + f"uestion {i % 1000}",), True) for i in range(1100)]
-    sides = [{one.id for one in parted(some, 0.3, "", by_hash=True)["heldout"]} for some in (many, many[:500])]
-    assert len(sides[1]) == 150 < len(sides[1] & sides[0]) + 10
-    assert sum(map(len, parted(many, 0.3, "", by_hash=True).values())) == 1000  # whatever its capitals
+    (train, held), (_, few) = (parted(some, 0.3, "", by_hash=True).values() for some in (many, many[:500]))
+    assert len(few) == 150 < len({*few} & {*held}) + 10
+    assert len(train) == 700 and 15 < sum(is_heldout(one.turns[0].lower(), 0.05) for one in train) < 60  # by a training
 
 
 def test_what_gives_no_prompts_is_refused(config, tmp_path, monkeypatch, capsys):
