@@ -124,7 +124,7 @@ def test_a_prompt_stays_on_its_side_in_other_company():
     many = [Prompt(str(i), "own", ("qQ"[i > 999] + f"uestion {i % 1000}",), True) for i in range(1100)]
     (train, held), (_, few) = (parted(some, 0.3, "", by_hash=True).values() for some in (many, many[:500]))
     assert len(few) == 150 < len({*few} & {*held}) + 10
-    assert len(train) == 700 and 15 < sum(is_heldout(one.turns[0].lower(), 0.05) for one in train) < 60  # by a training
+    assert (len(train), 15 < sum(is_heldout(one.turns[0].lower(), 0.05) for one in train) < 60) == (700, True)
 
 
 def test_what_gives_no_prompts_is_refused(config, tmp_path, monkeypatch, capsys):
