@@ -19,7 +19,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.eagle3 import Eagle3Source
 from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.shaped import ModelDrafter, copies_of
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource
 from outrider.inference.settings.method import MethodConfig
@@ -105,7 +105,8 @@ class Target:
         return Eagle3Source(self.head) if kind == "eagle3" else EarlyExitSource(self.exit(kind, noise))
 
     def drafter(self, kind: str, method: MethodConfig, seed: int = 0, *, drawn: bool = False) -> ModelDrafter:
-        return ModelDrafter(self.source(kind), make_structure(method, Streams(seed), drawn))
+        structure = make_structure(method, Streams(seed), drawn)
+        return ModelDrafter(self.source(kind), structure, copies=copies_of(method, structure))
 
 
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:

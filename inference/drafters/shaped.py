@@ -1,6 +1,7 @@
 """Drafters that combine a draft model and a structure, and the calibration heads that some stop rules ask."""
 
 import hashlib
+import itertools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Placed, Trained, read_record
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
@@ -55,11 +57,14 @@ class ModelDrafter(Drafter):
     """A drafter that combines a draft model and a structure, the shape of its drafts.
 
     allowance: decides which rounds skip drafting; None: no round does. The model catches up with the tokens of skipped
-    rounds when it drafts again.
+    rounds when it drafts again. copies: where it drafts, a round skips the model; structure and allowance learn nothing
+    from its drafts.
     """
 
-    def __init__(self, model: DraftModel, structure: Structure, allowance: Allowance | None = None):
-        self.model, self.structure, self.allowance = model, structure, allowance
+    def __init__(
+        self, model: DraftModel, structure: Structure, allowance: Allowance | None = None, copies: Drafter | None = None
+    ):
+        self.model, self.structure, self.allowance, self.copies = model, structure, allowance, copies
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
 
     @property
@@ -71,9 +76,15 @@ class ModelDrafter(Drafter):
         by_place = selector.greedy and not self.structure.reads_root
         self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_place=by_place)
         self.model.begin(session)
+        if self.copies is not None:
+            self.copies.begin(session, selector, watch)
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
+        if self.copies is not None:
+            copied = self.copies.draft(root, self.structure.steps(limit))
+            if len(copied):
+                return copied
         if self.allowance is not None and not self.allowance.opens(self.structure.rule.gain()):
             return DraftTree(root[:0], (), ())
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
@@ -82,11 +93,24 @@ class ModelDrafter(Drafter):
         shares = self.model.split or self.model.aux_layers
         rows = self._session.path(nodes) if shares else [0, *(tree.rows[node] for node in nodes)]
         self.model.commit(rows, tokens)
+        if self.copies is not None:
+            self.copies.commit(tree, nodes, tokens)
         fed = self._source.fed
+        if len(tree) and not fed:  # it was copied
+            return
         if fed or self.allowance is None:
             self.structure.observe(tree, nodes)
         if self.allowance is not None:
             self.allowance.observe(fed, len(tree), len(nodes) + 1)
+
+
+def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> PromptLookup | None:
+    """What drafts from the text itself for a drafter of `method`, if it has `copy`: by `tuning` as many tokens as pay.
+
+    The evidence of `tuning` is about other drafts. The number of texts in a batch is not looked at.
+    """
+    own = None if tuning is None else Tuning(tuning.costs)
+    return None if method.copy is None else PromptLookup(method.copy, structure.max_rows, own, method.copy)
 
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):
@@ -101,8 +125,9 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     ) -> Drafter:
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
-        allowance = None if tuning is None else tuning.allowance()
-        return ModelDrafter(self.draft_model(bare(model), method), structure, allowance)
+        drafting, allowance = self.draft_model(bare(model), method), None if tuning is None else tuning.allowance()
+        structure.max_depth = min(structure.max_depth, getattr(drafting, "pass_tokens", structure.max_depth))
+        return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
 
 
 class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
@@ -165,6 +190,12 @@ class TimedModel:
     def begin_round(self) -> None:
         self._contexts: list[Tensor] = []
         self.fed: list[int] = []  # rows of every pass
+        self._starts: list[float] = []  # of every pass, in seconds since the round began
+
+    def laps(self) -> list[tuple[int, float]]:
+        """The rows of every pass of this round, and the seconds from it to the next one, or until now."""
+        times = itertools.pairwise([*self._starts, self._watch.seconds])
+        return [(rows, end - start) for rows, (start, end) in zip(self.fed, times, strict=True)]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if self._ids is not None and self.fed:  # the root, fed first, is a token id
@@ -175,6 +206,7 @@ class TimedModel:
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         self.fed.append(len(tokens))
         running = self._watch.begin("draft")
+        self._starts.append(self._watch.seconds)
         logits, predicted = self._model.extend(tokens, parents), self._model.predicted
         if predicted is not None and self._ids is None:
             logits = spread(logits, predicted, self._vocabulary)

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.base.files import save_parts
-from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.small_lm.model import (
     MASK_TOKEN,
@@ -25,15 +24,14 @@ from outrider.draft_models.small_lm.model import (
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
 from outrider.draft_models.targets.target import Target
-from outrider.inference.core.drafter import Drafter, DraftModel
+from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import ModelDrafter, TrainedDrafterPlugin, bare
+from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN
 from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
-from outrider.inference.sizing.policy import Tuning
 
 
 class SmallLMSource:
@@ -102,7 +100,7 @@ class SmallLMSource:
 
 
 class ParallelSource(SmallLMSource):
-    """A small LM that drafts `tokens` tokens in one pass (PARD, arXiv 2504.18583).
+    """A small LM that drafts `pass_tokens` tokens in one pass (PARD, arXiv 2504.18583).
 
     The pass of a round is over the root and, for each token after the first, the token `mask`. The logits after a row
     depend on its depth alone: the i-th token of every path is from the marginal distribution of the text's i-th next
@@ -114,14 +112,14 @@ class ParallelSource(SmallLMSource):
 
     def __init__(self, lm: Target, mask: int, tokens: int):
         super().__init__(lm)
-        self.mask, self.tokens = mask, tokens
+        self.mask, self.pass_tokens = mask, tokens
         self._depths: list[int] = []  # of the round's rows
         self._logits, self._hidden = torch.empty(0), torch.empty(0)  # by depth
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if self.session.rows == 0:
             left = self.session.context - self.session.base - len(self._pending)  # positions of the text
-            masks = tokens.new_full((max(0, min(self.tokens, left) - 1),), self.mask)
+            masks = tokens.new_full((max(0, min(self.pass_tokens, left) - 1),), self.mask)
             self._logits = super().extend(torch.cat([tokens, masks]), chain_parents(0, len(masks) + 1))
             self._hidden = self.hidden
             self._depths.clear()
@@ -173,14 +171,6 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
 
     def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return empty_model(read_config(where, role="small_lm"))
-
-    def make(
-        self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        drafter = super().make(model, method, streams, drawn=drawn, tuning=tuning)
-        if isinstance(drafter, ModelDrafter) and isinstance(drafter.model, ParallelSource):
-            drafter.structure.max_depth = min(drafter.structure.max_depth, drafter.model.tokens)
-        return drafter
 
     def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
         return source_of(model, method.stop.longest() if method.structure.kind == "chain" else LONGEST_CHAIN)

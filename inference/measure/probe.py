@@ -22,7 +22,7 @@ from outrider.inference.core.session import Pass, Session, View
 from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.shaped import ModelDrafter, TimedModel
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
 from outrider.inference.settings.kinds import KINDS
@@ -130,7 +130,7 @@ def measure(
         structures = [
             cast(ModelDrafter, make(one, streams.within("probe", i))).structure for i, one in enumerate(explicit)
         ]
-        probe = _Probe(structures, clock)
+        probe = _Probe(structures)
     else:
         explicit, probe = [method], _SizesInTurn()
 
@@ -172,7 +172,8 @@ def _cycle(
     started = clock()
     for count, r in enumerate(rounds, start=1):
         if count > probe.turns:
-            probe.note(r)
+            if probe.counts_empty:  # it runs no model
+                probe.laps.append((max(1, r.drafted), r.structure_seconds))
             verified.append((r.drafted + 1, r.verify_seconds))
             rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         elif count == probe.turns:
@@ -209,10 +210,9 @@ class _Probe(Structure):
 
     counts_empty = False  # whether a round without a draft is measured
 
-    def __init__(self, structures: Sequence[Structure], clock: Clock):
+    def __init__(self, structures: Sequence[Structure]):
         super().__init__(max(each.max_rows for each in structures), max(each.max_depth for each in structures))
-        self._structures, self._clock = structures, clock
-        self._turn, self.turns = 0, len(structures)
+        self._structures, self._turn, self.turns = structures, 0, len(structures)
         self.reads_root = any(structure.reads_root for structure in structures)
         self.laps: list[tuple[int, float]] = []
         self.once: list[float] = []
@@ -225,10 +225,8 @@ class _Probe(Structure):
         return ModelDrafter(model, self)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
-        watched = _Watched(source, self._clock)
-        tree = self._now.draft(watched, root, limit)
-        times = itertools.pairwise([*watched.starts, self._clock()])
-        laps = [(width, end - start) for width, (start, end) in zip(watched.widths, times, strict=True)]
+        tree = self._now.draft(source, root, limit)
+        laps = cast(TimedModel, source).laps()
         self.once += [seconds for _, seconds in laps[: self._one_pass]]
         self.laps += laps[self._one_pass :]
         return tree
@@ -244,9 +242,6 @@ class _Probe(Structure):
     @property
     def _now(self) -> Structure:
         return self._structures[self._turn % self.turns]
-
-    def note(self, r: Round) -> None:
-        """Do nothing: `draft` times every step."""
 
 
 class _SizesInTurn:
@@ -288,30 +283,3 @@ class _SizesInTurn:
         for index, tried, right in trials_of(parents, probs, accepted):
             self.tried[index] += tried
             self.right[index] += right
-
-    def note(self, r: Round) -> None:
-        """Record the drafting time of a timed round."""
-        self.laps.append((max(1, r.drafted), r.structure_seconds))
-
-
-class _Watched:
-    """A source that records the time and row count of each call."""
-
-    def __init__(self, source: Source, clock: Clock):
-        self._source, self._clock = source, clock
-        self.to_probs = source.to_probs
-        self.starts: list[float] = []
-        self.widths: list[int] = []
-
-    @property
-    def hidden(self) -> Tensor:
-        return self._source.hidden
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self._source.target_hidden
-
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        self.starts.append(self._clock())
-        self.widths.append(len(parents))
-        return self._source.extend(tokens, parents)

@@ -27,6 +27,8 @@ def why_not(engine: str, method: MethodConfig) -> str | None:
         return f"it does not draft by {method.source}"
     if method.verify not in (AUTO, "exact"):
         return "it verifies exactly, token by token"
+    if method.copy is not None:
+        return "it drafts by a model or from the text (methods.NAME.copy), not by both"
     if kind.shaped and (method.structure.kind != "chain" or method.stop.rule != "fixed"):
         return "it drafts chains of fixed length"
     if method.stop.max_draft == AUTO:

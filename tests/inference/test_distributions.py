@@ -22,7 +22,7 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.inference.core import token_selector, verify
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.results import Arm
@@ -129,6 +129,7 @@ CASES = {
     "chain, block": Case(block(max_draft=3)),
     "chain, block, confidence": Case(block("confidence", "eagle3", max_draft=4, threshold=0.28)),
     "chain, one pass": Case(block(max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))),
+    "chain, copied": Case(replace(block(max_draft=3), copy=3)),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
     "chain, beta": Case(chain("beta"), 5, CERTAIN, SHARED),
@@ -333,6 +334,11 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
         Case(tree("k_config", widths=(3,))), MORE, (*VERIFIES, "replace=bool(tree.draws)", "replace=True"),
     ),
     "matching forgets": (CASES["opt_tree"], 1_000, (verify.Matching, "residual", "r[list(tokens)] = 0", "")),
+    "a q of what was copied": (
+        CASES["chain, copied"], 1_500,
+        (ModelDrafter, "draft", "return copied",
+         "return replace(copied, q=dict.fromkeys(range(-1, 3), torch.ones(4) / 4))"),
+    ),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),
     "block by the first token's q": (
         CASES["chain, block"], 1_500, (*VERIFIES, "(tokens, tree.q,", "(tokens, dict.fromkeys(tree.q, tree.q[-1]),"),

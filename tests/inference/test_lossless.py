@@ -25,7 +25,7 @@ from outrider.inference.core.verify import Chance, Matching, NodeRule, Rejection
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.shaped import ModelDrafter, copies_of
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
@@ -34,6 +34,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.sizing.policy import Tuning
 from tests import tiny
+from tests.faults import plant
 from tests.inference.ngram_cases import CONFIGS
 from tests.inference.priced import costs
 from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
@@ -84,18 +85,18 @@ def decode(
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 DTYPES = (torch.float64, torch.float32)
-MATRIX = all_pairs(ARCHITECTURES, WEIGHTS, SOURCES, STRUCTURES, RULES, ["eager", "graphed"], DTYPES)
+MATRIX = all_pairs(ARCHITECTURES, WEIGHTS, SOURCES, STRUCTURES, RULES, ["eager", "graphed"], DTYPES, [None, 1, 2])
 TYPICAL = {*each_value(MATRIX)}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "weights", "source", "structure", "rule", "runtime", "dtype"),
+    ("architecture", "weights", "source", "structure", "rule", "runtime", "dtype", "copied"),
     typical_where(TYPICAL.__contains__, quick_where(lambda row: row[0] == "mistral", MATRIX)),
     indirect=["runtime"],
 )
 def test_greedy_equals_generate(
     make: Callable[..., Target], runtime: Runtime, architecture: str, weights: str, source: str, structure: str,
-    rule: str, dtype: torch.dtype,
+    rule: str, dtype: torch.dtype, copied: int | None,
 ) -> None:  # fmt: skip
     """A prompt longer than the windows, and one of a single token whose text ends at an EOS."""
     target, method = make(architecture, dtype, **WEIGHTS[weights]), MethodConfig(structure=STRUCTURES[structure])
@@ -106,11 +107,11 @@ def test_greedy_equals_generate(
         said = expected[: expected.index(eos[0]) + 1] if ends else expected
         options: Any = {"eos": eos, "runtime": runtime}
         assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=COUNT, **options))) == said
-        drafter = target.drafter(source, replace(method, stop=RULES[rule]))
+        drafter = target.drafter(source, replace(method, stop=RULES[rule], copy=copied))
         rounds = decode(target, drafter, prompt, **options)
         assert tokens_of(rounds) == said
         assert any(r.drafted for r in rounds)
-        if source not in SELDOM_RIGHT and weights == "grouped" and not ends:
+        if source not in SELDOM_RIGHT and weights == "grouped" and not ends and copied is None:
             assert sum(r.accepted for r in rounds) > 5
 
 
@@ -139,22 +140,26 @@ def test_drafters_of_tokens_equal_generate(make: Callable[..., Target], architec
         assert not name.endswith("auto") or len({r.drafted for r in rounds}) > 2, name
 
 
+def noted(drafter: ModelDrafter) -> list[tuple[int, int, DraftTree, bool]]:
+    """Of every draft from now on: the tokens of the text, the limit, the draft, and whether the model was asked."""
+    drafts, draft = list[tuple[int, int, DraftTree, bool]](), drafter.draft
+
+    def note(root: torch.Tensor, limit: int) -> DraftTree:
+        drafts.append((drafter._session.base + 1, limit, draft(root, limit), bool(drafter._source.fed)))
+        return drafts[-1][2]
+
+    drafter.draft = note  # type: ignore[method-assign]
+    return drafts
+
+
 BY_PLACES = list(itertools.product([name for name in SOURCES if "some" in name or name == "eagle3"], STRUCTURES))
 
 
 @pytest.mark.parametrize(("kind", "structure"), typical_where(each_value(BY_PLACES).__contains__, BY_PLACES))
 def test_drafts_by_places_are_those_by_tokens(target: Target, kind: str, structure: str) -> None:
     """A drafter over some tokens works with their indices, and drafts the same as over all tokens."""
-
-    class Noting(ModelDrafter):
-        def draft(self, root: torch.Tensor, limit: int) -> DraftTree:
-            tree = super().draft(root, limit)
-            drafts.append((tree.tokens.tolist(), tree.parents, tree.rows))
-            return tree
-
     found = []
     for reads_root in (structure.startswith("token_graph"), True):
-        drafts: list[tuple] = []
         model = target.source(kind)
         if kind == "eagle3":  # equally likely tokens may come in any order
             model.head = copy.deepcopy(model.head)
@@ -163,11 +168,62 @@ def test_drafts_by_places_are_those_by_tokens(target: Target, kind: str, structu
             model.head.lm_head.weight += 1e-3 * noise
         shape = make_structure(method_of(STRUCTURES[structure]), Streams(0))
         shape.reads_root = reads_root
-        assert tokens_of(decode(target, Noting(model, shape))) == target.text_after(PROMPT, COUNT)
+        drafter = ModelDrafter(model, shape)
+        trees = noted(drafter)
+        assert tokens_of(decode(target, drafter)) == target.text_after(PROMPT, COUNT)
+        drafts = [(tree.tokens.tolist(), tree.parents, tree.rows) for _, _, tree, _ in trees]
         assert {token for tokens, _, _ in drafts for token in tokens} <= {*model.predicted.tolist()}
         found.append(drafts)
     assert found[0] == found[1]
     assert any(tokens for tokens, _, _ in found[0])
+
+
+def require_copies(target: Target, kind: str, structure: str) -> None:
+    """A draft is the text's where its last token occurred before, else the model's as if it had drafted in every round;
+    structure and allowance learn from the model's alone."""
+    method, told = replace(method_of(STRUCTURES[structure]), copy=1), list[int]()
+    tuning, known = Tuning(costs(0.0, node=0.0, rest=0.0)), [*PROMPT, *target.text_after(PROMPT, COUNT)]
+    shape, allowance = make_structure(method, Streams(0)), tuning.allowance()
+    shape.observe = lambda tree, nodes: told.append(len(tree))  # type: ignore[method-assign]
+    allowance.observe = lambda fed, submitted, emitted: told.append(submitted)  # type: ignore[method-assign]
+    drafter = ModelDrafter(target.source(kind), shape, allowance, copies_of(method, shape, tuning))
+    drafts = noted(drafter)
+    assert tokens_of(decode(target, drafter)) == known[len(PROMPT) :]
+    for length, limit, tree, modelled in drafts:
+        text = known[:length]
+        followed = [at for at in range(1, length) if text[at - 1] == text[-1]]
+        assert modelled == (not followed and limit > 0)
+        if modelled:
+            alone = target.drafter(kind, method_of(STRUCTURES[structure]))
+            expected = noted(alone)
+            list(itertools.islice(speculative(target.stack, alone, text[:-1], max_new_tokens=limit + 2), 2))
+            assert (tree.tokens.tolist(), tree.parents) == (expected[0][2].tokens.tolist(), expected[0][2].parents)
+        else:
+            assert tree.tokens.tolist() == (text[followed[-1] :][: shape.steps(limit)] if limit else [])
+    made = [len(tree) for *_, tree, modelled in drafts if modelled]
+    assert [count for count in told if count] == [count for count in made for _ in (shape, allowance)]
+    assert 2 < len(made) < len(drafts) - 3
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_drafts_are_copied_where_the_text_says_them(target: Target, kind: str) -> None:
+    for structure in ("chain", "opt_tree"):
+        require_copies(target, kind, structure)
+
+
+FAULTS = {  # in a function of a class, and what stands there instead
+    "the model misses what was copied": (SmallLMSource, "commit", "torch.cat([self._pending, unknown])", "unknown"),
+    "copies are learned from": (ModelDrafter, "commit", "len(tree) and not fed", "False"),
+    "of another text": (PromptLookup, "commit", "(tokens)", "(tokens[:1])"),
+    "deeper than the structure": (ModelDrafter, "draft", "self.structure.steps(limit)", "limit"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_copies_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    plant(monkeypatch, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        require_copies(target, "small_lm", "opt_tree")
 
 
 PRICES = [(40.0, 0, 0), (1.2, 1, 2), (1.05, 2, 12), (0.0, 5, 99)]  # of a step; the fewest and most rounds with a draft

@@ -205,9 +205,7 @@ def test_real_hidden_states_are_those_behind_the_logits(
         rows.append(step.row)
         return False
 
-    flat = (
-        {"temperature": 15.0} if structure in RANKED else {}
-    )  # the likeliest node is not always the first one's child
+    flat = {"temperature": 15.0} if structure in RANKED else {}  # so that the likeliest is not always the first's child
     drafting = make_structure(MethodConfig(structure=replace(TREES[structure], **flat)), Streams(0))
     drafting.rule.stop = compare  # type: ignore[method-assign]
     options: Any = {"max_new_tokens": 16, "runtime": runtime}

@@ -134,11 +134,10 @@ def test_what_is_accepted_is_read(name: str) -> None:
     assert accepted or name == "chain, auto"  # a fixed shape of a fixed rule
 
 
-def of(source: str = "early_exit", verify: str = "exact", max_ngram: int = 3, **parts: Any) -> MethodConfig:
+def of(source: str = "early_exit", verify: str = "exact", **parts: Any) -> MethodConfig:
     kinds = {"structure": StructureConfig, "stop": StopConfig, "ngrams": NgramConfig}
-    return MethodConfig(
-        source, verify=verify, max_ngram=max_ngram, **{part: kinds[part](**given) for part, given in parts.items()}
-    )
+    given = {part: kinds[part](**value) if part in kinds else value for part, value in parts.items()}
+    return MethodConfig(source, verify=verify, **given)
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and what is said of a method
@@ -148,6 +147,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and w
     ("structure.kind='static'", {"source": "prompt_lookup", "structure": {"kind": "static"}}),
     ("ngrams.depth=2", {"source": "small_lm", "ngrams": {"depth": 2}}),
     ("max_ngram=2", {"max_ngram": 2}),
+    ("copy=2", {"source": "prompt_lookup", "copy": 2}),
     ("threshold=0.1", {"stop": {"rule": "beta", "threshold": 0.1}}),
     ("prior=0.1", {"stop": {"rule": "calibrated", "evidence": "model", "prior": 0.1}}),
     ("model_sigma=1.0", {"stop": {"rule": "calibrated", "evidence": "sample", "model_sigma": 1.0}}),
@@ -180,6 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and w
     ("max_probability=0.01", {"source": "ngrams", "ngrams": {"max_probability": 0.01}}),
     # what is out of range
     ("max_draft=0", {"stop": {"max_draft": 0}}),
+    ("copy=0", {"copy": 0}),
     ("max_draft='many'", {"stop": {"max_draft": "many"}}),
     ("nodes='all'", {"structure": {"kind": "opt_tree", "nodes": "all"}}),
     ("widths='4x2'", {"structure": {"kind": "k_config", "widths": "4x2"}}),

@@ -38,6 +38,7 @@ from outrider.draft_models.targets.proof import prove_rows
 from outrider.draft_models.targets.stack import LayerStack, RowCache, WholeModel
 from outrider.draft_models.targets.target import Band
 from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.rounds import Round
 from outrider.inference.core.target_session import WholeSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.ngram.lookup import PromptLookup
@@ -314,29 +315,21 @@ def test_whatever_drafts_the_text_is_its_own(
     assert drafted > 60
 
 
-def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack]) -> None:
-    """As a small LM, by its own forward: every draft is right, for any rows that a tree keeps."""
-    path, stack = target
-    prompt = random_prompt(14)
-    for structure in ("chain", "static"):
+def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a small LM, by its own forward: every draft is right, for any rows that a tree keeps. Rows off by one show."""
+    (path, stack), prompt, keep = target, random_prompt(14), RowCache.keep
+    expected = reference_generate(of(path), prompt, 21)
+
+    def rounds(structure: str) -> list[Round]:
         made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-        source = SmallLMSource(WholeModel(of(path)))
-        rounds = list(speculative(stack, ModelDrafter(source, made), prompt, max_new_tokens=21))
-        assert [t for r in rounds for t in r.tokens] == reference_generate(of(path), prompt, 21)
-        assert all(r.accepted == min(r.depth, len(r.tokens)) for r in rounds[1:])
+        drafter = ModelDrafter(SmallLMSource(WholeModel(of(path))), made)
+        return list(speculative(stack, drafter, prompt, max_new_tokens=21))
 
-
-def test_a_fault_in_what_is_kept_changes_the_text(
-    target: tuple[Path, LayerStack], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The comparison above is sensitive to the caches: a tree's path is kept with rows off by one."""
-    path, stack = target
-    keep = RowCache.keep
+    for found in (rounds("chain"), rounds("static")):
+        assert tokens_of(found) == expected
+        assert all(r.accepted == min(r.depth, len(r.tokens)) for r in found[1:])
     monkeypatch.setattr(RowCache, "keep", lambda self, base, rows: keep(self, base, [*rows[:1], *rows[:-1]]))
-    source = SmallLMSource(WholeModel(of(path)))
-    made = make_structure(method_of(STRUCTURES["static"]), Streams(0))
-    rounds = list(speculative(stack, ModelDrafter(source, made), random_prompt(14), max_new_tokens=21))
-    assert [t for r in rounds for t in r.tokens] != reference_generate(of(path), random_prompt(14), 21)
+    assert tokens_of(rounds("static")) != expected
 
 
 @pytest.mark.slow

@@ -33,11 +33,11 @@ class PromptLookup(Drafter):
     text, of at most `max_ngram` tokens.
 
     tuning: for max_draft=auto, which submits only as many of these tokens as pay, often none; an allowance bounds the
-    cost of wrong ones. None: all of them are submitted.
+    cost of wrong ones. None: all of them are submitted. min_ngram: a shorter suffix is not looked up.
     """
 
-    def __init__(self, max_ngram: int = 3, max_draft: int = 10, tuning: Tuning | None = None):
-        self.max_ngram = max_ngram
+    def __init__(self, max_ngram: int = 3, max_draft: int = 10, tuning: Tuning | None = None, min_ngram: int = 1):
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.max_rows = max_draft
         if tuning is not None:
             # The accuracy of copies depends on the text, so evidence from other texts has little weight.
@@ -62,7 +62,8 @@ class PromptLookup(Drafter):
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
         if self.sizes is not None:
-            self.sizes.observe(_PARENTS[: len(tree)], self._paths[: len(tree)], nodes)
+            count = len(self._paths)  # 0 for the draft of another drafter
+            self.sizes.observe(_PARENTS[:count], self._paths, nodes[:count])
 
     def _submitted(self, last: int, most: int) -> list[int]:
         """The tokens to submit after the token `last`, at most `most`."""
@@ -75,12 +76,14 @@ class PromptLookup(Drafter):
             missing = most - len(found)
             self._paths = np.append(self._paths, _FILLING ** np.arange(1, missing + 1))
             found += [last] * missing
-        return found[: self.sizes.count(_PARENTS[: len(found)], self._paths)]
+        count = self.sizes.count(_PARENTS[: len(found)], self._paths)
+        self._paths = self._paths[:count]
+        return found[:count]
 
     def _found(self, last: int, most: int) -> tuple[list[int], int]:
         """At most `most` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
         suffix = [*self._text[-self.max_ngram :], last]
-        for size in range(min(self.max_ngram, len(suffix)), 0, -1):
+        for size in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
             at = self._followed_at.get(tuple(suffix[-size:]))
             if at is not None:
                 return [*self._text[at : at + most], last][:most], size
@@ -94,7 +97,7 @@ class PromptLookup(Drafter):
     def _note_end(self) -> None:
         """Index the n-grams at the end of the text, which the next token follows."""
         end = len(self._text)
-        for size in range(1, min(self.max_ngram, end) + 1):
+        for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
             self._followed_at[tuple(self._text[end - size :])] = end
 
 

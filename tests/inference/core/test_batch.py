@@ -41,7 +41,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.shaped import ModelDrafter, copies_of
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import NgramConfig, StopConfig
@@ -173,9 +173,10 @@ class Asked:
         head = CalibrationHead(64, 256 if kind == "eagle3" else 64).requires_grad_(False)
         head.draft.copy_(torch.linspace(-0.1, 0.1, len(head.draft)))
         rule: Any = "fixed" if self.rule == "survival" and self.structure != "chain" else self.rule  # it is for chains
-        method = replace(method_of(STRUCTURES[self.structure]), stop=StopConfig(rule=rule, max_draft=4))
+        stop = StopConfig(rule=rule, max_draft=4)
+        method = replace(method_of(STRUCTURES[self.structure]), stop=stop, copy=None if self.number % 3 else 1)
         structure = make_structure(method, Streams(self.number), drawn, head, Tuning(costs()))
-        return ModelDrafter(self.target.source(kind), structure)
+        return ModelDrafter(self.target.source(kind), structure, copies=copies_of(method, structure))
 
     @cached_property
     def alone(self) -> Found:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, chain_parents
 from outrider.inference.drafters.eagle3 import Eagle3Source
 from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.shaped import ModelDrafter, copies_of
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.settings.method import MethodConfig, StructureConfig
@@ -126,22 +127,22 @@ def checked(
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
 SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
 RUNTIMES = ("eager", "graphed")
-ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES)
+ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1))
 
 
 @pytest.mark.parametrize(
-    ("source", "shape", "runtime"),
+    ("source", "shape", "runtime", "copied"),
     typical_where(each_value(ROWS).__contains__, ROWS),
     indirect=["runtime"],
 )
 @pytest.mark.slow
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
-    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool]
+    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool], copied: int | None
 ) -> None:
     structure, drawn = shape
     streams = Streams(0)
     selector = TokenSelector(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
-    method = method_of(STRUCTURES[structure])
+    method = replace(method_of(STRUCTURES[structure]), copy=copied)
     shaping, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
     observe, draft = shaping.observe, shaping.draft
 
@@ -152,11 +153,10 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
     shaping.observe = note  # type: ignore[method-assign]
     # The third and fourth round draft nothing, so that two tokens and more wait for the drafter.
     shaping.draft = lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3)))  # type: ignore[method-assign]
-    guesses = source != "early_exit, first layer"  # that one is right next to never
-    count = 28 if guesses else 9
-    rounds = list(
-        checked(target, runtime, ModelDrafter(target.source(source, 0.3), shaping), random_prompt(9), count, selector)
-    )
+    guesses = source != "early_exit, first layer" and copied is None  # that one is right next to never
+    count = 28 if guesses or copied else 9
+    drafter = ModelDrafter(target.source(source, 0.3), shaping, copies=copies_of(method, shaping))
+    rounds = list(checked(target, runtime, drafter, random_prompt(9), count, selector))
     assert len(rounds) > 5
     if guesses and not (drawn and source == "eagle3"):  # whose head was fitted to the greedy text
         assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
@@ -262,23 +262,13 @@ def test_two_generations_at_once_on_one_target_and_drafter(
 
     Where the second is the shorter one, the buffers of the first would hold it.
     """
-    method = MethodConfig(structure=STRUCTURES["opt_tree"])
     options: Any = {"max_new_tokens": 24, "runtime": runtime}
+    drafters = [target.drafter(source, MethodConfig(structure=STRUCTURES["opt_tree"])) for _ in lengths]
     running = [
-        speculative(
-            target.stack,
-            ModelDrafter(target.source(source), make_structure(method, Streams(0))),
-            random_prompt(n),
-            **options,
-        )
-        for n in lengths
+        speculative(target.stack, drafter, random_prompt(length), **options)
+        for drafter, length in zip(drafters, lengths, strict=True)
     ]
-    rounds: list[list[Round]] = [[], []]
-    turns = 0
-    while running_now := [i for i in (0, 1) if sum(len(r.tokens) for r in rounds[i]) < 24]:
-        for i in running_now:
-            rounds[i].append(next(running[i]))
-            turns += len(running_now) == 2
-    assert turns > 4
-    for i, length in enumerate(lengths):
-        assert tokens_of(rounds[i]) == target.text_after(random_prompt(length), 24)
+    turns = [*itertools.zip_longest(*running)]
+    assert sum(None not in both for both in turns) > 4
+    for length, rounds in zip(lengths, zip(*turns, strict=True), strict=True):
+        assert tokens_of(filter(None, rounds)) == target.text_after(random_prompt(length), 24)

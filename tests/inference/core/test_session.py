@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import chain_parents
@@ -18,14 +17,8 @@ from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
+from tests.inference.core.test_rounds import assert_starts_with
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
-
-
-def assert_same_content(actual: KVCache, expected: KVCache) -> None:
-    assert actual.length == expected.length
-    for (key, value), (fresh_key, fresh_value) in zip(actual.content(), expected.content(), strict=True):
-        torch.testing.assert_close(key, fresh_key, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(value, fresh_value, rtol=1e-9, atol=1e-9)
 
 
 @st.composite
@@ -83,8 +76,9 @@ def test_every_row_of_a_tree_sees_its_own_path(
     rows = path_to((chosen or [0])[-1])
     session.commit(rows)
     expected = fresh(rows)[0]
-    assert_same_content(session.first, expected.first)
-    assert_same_content(session.rest, expected.rest)
+    assert session.first.length == session.rest.length == expected.first.length
+    assert_starts_with(session.first, expected.first)
+    assert_starts_with(session.rest, expected.rest)
 
 
 _tree_targets: dict = {}

@@ -133,9 +133,8 @@ def compare(case: Case, source: Eagle3Source, runtime: Runtime, length: int) -> 
     rows = 0
     for text, path, logits in drafts(case.stack, source, runtime, length):
         known = list(case.facts.draft_tokens)
-        torch.testing.assert_close(
-            logits, case.expected(text, path), rtol=1e-5, atol=1e-5
-        )  # rotary tables are those of float32
+        expected = case.expected(text, path)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # rotary tables are those of float32
         assert known == (list(range(VOCABULARY)) if source.predicted is None else source.predicted.tolist())
         rows += 1
     return rows

@@ -20,9 +20,9 @@ from tests.inference.ngram_cases import FakeSession
 from tests.inference.priced import costs
 
 
-def slow_lookup(text: list[int], max_ngram: int, count: int) -> list[int]:
+def slow_lookup(text: list[int], max_ngram: int, count: int, min_ngram: int = 1) -> list[int]:
     """The text after the latest earlier occurrence of the longest suffix that has one."""
-    for size in range(min(max_ngram, len(text)), 0, -1):
+    for size in range(min(max_ngram, len(text)), min_ngram - 1, -1):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[-size:]:
                 return text[start + size :][:count]
@@ -33,16 +33,16 @@ def slow_lookup(text: list[int], max_ngram: int, count: int) -> list[int]:
 @given(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     rounds=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6),
-    max_ngram=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     limit=st.integers(0, 6),
 )
-def test_equals_a_search_of_the_text(prompt: list[int], rounds: list[list[int]], max_ngram: int, limit: int) -> None:
-    lookup = PromptLookup(max_ngram, max_draft=5)
+def test_equals_a_search_of_the_text(prompt: list[int], rounds: list, sizes: tuple[int, int], limit: int) -> None:
+    lookup = PromptLookup(sizes[0], 5, min_ngram=sizes[1])
     lookup.begin(FakeSession(prompt), None, None)
     text = list(prompt)
     for root, *rest in rounds:
         tree = lookup.draft(torch.tensor([root]), limit)
-        assert tree.tokens.tolist() == slow_lookup([*text, root], max_ngram, min(limit, 5))
+        assert tree.tokens.tolist() == slow_lookup([*text, root], sizes[0], min(limit, 5), sizes[1])
         lookup.commit(None, (), [root, *rest])
         text += [root, *rest]
 

@@ -11,7 +11,6 @@ from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_config
-from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.early_exit import EarlyExitSource
@@ -23,6 +22,7 @@ from outrider.inference.loading.targets import prepare
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from tests.families import save_family
+from tests.known_targets import tokens_of
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where
 from tests.tiny import (
@@ -109,29 +109,22 @@ def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
         assert (found == expected).float().mean() > 0.99  # rounding in other places changes a quarter of them
 
 
-def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: list[int], **how: bool) -> None:
-    """Both arms, prepared, emit `expected`."""
-    drafter = make_drafter(path, LAYERS - 1, noise=0.1, **how)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
-    assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
-    rounds = list(
-        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
-    )
-    assert [t for r in rounds for t in r.tokens] == expected
-    assert sum(r.accepted for r in rounds) > 10
-    assert [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens] == expected
-
-
 @needs_onednn
 @pytest.mark.parametrize(
     ("architecture", "tied", "own_head"),
     quick_where(lambda row: row[0] == "llama", all_pairs(ARCHITECTURES, (True, False), (True, False))),
 )
 def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied: bool, own_head: bool) -> None:
+    """Both arms, prepared."""
     path = save_target(tmp_path, architecture, tied=tied, kv_heads=2)
-    model, _ = open_stack(path)
-    _, stack = open_stack(path)
-    prompt = random_prompt(20)
-    check_decoding(stack, path, prompt, reference_generate(model, prompt, 40), own_head=own_head)
+    (model, _), (_, stack), prompt = open_stack(path), open_stack(path), random_prompt(20)
+    expected = reference_generate(model, prompt, 40)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.1, own_head=own_head)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
+    shaped = ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4)))
+    rounds = list(speculative(stack, shaped, prompt, max_new_tokens=40))
+    assert tokens_of(rounds) == tokens_of(autoregressive(stack, prompt, max_new_tokens=40)) == expected
+    assert sum(r.accepted for r in rounds) > 10
     assert any(isinstance(m, PackedLinear) for m in stack.modules())
     assert not any(isinstance(m, nn.Linear) for m in stack.modules())

@@ -4,20 +4,18 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round, collect
-from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import Asked, make_arms, measure, transformers_generate, without_captures
 from outrider.inference.measure.results import Arm
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from outrider.inference.settings.sampling import SamplingConfig, Verification
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
 from tests.tiny import random_prompt, save_target
@@ -127,23 +125,6 @@ def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = 1 + len(METHODS)  # those that verify, and
     drawn += 6 + 1 + 1 + 2 + 1  # chains and trees that draw from q, those with Beta's coins, and a search
     assert len(given) == 4 * drawn
-
-
-def test_a_method_verifies_as_it_says() -> None:
-    """All rules give the same distribution, so no text shows which of them was at work."""
-    seen: list[str] = []
-
-    def noted(selector: TokenSelector) -> TokenSelector:
-        seen.append(selector.rule)
-        return selector
-
-    q = TableModel([[0.25] * 4] * 4)
-    methods = {verify: MethodConfig("small_lm", verify=verify) for verify in get_args(Verification)}
-    options = {"text": TextSettings(3, sampling=SamplingConfig(1.0)), "runtime": TableRuntime()}
-    arms = make_arms(q, {"small_lm": q}, methods, None, choosing=noted, **options)  # type: ignore[arg-type]
-    for name in methods:
-        arms[name]([0], Streams(0))
-    assert seen == list(get_args(Verification))
 
 
 def test_prefill_is_timed_apart() -> None:

@@ -412,6 +412,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         (MethodConfig("ngrams"), "mixed"),
         (MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed", recycle=2)), "no other option"),
         (MethodConfig("small_lm", verify="naive"), "exactly"),
+        (MethodConfig("small_lm", copy=3), "not by both"),
     ):
         assert reason in str(why_not("vllm", method))
     assert {name for name, kind in KINDS.items() if kind.served not in DRAFTS["openvino"]} >= {"eagle3", "ngrams"}

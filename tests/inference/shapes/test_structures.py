@@ -208,10 +208,8 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
     right = Counter(map(tuple, _draw(probs, k, generator, replacement=False).tolist()))
     assert torch.equal(probs, before)
     assert chi_square(right, sequential_distribution(k), total) < 5
-    if k > 1:  # power: draws that forget the renormalisation must fail
-        scores = (
-            torch.rand(total, 5, generator=torch.Generator().manual_seed(k)) * probs
-        )  # "top-k of u · q" is not sampling
+    if k > 1:  # power: draws that forget the renormalisation must fail, as the top k of u · q
+        scores = torch.rand(total, 5, generator=torch.Generator().manual_seed(k)) * probs
         wrong = Counter(map(tuple, scores.topk(k).indices.tolist()))
         assert chi_square(wrong, sequential_distribution(k), total) > 50
     exhausted = _draw(probs[:100], 5, generator, replacement=False)
