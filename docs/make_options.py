@@ -4,6 +4,8 @@ python docs/make_options.py
 """
 
 import dataclasses
+import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from outrider.cli import COMMANDS, Command
 from outrider.commands import register
-from outrider.commands.options import compose_defaults, first_sentence, groups_of, options_of
+from outrider.commands.options import compose_defaults, groups_of, options_of
 
 PAGE = Path(__file__).parent / "options.md"
 HEAD = """# Options
@@ -29,7 +31,8 @@ def section(command: Command) -> str:
     """What the page says of one command."""
     schema = command.load_settings()
     register(command.name, schema)
-    parts = [f"## {command.typed}", first_sentence(schema), f"`outrider {command.typed}` or `{command.script}`"]
+    purpose = re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
+    parts = [f"## {command.typed}", purpose, f"`outrider {command.typed}` or `{command.script}`"]
     groups = [f"- `{group}`: {', '.join(choices)}" for group, choices in groups_of(command.name).items()]
     if groups:
         parts.append("Groups, chosen with `group=choice`:\n\n" + "\n".join(groups))
