@@ -1,6 +1,6 @@
 """Attention for every pass of this toolkit: grouped key/value heads are never repeated, masks are explicit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,28 +133,40 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
     Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them.
     """
 
-    def part(keys: Tensor, start: int, end: int) -> Tensor:
-        """Keys or values [B, Hk, front + T, D] in the front and at start … end − 1."""
-        own = keys[:, :, band.front + start : band.front + end]
-        return own if not band.front else torch.cat([keys[:, :, : band.front], own], 2)
-
-    def attend(own: Band, place: tuple[int, int, int], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(own: Band, place: tuple[int, ...], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return grouped_attention(module, queries, keys, values, own.block(*place), **options)[0]
 
     alike, rows = len(query) // len(band.blocks), []
     given = [x.split(alike) for x in (query, key, value, band.first)]
-    for blocks, q, k, v, first in zip(band.blocks, *given, strict=True):
+    for blocks, q, *shown, first in zip(band.blocks, *given, strict=True):
         own, parts = replace(band, first=first), []
-        sizes = [end - begin for begin, end, _ in blocks]
-        for place, queries in zip(blocks, q.split(sizes, 2), strict=True):
-            _, end, start = place
-            states = (queries, part(k, start, end), part(v, start, end))
+        sizes = [band.front, *(end - begin for begin, end, *_ in blocks)]
+        pieces = [x.split(sizes, 2) for x in shown]  # the gradient of a slice is as long as what it is of
+        for place, queries in zip(blocks, q.split(sizes[1:], 2), strict=True):
+            _, end, start, *more = place
+            stop, mates = more or (end, end)
+            seen = [(0, band.front), *((band.front + a, band.front + b) for a, b in ((start, stop), (mates, end)))]
+            keys, values = (_joined(x, seen) for x in pieces)
             run: Callable[..., Tensor] = attend
-            if end - start > band.BLOCK and torch.is_grad_enabled() and any(x.requires_grad for x in states):
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in (queries, keys, values))
+            if learns and keys.shape[2] > band.BLOCK:
                 run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-            parts.append(run(own, place, *states))
+            parts.append(run(own, place, queries, keys, values))
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows)
+
+
+def _joined(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The positions in `ranges` of x [B, H, K, D], which is given in pieces."""
+    parts = []
+    for start, stop in ranges:
+        begin = 0
+        for piece in pieces:
+            size, begin = piece.shape[2], begin + piece.shape[2]
+            own = slice(max(0, start - begin + size), max(0, min(size, stop - begin + size)))
+            if own.start < own.stop:
+                parts.append(piece if own == slice(0, size) else piece[:, :, own])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _by_products(

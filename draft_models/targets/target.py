@@ -27,7 +27,7 @@ class Band:
 
     BLOCK: ClassVar[int] = 512  # queries per materialised block, at most
     first: Tensor
-    blocks: tuple[tuple[tuple[int, int, int], ...], ...]
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
     front: int = 0
 
     @classmethod
@@ -37,7 +37,7 @@ class Band:
         return cls((places - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(places)], first),))
 
     @classmethod
-    def cut(cls, ends: Sequence[int], first: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    def cut(cls, ends: Sequence[int], first: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The blocks of a row that is cut at `ends`, 0, …, T; first [T] as above."""
         return tuple((begin, min(begin + cls.BLOCK, stop), first[begin])
                      for start, stop in pairwise(ends) for begin in range(start, stop, cls.BLOCK))  # fmt: skip

@@ -106,11 +106,11 @@ def test_the_loss_is_that_of_every_draft_alone(
 DRAWN, SEEN = (Parallel, "predict"), (DraftBand, "block")
 FAULTS = {  # where, and what stands there instead
     "the next token is seen": (*SEEN, "& (keys <= last)", "& (keys <= last + 1)"),
-    "other drafts are seen": (*SEEN, "start:end] == last", "start:end] <= last"),
-    "later masks are seen": (*SEEN, "& (keys <= queries[:, None])", ""),
+    "other drafts are seen": (*SEEN, "keys, 1] == last", "keys, 1] <= last"),
+    "later masks are seen": (*SEEN, "& (keys <= queries)", ""),
     "masks are not seen": (*SEEN, "(keys <= last) | own", "(keys <= last)"),
     "other documents are seen": (*SEEN, "& (keys >= first) ", ""),
-    "windows end at the anchor": (*DRAWN, "of - (window", "last - (window"),
+    "windows end at the anchor": (*DRAWN, "anchors + depth - (window", "anchors - (window"),
     "drafts pass the document's end": (*DRAWN, "(ahead == documents", "(ahead >= documents"),
     "positions of the anchor": (*DRAWN, "anchors) + depth]", "anchors)]"),
     "labels of the anchor": (*DRAWN, "labels.gather(1, of)", "labels.gather(1, last)"),

@@ -23,20 +23,21 @@ Predictions = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 class DraftBand(Band):
     """The mask of packed rows that are followed by masks of drafts.
 
-    Query i of row b sees the text from first[b, i] to last[b, i]: itself, or for a mask its anchor. A mask also sees
-    the masks before it that have its anchor. text: the number of positions before the masks. window: of the layers.
+    Query i of row b sees the text from first[b, i, 0] to first[b, i, 1]: itself, or for a mask its anchor. A mask also
+    sees the masks before it that have its anchor. text: the number of positions before the masks. window: of the
+    layers. Blocks of masks also say where their text ends, and the first mask seen.
     """
 
-    last: Tensor
     text: int
     window: int | None
 
-    def block(self, begin: int, end: int, start: int) -> Tensor:
-        keys, queries = (torch.arange(*ends, device=self.first.device) for ends in ((start, end), (begin, end)))
-        first, last = self.first[:, begin:end, None], self.last[:, begin:end, None]
-        own = (keys >= self.text) & (keys <= queries[:, None]) & (self.last[:, None, start:end] == last)
+    def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
+        places, (stop, mates) = torch.arange(end, device=self.first.device), more or (end, end)
+        keys, queries = torch.cat([places[start:stop], places[mates:]]), places[begin:, None]
+        first, last = self.first[:, begin:end, :, None].unbind(2)
+        own = (keys >= self.text) & (keys <= queries) & (self.first[:, None, keys, 1] == last)
         if self.window is not None:
-            own &= keys > queries[:, None] - self.window
+            own &= keys > queries - self.window
         return ((keys < self.text) & (keys >= first) & (keys <= last) | own)[:, None]
 
 
@@ -56,6 +57,14 @@ class Parallel:
     def predictions(self) -> float:
         """The predictions of each supervised token in expectation, those near a document's start aside."""
         return sum(self.keep**depth for depth in range(self.tokens))
+
+    def _blocks(self, text: int, begun: Tensor, anchors: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Blocks of the masks [B, M] after `text` positions; begun: the first position that each sees."""
+        size = Band.BLOCK // (4 if begun.device.type == "cpu" else 1)
+        first, last = (x.tolist() for x in (begun.amin(0), anchors.amax(0)))
+        parts = [(part, min(part + size, len(last))) for part in range(0, len(last), size)]
+        return tuple((text + part, text + end, min(first[part:end]), max(last[part:end]) + 1,
+                      text + max(0, part - self.tokens + 2)) for part, end in parts)  # fmt: skip
 
     def predict(
         self, step: int, stack: LayerStack, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor
@@ -78,11 +87,12 @@ class Parallel:
         of, last = torch.cat([places, anchors + depth], 1), torch.cat([places, anchors], 1)
         masks = {}
         for window in set(stack.windows):
-            first = packed_band(documents).first.gather(1, last)
-            first = first if window is None else torch.maximum(first, of - (window - 1))
-            starts = [part.flip(1).cummin(1).values.flip(1).amin(0) for part in (first[:, :length], first[:, length:])]
-            blocks = Band.cut([0, length, first.shape[1]], torch.cat(starts).tolist())
-            masks[window] = DraftBand(first, (blocks,), last=last, text=length, window=window)
+            text, begun = packed_band(documents, window), packed_band(documents).first.gather(1, anchors)
+            begun = begun if window is None else torch.maximum(begun, anchors + depth - (window - 1))
+            each = zip(text.blocks, *(x.tensor_split(len(text.blocks)) for x in (begun, anchors)), strict=True)
+            blocks = tuple(known + self._blocks(length, *group) for known, *group in each)
+            seen = torch.stack([torch.cat([text.first, begun], 1), last], -1)
+            masks[window] = DraftBand(seen, blocks, text=length, window=window)
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
         where = torch.cat([positions, positions.gather(1, anchors) + depth], 1)
         wanted = labels.gather(1, of)
