@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -146,27 +147,22 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
             _, end, start, *more = place
             stop, mates = more or (end, end)
             seen = [(0, band.front), *((band.front + a, band.front + b) for a, b in ((start, stop), (mates, end)))]
-            keys, values = (_joined(x, seen) for x in pieces)
-            run: Callable[..., Tensor] = attend
-            learns = torch.is_grad_enabled() and any(x.requires_grad for x in (queries, keys, values))
-            if learns and keys.shape[2] > band.BLOCK:
+            states, run = (queries, *(_joined(x, seen) for x in pieces)), attend
+            long = states[1].shape[2] > band.BLOCK
+            if long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
                 run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-            parts.append(run(own, place, queries, keys, values))
+            parts.append(run(own, place, *states))
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows)
 
 
 def _joined(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The positions in `ranges` of x [B, H, K, D], which is given in pieces."""
-    parts = []
-    for start, stop in ranges:
-        begin = 0
-        for piece in pieces:
-            size, begin = piece.shape[2], begin + piece.shape[2]
-            own = slice(max(0, start - begin + size), max(0, min(size, stop - begin + size)))
-            if own.start < own.stop:
-                parts.append(piece if own == slice(0, size) else piece[:, :, own])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    begun = [(piece, end - piece.shape[2], end) for piece, end in
+             zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # fmt: skip
+    parts = [piece[:, :, max(0, start - begin) : stop - begin]
+             for start, stop in ranges for piece, begin, end in begun if begin < stop and start < end]  # fmt: skip
+    return torch.cat(parts, 2)
 
 
 def _by_products(
