@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from safetensors.torch import load, save
@@ -72,7 +71,8 @@ def load_calibration(
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
     if target is not None:
         made_on = meta.get("target")
-        if not _is_identity(made_on):
+        parts = ("config", "tensors")
+        if not isinstance(made_on, dict) or not all(isinstance(made_on.get(part), dict) for part in parts):
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
         if wrong := model_differences(made_on, target):
             found = f"its calibration head is of another target: {'; '.join(wrong)}"
@@ -81,8 +81,3 @@ def load_calibration(
     head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
     head.load_state_dict(weights)
     return head.to(device).requires_grad_(False)
-
-
-def _is_identity(value: object) -> TypeGuard[dict[str, object]]:
-    """Whether `value`, from JSON, has the form of a `model_identity`."""
-    return isinstance(value, dict) and all(isinstance(value.get(part), dict) for part in ("config", "tensors"))

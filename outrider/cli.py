@@ -101,11 +101,9 @@ def find(typed: str) -> Command:
 def usage(name: str = "") -> list[str]:
     """The usual command lines of the command `name`, or those for beginners, from usage.txt."""
     first, _, others = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
-    return (
-        [line for line in others.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
-        if name
-        else first.splitlines()
-    )
+    if not name:
+        return first.splitlines()
+    return [line for line in others.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
 
 
 def overview() -> str:

@@ -244,14 +244,10 @@ def render_answers(
                 f"{i + 1} is rendered differently once the conversation goes on, so training would not see "
                 f"what decoding sees; {_other_template(TEMPLATE)}"
             )
-        spans.append((len(prompt), _end_of_turn(through, len(prompt), special)))
+        answer = through[len(prompt) :]
+        trimmed = answer.rstrip()  # line breaks after an end-of-turn token are never generated
+        spans.append((len(prompt), len(prompt) + len(trimmed if trimmed.endswith(special) else answer)))
     return text, spans
-
-
-def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
-    """The end of the turn text[start:], without line breaks after its end-of-turn token, which are never generated."""
-    trimmed = text[start:].rstrip()
-    return start + len(trimmed) if trimmed.endswith(special) else len(text)
 
 
 def apply_template(

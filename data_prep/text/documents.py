@@ -135,7 +135,11 @@ def _tokenised(
     for i, (_, spans) in enumerate(rendered):
         ids = encoded[i][:, 0]
         if spans is None:
-            ids = _with_ends(ids, tokenizer, bos, eos=not records[i].get("truncated"))
+            end = None if records[i].get("truncated") else tokenizer.eos_token_id
+            if bos and ids[:1].tolist() != [tokenizer.bos_token_id]:
+                ids = np.r_[tokenizer.bos_token_id, ids]
+            if end is not None and ids[-1:].tolist() != [end]:
+                ids = np.r_[ids, end]
             documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
         else:
             supervised = _inside(encoded[i][:, 1:], spans)
@@ -144,14 +148,6 @@ def _tokenised(
                 ids, supervised = np.r_[tokenizer.bos_token_id, ids], np.r_[False, supervised]
             documents.append(Document(ids, supervised, whole=True))
     return documents
-
-
-def _with_ends(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, bos: bool, eos: bool) -> np.ndarray:
-    if bos and ids[:1].tolist() != [tokenizer.bos_token_id]:
-        ids = np.r_[tokenizer.bos_token_id, ids]
-    if eos and tokenizer.eos_token_id is not None and ids[-1:].tolist() != [tokenizer.eos_token_id]:
-        ids = np.r_[ids, tokenizer.eos_token_id]
-    return ids
 
 
 def _inside(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:

@@ -62,19 +62,15 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
     (see `_one_of_each_kind`), and the whole coarsely. name: the model's option and value, for the message.
     largest: bytes of a whole copy. few: vocabulary size of a copy of some layers.
     """
+    floats = sum(parameter.numel() for parameter in model.parameters())
+    codes = sum(buffer.nbytes for buffer in model.buffers())  # of an int8 model: they are not converted
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         _prove_layers(model, name, EXACT)
-    elif _copied_bytes(model) <= largest:
+    elif 4 * floats + codes <= largest:
         _prove_layers(copy.deepcopy(model).float(), name, EXACT)
     else:
         _prove_layers(model, name, ROUNDED)
         _prove_layers(_one_of_each_kind(model, few), name, EXACT)
-
-
-def _copied_bytes(model: PreTrainedModel) -> int:
-    """The bytes of a float32 copy; the codes of an int8 model are buffers, and are not converted."""
-    floats = 4 * sum(parameter.numel() for parameter in model.parameters())
-    return floats + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:

@@ -103,8 +103,10 @@ class Generator:
         texts = [_Continuation(self, numbers) for numbers in draws]
         device, rows, longest = forward.model.device, [*texts], max(map(len, draws))
         uniform = torch.nn.utils.rnn.pad_sequence([*draws], batch_first=True).to(device)
-        ids, mask = (part.to(device) for part in left_pad(prompts))
-        batch, logits = begin_batch(forward, ids, mask, longest)
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        mask = [torch.ones_like(own) for own in ids]  # padding is id 0 under mask 0
+        batch, logits = begin_batch(forward, pad(ids).to(device), pad(mask).to(device), longest)
         for step in counted(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
             tokens, top = self.choose(logits, uniform[:, step], step), self.top_of(logits)
             for row, (text, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
@@ -172,13 +174,6 @@ class _Continuation(TokenSelector):
         parts = [torch.cat(part) for part in zip(*self._top, strict=True)]
         ended = self.tokens[-1] in self._generator.eos
         return Answer(tuple(self.tokens), ended, TopK(torch.tensor(self.tokens), *parts) if parts else None)
-
-
-def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """(ids, mask), int64 [B, longest] each: every prompt ends in the last column; padding is id 0 under mask 0."""
-    ids = [torch.tensor(prompt) for prompt in prompts]
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    return pad(ids), pad([torch.ones_like(own) for own in ids])
 
 
 def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -170,7 +170,9 @@ def generate(
     if state.is_main_process:
         summary = {**todo.counts, **summarise(folder)}
         write_json(folder / SUMMARY_FILE, summary)
-        print(f"responses out_dir={folder} {_words(summary)} tokens_per_second_a_process={rate:.0f}", flush=True)
+        flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
+        words = " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))
+        print(f"responses out_dir={folder} {words} tokens_per_second_a_process={rate:.0f}", flush=True)
         if summary["skipped"]:
             print(f"skipped prompts are listed in {folder}/skipped-*.jsonl", flush=True)
     state.wait_for_everyone()
@@ -282,8 +284,3 @@ def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype,
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
         **({"heldout_by": HELDOUT_BY} if config.data.heldout_fraction else {}),
     }
-
-
-def _words(summary: Facts) -> str:
-    flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
-    return " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))

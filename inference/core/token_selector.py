@@ -97,10 +97,6 @@ class TokenSelector:
         assert self.sampler is not None
         return self.sampler.probabilities(logits, contexts)
 
-    def draft_probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
-        """`probabilities` for a drafter's logits; rows of NaN become uniform, so that tokens can be drawn."""
-        return self.probabilities(logits, contexts).nan_to_num_(1 / logits.shape[-1])
-
     def _scores(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
         return logits if self.sampler is None else self.sampler.scores(logits, contexts)
 

@@ -5,6 +5,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Generic, TypeVar, Unpack, cast
 
 import torch
@@ -46,8 +47,8 @@ def bare(model: Model | Calibrated[Model]) -> Model:
 
 def head_identity(source: str, where: str | None) -> str | None:
     """A short hash of the metadata of the calibration head of the drafter in `where`; None without a head."""
-    folder = None if where is None else KINDS[source].head_folder(where)
-    described = None if folder is None else folder / META_FILE
+    name = KINDS[source].calibration
+    described = None if where is None or name is None else Path(where) / name / META_FILE
     if described is None or not described.is_file():
         return None
     return hashlib.sha256(described.read_bytes()).hexdigest()[:16]
@@ -219,4 +220,5 @@ class TimedModel:
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None
-        return self._selector.draft_probabilities(logits, contexts)
+        found = self._selector.probabilities(logits, contexts)
+        return found.nan_to_num_(1 / logits.shape[-1])  # rows of NaN become uniform, so that tokens can be drawn

@@ -184,7 +184,9 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     """
     fuse_layers(model)
     if isinstance(model, LayerStack) and model.draft_vocabulary is not None and isinstance(model.head, nn.Linear):
-        model.head = first_outputs(model.head, len(model.draft_vocabulary.tokens))  # the last output is never proposed
+        weight, bias = model.head.weight.detach(), model.head.bias
+        count = len(model.draft_vocabulary.tokens)  # the last output is never proposed
+        model.head = frozen_linear(weight[:count], None if bias is None else bias.detach()[:count])
     together = run_at_once(model)
     if device.type != "cpu":
         return
@@ -226,9 +228,3 @@ def _bind(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FusedLayer):
             module.bind()
-
-
-def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
-    """A layer of the first `count` outputs of `linear`, whose weights are views of `linear`'s."""
-    bias = None if linear.bias is None else linear.bias.detach()[:count]
-    return frozen_linear(linear.weight.detach()[:count], bias)

@@ -200,13 +200,10 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
 
 def _answered(record: object, where: str) -> tuple[str, tuple[str, ...]]:
     match record:
-        case {"question_id": question, "choices": [{"turns": [*turns]}, *_]} if all(map(_is_answer, turns)):
-            return str(question), tuple(turns)
+        case {"question_id": question, "choices": [{"turns": [*turns]}, *_]}:
+            if all(isinstance(turn, str) and is_text(turn) for turn in turns):
+                return str(question), tuple(turns)
     raise UserError(f"{where}: not an answer record: expected question_id and choices, the first with turns of text")
-
-
-def _is_answer(turn: object) -> bool:
-    return isinstance(turn, str) and is_text(turn)
 
 
 def recordings(

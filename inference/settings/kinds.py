@@ -188,10 +188,6 @@ class Kind:
     layers: bool = False
     own_sessions: bool = False
 
-    def head_folder(self, where: str) -> Path | None:
-        """The folder of a calibration head for the model in `where`; None: the kind has none."""
-        return None if self.calibration is None else Path(where) / self.calibration
-
     def load_plugin(self) -> "Plugin":
         """Its `DrafterPlugin`."""
         module, _, name = self.plugin.partition(":")

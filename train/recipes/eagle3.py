@@ -36,7 +36,6 @@ from outrider.train.parts.drafter import frozen_dtype, parameters_of, pick_token
 from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, MovedNorms, batches_of
 from outrider.train.parts.target_states import RowsInTurn, with_states
 from outrider.train.settings.drafters import Eagle3Config
-from outrider.train.settings.fit import FitConfig
 from outrider.train.students.eagle3 import HeadOnTarget, head_plan, judge_steps, reading_of, supervised
 
 FEATURES = "features"  # in out_dir, while a training with features=auto runs
@@ -89,7 +88,9 @@ def prepare(
         kept = config.features, config.features_dtype
         taught = with_states(rows, lambda: build().states_of, item, *kept, made_by, state)
     student = build()
-    if config.features == "auto" and reads_again(config.fit, len(rows), state):
+    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
+    whole = state.num_processes == 1 and not sharded  # one process that has all parameters of the target
+    if config.features == "auto" and whole and config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows):
         taught = RowsInTurn(rows, student.states_of, item, Path(config.out_dir) / FEATURES, dtype, made_by)
     trained, frozen = parameters_of(student)
     say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
@@ -111,12 +112,6 @@ def prepare(
         saved_whole=student.head,
         minutes=config.minutes,
     )
-
-
-def reads_again(fit: FitConfig, rows: int, state: PartialState) -> bool:
-    """Whether a training reads a row twice, in one process that has all parameters of the target."""
-    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
-    return state.num_processes == 1 and not sharded and fit.total_steps(rows) * fit.batch_rows > rows
 
 
 class Eagle3Student(HeadOnTarget):

@@ -112,7 +112,9 @@ class HeadOnTarget(nn.Module):
             run = partial(self._step, cache, step, mask, positions)
             if self.recomputed and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-            features = run(self._embedded(tokens), features)
+            # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
+            embedding = (head.embed_tokens or self.stack.embed_tokens).weight
+            features = run(F.embedding(tokens, embedding), features)
             found.append(features.flatten(0, 1)[(kept - 1 - step).clamp(min=0)])
         return torch.stack(found, 1)
 
@@ -122,11 +124,6 @@ class HeadOnTarget(nn.Module):
         cache.now = step
         masks = dict.fromkeys(self.head.windows, mask)
         return self.head.run(embedding, features, masks, self.head.rotary(positions + step), cache)
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """Like `Eagle3.embed`, but reads weights from their own module, as launchers that shard weights expect."""
-        own = self.head.embed_tokens
-        return F.embedding(tokens, self.stack.embed_tokens.weight if own is None else own.weight)
 
     def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
         """bool [n, steps]: whether a step's prediction for kept[i] lies in its document, whose positions begin at 0."""
