@@ -168,7 +168,7 @@ def generate(
         rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()
     if state.is_main_process:
-        summary = {**todo.counts, **summarise(folder)}
+        summary: Facts = {**todo.counts, **summarise(folder)}
         write_json(folder / SUMMARY_FILE, summary)
         flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
         words = " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))
