@@ -44,15 +44,7 @@ from outrider.train.settings.drafters import EesdConfig
 from outrider.train.settings.fit import FitConfig
 from tests.eagle3_runs import require_same_texts
 from tests.known_targets import tokens_of
-from tests.tiny import (
-    ARCHITECTURES,
-    LAYERS,
-    STRUCTURES,
-    method_of,
-    random_prompt,
-    reference_generate,
-    save_target,
-)
+from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, method_of, random_prompt, reference_generate, save_target
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

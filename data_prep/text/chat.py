@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+from weakref import WeakKeyDictionary
 
 from outrider.base.errors import UserError, reason, require_choice, warn
 from outrider.base.files import read_mapping
@@ -31,6 +32,7 @@ _BYTE = re.compile("<0x..>")  # part of a character, decoded together with the b
 _SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # a text that contains every pattern of the clean-up
 _CLEANED = " .?!,'ntmsver"  # all characters of these patterns: text can be split at any other character
 _LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_is_local`
+_KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] = WeakKeyDictionary()  # see `_alone`
 MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
 
@@ -330,25 +332,24 @@ class StreamedText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
         self._tokenizer, self._ends, self.tokens = tokenizer, ends, list[int]()
+        self._local, self._known = _is_local(tokenizer), _KNOWN.setdefault(tokenizer, {})
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
         plain, shown = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
         unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(plain) == plain
         self._cleans = shown != plain or unsure  # unsure: no tokens give the text `_SPACED`
-        self._local = _is_local(tokenizer)
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
-        self._closed = 0  # number of tokens up to the last one that is not `_is_open`
+        self._closed = 0  # number of tokens up to the last one whose text no later token changes
         self._seen, self._waiting = 0, ""  # characters since `before` that were processed; the held-back ones
 
     def add(self, tokens: Iterable[int]) -> str:
         """The piece that becomes certain with these tokens; it may be empty."""
         for token in tokens:
             self.tokens.append(token)
-            self._closed = self._closed if self._is_open(token) else len(self.tokens)
+            self._closed = self._closed if token in self._ends or self._alone(token)[1] else len(self.tokens)
         if (end := self._closed) > self._end:
             text = self._decoded(self.tokens[self._before : end])
             self._see(text.rstrip("\ufffd"))
-            own = self._decoded(self.tokens[self._end : end]) if self._local and not text.endswith("\ufffd") else ""
-            if own:
+            if self._local and not text.endswith("\ufffd") and (own := self._decoded(self.tokens[self._end : end])):
                 self._before, self._end, self._seen = self._end, end, len(own)
         return self._cleaned(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))
 
@@ -367,12 +368,16 @@ class StreamedText:
         piece, self._waiting = self._waiting[:size], self._waiting[size:]
         return self._tokenizer.clean_up_tokenization(piece) if self._cleans else piece
 
-    def _is_open(self, token: int) -> bool:
-        """Whether the token may be a part of an incomplete character, or is not shown."""
-        shown = token not in self._ends and self._decoded([token])
-        return not shown or bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
+    def _alone(self, token: int) -> tuple[str, bool]:
+        """The token's own text, and whether it may be a part of an incomplete character, or is not shown."""
+        if token not in self._known:
+            text, name = self._decoded([token]), str(self._tokenizer.convert_ids_to_tokens(token))
+            self._known[token] = text, not text or bool(_BYTE.fullmatch(name))
+        return self._known[token]
 
     def _decoded(self, tokens: list[int]) -> str:
+        if len(tokens) == 1 and tokens[0] in self._known:
+            return self._known[tokens[0]][0]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

@@ -34,14 +34,7 @@ from outrider.inference.batch.directory import (
 from outrider.inference.batch.responder import Responder, context_length
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import (
-    Task,
-    Todo,
-    describe_first,
-    describe_texts,
-    ending,
-    read_tasks,
-)
+from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_texts, ending, read_tasks
 from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.loading.memory_plan import (

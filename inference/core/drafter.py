@@ -28,7 +28,7 @@ class Sizes(Protocol):
     totals: Counter[str]
 
     def search_size(self) -> int:
-        """The number of nodes to search for in this round."""
+        """The number of nodes to search for in this round; 0: none, as none would be submitted."""
         ...
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
@@ -86,7 +86,7 @@ class Drafter(ABC):
     @property
     def totals(self) -> Mapping[str, float]:
         """Sums over rounds, for the report (see `Structure.totals`)."""
-        return {}
+        return {} if self.sizes is None else self.sizes.totals
 
     @abstractmethod
     def begin(self, session: Session, selector: "TokenSelector", watch: Stopwatch) -> None:

@@ -132,7 +132,8 @@ class Allowance:
     draft; a useful one drafts in almost every round.
 
     costs: of a text alone. loss: the share of plain decoding's rate that may be lost. N tokens lose at most
-    (MEMORY + N) · loss tokens and one draft. sharing: of the texts that share this allowance.
+    (MEMORY + N) · loss tokens and one draft. sharing: of the texts that share this allowance. trials: the numbers of
+    trials and of right ones by index (see `Tuning`), of all these texts.
     """
 
     def __init__(self, costs: Costs, loss: float = LOSS, sharing: Sharing = lambda: (1, 0)):
@@ -140,6 +141,7 @@ class Allowance:
         self._emitted = self._spent = float(MEMORY)
         self._credit = 1.0  # tokens that trials may lose: at first those of one, as texts differ from the measured one
         self._gain, self._round, self._open = 0.0, -1, True  # of all texts
+        self.trials: tuple[list[float], list[float]] = ([], [])
 
     @property
     def costs(self) -> Costs:

@@ -16,6 +16,7 @@ from outrider.inference.sizing.costs import LOSS
 from outrider.inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
 _TRIAL = 2  # nodes at most of a draft that is not expected to pay
+PATIENCE = 4  # rounds without a draft after which only one of so many begins with a search
 SEARCH_SIZES = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
 _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q except the last
 
@@ -24,6 +25,7 @@ class BestNodes:
     """nodes=auto: the count with the most tokens per second, from measured costs and observed acceptance.
 
     own, neighbour: see `Evidence`; loss: see `Allowance`, which also decides when a draft that does not pay is tried.
+    A search takes time that texts do not share. So beside others a text whose last drafts did not pay searches seldom.
     """
 
     most = MOST_NODES
@@ -31,21 +33,24 @@ class BestNodes:
     def __init__(self, tuning: Tuning, *, own: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = LOSS):
         self._tuning, self._allowance = tuning, tuning.allowance(loss)
         self._evidence = Evidence(BANDS, tuning, own=own, neighbour=neighbour, start=1.0)
-        self._trust = np.array(self._evidence.shares())
         self._worths = np.empty(MOST_NODES)
-        self._chosen = 0
+        self._chosen = self._idle = 0  # _idle: rounds since a draft
         self.totals: Counter[str] = Counter()
 
     def search_size(self) -> int:
-        """The smallest search that finds more nodes than the last choice, to limit wasted work."""
+        """The smallest search that finds more nodes than the last choice, to limit wasted work; 0: there is none."""
+        self._idle = 0 if self._chosen else self._idle + 1
+        beside = self._tuning.now is not self._tuning.costs
+        if self._allowance.spent() or (beside and self._idle > PATIENCE and self._idle % PATIENCE):
+            return 0
         return next((size for size in SEARCH_SIZES if size > self._chosen), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         """See `Sizes`."""
         chosen, most = 0, min(_TRIAL, len(parents))
         if most and not self._allowance.spent():
-            seconds = self._tuning.now.of_nodes
-            chosen = int(best_nodes(parents, probs, self._trust, seconds, self._worths))
+            seconds, trust = self._tuning.now.of_nodes, np.array(self._evidence.shares())
+            chosen = int(best_nodes(parents, probs, trust, seconds, self._worths))
             loss = seconds[most] / seconds[0] - 1.0 - self._worths[:most].sum()
             chosen = chosen or most * self._allowance.tries(float(loss))
         self._chosen = chosen
@@ -56,8 +61,7 @@ class BestNodes:
         """See `Sizes`."""
         nodes = len(parents)
         self._allowance.observe([nodes] * (nodes > 0), nodes, len(accepted) + 1)
-        self._evidence.add(trials_of(parents, probs, accepted))
-        self._trust = np.array(self._evidence.shares())
+        self._evidence.add(trials_of(parents, probs, accepted) if nodes else iter(()))
 
 
 def trials_of(parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> Trials:

@@ -56,8 +56,9 @@ class Tuning:
         return self.costs if self.shared is None else self.shared().costs
 
     def of_all(self, sharing: Sharing) -> "Tuning":
-        """For texts that share passes: one allowance for all of them, and costs by their number."""
+        """For texts that share passes: one allowance and one prior for all of them, and costs by their number."""
         allowance = Allowance(self.costs, TRIALS, sharing)
+        allowance.trials = [*self.tried], [*self.right]
         return replace(self, shared=lambda: allowance)
 
     def allowance(self, loss: float = LOSS) -> Allowance:
@@ -70,7 +71,7 @@ class Evidence:
 
     The estimate of an index weighs its own trials, `own` trials at the prior's share, and `neighbour` trials at `fade`
     times the previous index's estimate: an untried index follows the last tried one. start: the share of the first
-    index without a prior.
+    index without a prior. Texts that share passes share the prior, which learns from each of them.
     """
 
     def __init__(
@@ -84,36 +85,34 @@ class Evidence:
         start: float = 0.5,
     ):
         self.tried, self.right = [0.0] * count, [0.0] * count
-        self._own, self._neighbour, self._fade = [own] * count, neighbour, fade
-        tried, right = ([*values, *self.tried][:count] for values in (tuning.tried, tuning.right))
-        self._prior = _smooth(tried, right, [start] * count, [1.0] + [0.0] * (count - 1), neighbour, fade)
+        self._own, self._neighbour, self._fade, self._start = [own] * count, neighbour, fade, [start] * count
+        self._shared = tuning.shared is not None
+        self._all = tuning.shared().trials if tuning.shared is not None else ([*tuning.tried], [*tuning.right])
+        for counts in self._all:
+            counts += [0.0] * (count - len(counts))
 
     def add(self, trials: Trials) -> None:
         """Add the trials of one round."""
-        for counts in (self.tried, self.right):
-            counts[:] = [KEEP * count for count in counts]
-        for index, tried, right in trials:
-            self.tried[index] += tried
-            self.right[index] += right
+        found = [*trials]
+        for tried, right in [(self.tried, self.right), *([self._all] if found and self._shared else ())]:
+            tried[:], right[:] = [KEEP * count for count in tried], [KEEP * count for count in right]
+            for index, number, hits in found:
+                tried[index] += number
+                right[index] += hits
 
     def shares(self) -> list[float]:
         """The estimate for every index."""
-        return _smooth(self.tried, self.right, self._prior, self._own, self._neighbour, self._fade)
+        prior = self._smooth(*self._all, self._start, [1.0] + [0.0] * (len(self._start) - 1))
+        return self._smooth(self.tried, self.right, prior, self._own)
 
-
-def _smooth(
-    tried: Sequence[float],
-    right: Sequence[float],
-    prior: Sequence[float],
-    own: Sequence[float],
-    neighbour: float,
-    fade: float,
-) -> list[float]:
-    found: list[float] = []
-    for trials, hits, base, weight in zip(tried, right, prior, own, strict=True):
-        near, before = (neighbour, fade * found[-1]) if found else (0.0, 0.0)
-        found.append((hits + weight * base + near * before) / (trials + weight + near))
-    return found
+    def _smooth(
+        self, tried: Sequence[float], right: Sequence[float], prior: Sequence[float], own: Sequence[float]
+    ) -> list[float]:
+        found: list[float] = []
+        for trials, hits, base, weight in zip(tried, right, prior, own, strict=False):
+            near, before = (self._neighbour, self._fade * found[-1]) if found else (0.0, 0.0)
+            found.append((hits + weight * base + near * before) / (trials + weight + near))
+        return found
 
 
 # --- chains ----------------------------------------------------------------------------------------------------------

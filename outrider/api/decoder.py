@@ -323,18 +323,14 @@ class Decoder:
             selector = ScoringSelector(sampler, chance, self.method.verification, top=logprobs)
         if speculate:
             self._tune(ids, sampling)
-            decode: Callable[..., Iterator[Round]] = functools.partial(self._draft, streams, sampled)
+            drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
+            decode: Callable[..., Iterator[Round]] = functools.partial(speculative, self.stack, drafter)
         else:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
         rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=batch)
         rounds = until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
-
-    def _draft(self, streams: Streams, sampled: bool, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
-        """`speculative` with a new drafter."""
-        drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
-        yield from speculative(self.stack, drafter, prompt, **options)
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt."""

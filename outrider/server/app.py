@@ -142,17 +142,20 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _events(reply: Reply, answers: Answers) -> AsyncIterator[str]:
-    """The answer as server-sent events. An error is one too, as the status has been sent."""
+    """The answer as server-sent events, all that are there at once. An error is one too: the status has been sent."""
+    said = ""
     try:
         async for index, piece in answers.read():
-            reply.take(index, piece)
             if chunk := reply.chunk(index, piece):
-                yield f"data: {json.dumps(chunk)}\n\n"
+                said += f"data: {json.dumps(chunk)}\n\n"
+            if said and not answers.events:
+                yield said
+                said = ""
         if counts := reply.counts():
-            yield f"data: {json.dumps(counts)}\n\n"
-        yield "data: [DONE]\n\n"
+            said += f"data: {json.dumps(counts)}\n\n"
+        yield f"{said}data: [DONE]\n\n"
     except UserError as error:
-        yield f"data: {json.dumps(refusal(error)[1])}\n\n"
+        yield f"{said}data: {json.dumps(refusal(error)[1])}\n\n"
     finally:
         answers.cancel()
 

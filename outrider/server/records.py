@@ -184,7 +184,8 @@ class Reply:
         self._pieces[index].append(piece)
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
-        """The record of a piece in a stream; None if it is empty."""
+        """The record of a piece that has come in a stream; None if it is empty."""
+        self.take(index, piece)
         if not (piece.text or piece.reason or piece.scores or (piece.tokens and self._request.return_token_ids)):
             return None
         role = {} if index in self._begun else {"role": "assistant"}

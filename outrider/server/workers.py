@@ -6,7 +6,7 @@ another. Whether the model computes the rounds of several threads in turn or in 
 
 import asyncio
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -68,20 +68,23 @@ class RefusedError(UserError):
 
 
 class Answers:
-    """The `count` texts of one request, for one reader in the event loop that submitted it."""
+    """The `count` texts of one request, for one reader in the event loop that submitted it. events: not yet read."""
 
     def __init__(self, count: int, seconds: float):
         """seconds: after which the reader is told that they are late."""
         self._loop, self._left, self._seconds = asyncio.get_running_loop(), count, seconds
-        self._deadline, self._events = self._loop.time() + seconds, asyncio.Queue[Event]()
+        self._deadline, self.events = self._loop.time() + seconds, deque[Event]()
+        self._come = asyncio.Event()
         self.futures: list[Future[None]] = []
         self.cancelled = False
         self.watch: asyncio.Task[None] | None = None  # cancels them; held here, as the loop holds no task
 
     def put(self, event: Event) -> None:
         """Hand over an event. Any thread may call it."""
-        with suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        self.events.append(event)
+        if not self._come.is_set():  # else the reader has yet to take what is there
+            with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._come.set)
 
     def cancel(self) -> None:
         """Cancel the texts: running ones after their current round, the others at once. Any thread may call it."""
@@ -94,10 +97,13 @@ class Answers:
         """The pieces of all texts as they come. Raises the error of a text, and `RefusedError` if no more come."""
         while self._left:
             try:
-                event = await asyncio.wait_for(self._events.get(), self._deadline - self._loop.time())
+                while not self.events:
+                    async with asyncio.timeout_at(self._deadline):
+                        await self._come.wait()
+                    self._come.clear()
             except TimeoutError:
                 raise RefusedError(f"no whole answer within timeout={self._seconds} s", status=504) from None
-            if event is None:
+            if (event := self.events.popleft()) is None:
                 raise RefusedError("given up: the client left, or the server ends", status=503)
             index, piece = event
             if isinstance(piece, UserError):

@@ -1,5 +1,6 @@
 """outrider serve: its answers are the model's, whatever clients do; asked by OpenAI's own client and over HTTP."""
 
+import asyncio
 import json
 import os
 import re
@@ -32,7 +33,8 @@ from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import GREEDY
 from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app
-from outrider.server.workers import Job, until, write
+from outrider.server.records import ChatRequest, Reply
+from outrider.server.workers import Answers, Job, Piece, until, write
 from tests.inference.evaluate.test_page import Page
 from tests.tiny import save_target
 
@@ -144,11 +146,8 @@ def test_an_answer_is_the_models_whole_and_in_pieces(client: Any, model: Any, sa
     assert stream[-1].usage == ask(client, **sampled).usage
     completed = client.completions.create(model="tiny", prompt=["def f(", "a"], max_tokens=16, **sampled)
     assert [one.text for one in completed.choices] == [said(model, prompt, **sampled) for prompt in ("def f(", "a")]
-    own = said(model, model.ids("def f("), **sampled)
-    assert (
-        client.completions.create(model="tiny", prompt=model.ids("def f("), max_tokens=16, **sampled).choices[0].text
-        == own
-    )
+    answer = client.completions.create(model="tiny", prompt=model.ids("def f("), max_tokens=16, **sampled)
+    assert answer.choices[0].text == said(model, model.ids("def f("), **sampled)
 
 
 def test_the_usage_counts_tokens_and_those_drafted(client: Any, model: Any) -> None:
@@ -223,6 +222,24 @@ def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
     assert until("abca", ("cab",)) == ("ab", "ca", False)
 
 
+@pytest.mark.parametrize("end", [(1, Piece("", reason="stop")), (1, UserError("late")), None])
+def test_pieces_that_are_there_are_sent_together(model: Any, end: Any) -> None:
+    """And all of them, whatever ends the answer."""
+    job = Job((1,), GREEDY, 9, (), 0, True, None)
+
+    async def written() -> list[str]:
+        answers, reply = Answers(2, 9.0), Reply(ChatRequest(messages=[]), [job, job], "tiny", model.tokenizer)
+        for event in ((0, Piece("a", (5,))), (1, Piece("b", (6,))), (0, Piece("c", reason="stop")), end):
+            answers.put(event)
+        return [one async for one in app._events(reply, answers)]
+
+    first, *rest = asyncio.run(written())
+    events = [json.loads(line[6:]) for line in first.split("\n\n")[:-1]]
+    assert [one["choices"][0]["delta"]["content"] for one in events[:3]] == ["a", "b", "c"]
+    assert rest == ["data: [DONE]\n\n"] * ("choices" in events[3])
+    assert len(events) == 4
+
+
 def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:
     asked = {"max_tokens": 12, "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
     transformers = AutoModelForCausalLM.from_pretrained(model.setup.target.source).requires_grad_(False)
@@ -236,9 +253,8 @@ def test_log_probabilities_are_the_targets_before_temperature(client: Any, model
             assert top.keys() == best | {f"token_id:{token}"}
     talked = ask(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
     assert [entry.logprob for entry in talked] == [entry.top_logprobs[0].logprob for entry in talked]  # greedy
-    streamed = [
-        entry for chunk in ask(client, logprobs=True, stream=True) for entry in chunk.choices[0].logprobs.content
-    ]
+    stream = ask(client, logprobs=True, stream=True)
+    streamed = [entry for chunk in stream for entry in chunk.choices[0].logprobs.content]
     assert [entry.logprob for entry in streamed] == [entry.logprob for entry in talked]
     assert text_of(ask(client, logprobs=True)) == said(model)
     plain = ask(client, logprobs=True, extra_body={"speculate": False}).choices[0].logprobs.content

@@ -1,6 +1,6 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -43,20 +43,14 @@ class PromptLookup(Drafter):
             # The accuracy of copies depends on the text, so evidence from other texts has little weight.
             self.sizes = BestNodes(tuning, own=OWN, neighbour=OWN, loss=_LOSS)
 
-    @property
-    def totals(self) -> Mapping[str, float]:
-        return {} if self.sizes is None else self.sizes.totals
-
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._text: list[int] = []
         self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → the start of its latest continuation
         self._append(session.tokens.tolist())
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
-        last = int(root)
-        self._note_end()  # the n-grams at the end of the text are followed by the root
-        found = self._submitted(last, min(limit, self.max_rows))
-        tokens = torch.tensor(found, dtype=torch.long, device=root.device)
+        found = self._submitted(int(root), min(limit, self.max_rows))
+        tokens = torch.tensor(found, dtype=torch.long, device=root.device) if found else root[:0]
         return DraftTree(tokens, chain_parents(0, len(found)), (-1,) * len(found))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -67,11 +61,11 @@ class PromptLookup(Drafter):
 
     def _submitted(self, last: int, most: int) -> list[int]:
         """The tokens to submit after the token `last`, at most `most`."""
-        found, size = self._found(last, most)
         if self.sizes is None:
-            return found
+            return self._found(last, most)[0]
         most = min(most, self.sizes.search_size())
-        found, self._paths = found[:most], _PATHS[min(size, len(_FIRST)) - 1][: min(len(found), most)]
+        found, size = self._found(last, most) if most else ([], 0)
+        self._paths = _PATHS[min(size, len(_FIRST)) - 1][: len(found)]
         if len(found) < most and not isinstance(self.sizes, BestNodes):  # the costs of lengths are being measured
             missing = most - len(found)
             self._paths = np.append(self._paths, _FILLING ** np.arange(1, missing + 1))
@@ -90,15 +84,11 @@ class PromptLookup(Drafter):
         return [], 0
 
     def _append(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._note_end()
+        """Add tokens, and index the n-grams that end with each, which the next token follows."""
+        for end, token in enumerate(tokens, start=len(self._text) + 1):
             self._text.append(token)
-
-    def _note_end(self) -> None:
-        """Index the n-grams at the end of the text, which the next token follows."""
-        end = len(self._text)
-        for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
-            self._followed_at[tuple(self._text[end - size :])] = end
+            for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
+                self._followed_at[tuple(self._text[end - size :])] = end
 
 
 class LookupPlugin(DrafterPlugin[None]):

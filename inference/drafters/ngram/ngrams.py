@@ -29,6 +29,7 @@ from outrider.inference.sizing.policy import Tuning
 
 _Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, continuations
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities if known
+_NOTHING: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
 
 class _OverText(Drafter):
@@ -42,11 +43,7 @@ class _OverText(Drafter):
         sizes = SEARCH_SIZES if config.nodes == AUTO else (number(config.nodes),)
         self._nodes = {size: new_nodes(size) for size in sizes}
         self.max_rows = sizes[-1]
-        self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
-
-    @property
-    def totals(self) -> Mapping[str, float]:
-        return {} if self.sizes is None else self.sizes.totals
+        self._draft = _NOTHING
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         prompt = session.tokens.tolist()
@@ -57,19 +54,17 @@ class _OverText(Drafter):
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
 
-    def read(self, root: int) -> None:
-        """Begin a round with `root`, the last token of the text; learn the text's new tokens."""
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._reserve(1)
-        self._ids[self._length] = root  # the session commits it at the end of this round
+        self._ids[self._length] = int(root)  # the session commits it at the end of this round
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
-
-    def draft(self, root: Tensor, limit: int) -> DraftTree:
-        self.read(int(root))
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
-        nodes = self._nodes[self.max_rows if self.sizes is None else self.sizes.search_size()]
-        tokens, parents, probs = self._search(self._ids, self._length + 1, limit, nodes)
+        size, found = self.max_rows if self.sizes is None else self.sizes.search_size(), _NOTHING
+        if size:
+            found = self._search(self._ids, self._learnt, limit, self._nodes[size])
+        tokens, parents, probs = found
         if self.sizes is not None:
             assert probs is not None
             count = self.sizes.count(parents, probs)

@@ -9,14 +9,7 @@ import psutil
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.data_prep.ngrams.token_shards import (
-    Passage,
-    Shards,
-    passages,
-    read_shard,
-    tokenise,
-    whole_documents,
-)
+from outrider.data_prep.ngrams.token_shards import Passage, Shards, passages, read_shard, tokenise, whole_documents
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
 
 ROOT = Path(__file__).parents[3]

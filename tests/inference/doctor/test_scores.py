@@ -5,16 +5,7 @@ import itertools
 import numpy as np
 import torch
 
-from outrider.inference.doctor.scores import (
-    BLOCK,
-    CHANCE,
-    FEWEST,
-    Recording,
-    Scores,
-    chance_of,
-    is_better,
-    score,
-)
+from outrider.inference.doctor.scores import BLOCK, CHANCE, FEWEST, Recording, Scores, chance_of, is_better, score
 
 
 def scores_of(agree: np.ndarray) -> Scores:

@@ -106,6 +106,16 @@ def test_evidence_forgets_slowly_and_fades_where_asked() -> None:
     assert evidence.shares()[1] == pytest.approx(evidence.shares()[0] / 2, abs=0.1)
 
 
+def test_texts_that_share_passes_share_what_they_learn() -> None:
+    """A text that has tried nothing expects what the others have seen; rounds without trials take nothing away."""
+    known = Tuning(costs(), (50.0,) * 3, (50.0,) * 3)
+    for tuning, expected in ((known, 1.0), (known.of_all(lambda: (2, 0)), 0.1), (known, 1.0)):
+        own, other = Evidence(3, tuning), Evidence(3, tuning)
+        for trials in 90 * [[(0, 1.0, 0.0)]] + 90 * [[]]:
+            own.add(iter(trials))
+        assert other.shares()[0] == pytest.approx(expected, abs=0.05)
+
+
 def test_trials_by_hand() -> None:
     assert list(trials_in_chain(4, 2)) == [(0, 1, True), (1, 1, True), (2, 1, False)]
     assert list(trials_in_chain(2, 2)) == [(0, 1, True), (1, 1, True)]
@@ -232,11 +242,8 @@ def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
 
 def test_sizes_follow_acceptance() -> None:
     """An OPT-Tree, a k-config tree and a chain, told of chains that were right or wrong throughout."""
-    sizes, widths, rule = (
-        TreeSizes(Tuning(costs()), None, None),
-        BestWidths(Tuning(costs())),
-        BestLength(Tuning(costs())),
-    )
+    tuning = Tuning(costs())
+    sizes, widths, rule = TreeSizes(tuning, None, None), BestWidths(tuning), BestLength(tuning)
     told = OptimalTree(torch.arange(4), (ROOT, 0, 1, 2), (-1,) * 4, steps=(0.9,) * 4)
     wide = OptimalTree(torch.arange(32), (ROOT, 0, 1, 2, *[ROOT] * 28), (-1,) * 32, steps=(0.9,) * 4 + (0.0,) * 28)
     drafted, depths, lengths = [], [], []
@@ -522,6 +529,14 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     for _ in range(40):
         shared.observe([], 0, 1)
     assert [shared.tries(0.3), shared.tries(0.3)] == [True, False]
+    for batch[0], searches in ((16, 4 + 4), (1, 20)):  # which take time that texts do not share
+        idle = BestNodes(Tuning(FULL, shared=lambda: shared))
+        assert sum(idle.search_size() > 0 for _ in range(20)) == searches
+    assert idle.count(*draft) == 15
+    batch[0] = 16
+    assert idle.search_size() > 15
     costs = replace(FULL, plain=1.5, own=(0.01, 0.25, 0.5)).of_one(4)
     assert (costs.step[1], costs.plain) == pytest.approx((0.0125, 0.75))
     assert [costs.verify[width] for width in (1, 4, 8)] == pytest.approx([0.4375, 0.4375, 0.6875])
+    shared.observe([1] * 999, 9, 1)
+    assert (shared.spent(), idle.search_size()) == (True, 0)
