@@ -222,22 +222,25 @@ def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
     assert until("abca", ("cab",)) == ("ab", "ca", False)
 
 
-@pytest.mark.parametrize("end", [(1, Piece("", reason="stop")), (1, UserError("late")), None])
-def test_pieces_that_are_there_are_sent_together(model: Any, end: Any) -> None:
+ENDS = [([(1, Piece("", reason="stop"))], 5, 2), ([(1, Piece("", reason="stop")), None], 5, 1),
+        ([(1, UserError("late"))], 4, 1), ([None], 4, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "events", "writes"), ENDS)
+def test_pieces_that_are_there_are_sent_together(model: Any, end: list[Any], events: int, writes: int) -> None:
     """And all of them, whatever ends the answer."""
     job = Job((1,), GREEDY, 9, (), 0, True, None)
 
     async def written() -> list[str]:
         answers, reply = Answers(2, 9.0), Reply(ChatRequest(messages=[]), [job, job], "tiny", model.tokenizer)
-        for event in ((0, Piece("a", (5,))), (1, Piece("b", (6,))), (0, Piece("c", reason="stop")), end):
+        for event in ((0, Piece("a", (5,))), (1, Piece("b", (6,))), (0, Piece("c", reason="stop")), *end):
             answers.put(event)
         return [one async for one in app._events(reply, answers)]
 
-    first, *rest = asyncio.run(written())
-    events = [json.loads(line[6:]) for line in first.split("\n\n")[:-1]]
-    assert [one["choices"][0]["delta"]["content"] for one in events[:3]] == ["a", "b", "c"]
-    assert rest == ["data: [DONE]\n\n"] * ("choices" in events[3])
-    assert len(events) == 4
+    found = asyncio.run(written())
+    lines = "".join(found).split("\n\n")[:-1]
+    contents = [json.loads(line[6:])["choices"][0]["delta"]["content"] for line in lines[:3]]
+    assert (contents, len(lines), len(found)) == (["a", "b", "c"], events, writes)
 
 
 def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:

@@ -281,11 +281,7 @@ def accepted_nodes(widths: Sequence[int], chances: Sequence[float]) -> float:
     return one * (1 + accepted_nodes(widths[1:], chances))
 
 
-@given(
-    right=st.lists(st.integers(0, 30), min_size=8, max_size=8),
-    seconds=some_costs,
-    limit=st.integers(1, 20),
-)
+@given(right=st.lists(st.integers(0, 30), min_size=8, max_size=8), seconds=some_costs, limit=st.integers(1, 20))
 @settings(deadline=None, max_examples=as_many(40))
 def test_best_widths_are_the_best(right: list[int], seconds: Costs, limit: int) -> None:
     tuning = Tuning(seconds, (30.0,) * 8, tuple(map(float, right)))
@@ -362,9 +358,8 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
     """But for 0 nodes, which it may choose where none pays."""
     parents, probs, steps = draft
     numbers = np.random.default_rng(seed)
-    tuning = Tuning(
-        costs(node=row, rest=0.2), tuple(numbers.uniform(0, 20, BANDS)), tuple(numbers.uniform(0, 20, BANDS))
-    )
+    tried, right = (tuple(numbers.uniform(0, 20, BANDS)) for _ in range(2))
+    tuning = Tuning(costs(node=row, rest=0.2), tried, right)
     sizes = BestNodes(tuning)
     sizes._allowance.tries(1.0)  # the first trial's tokens
     trust = sizes._evidence.shares()
