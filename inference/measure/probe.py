@@ -261,8 +261,8 @@ class _SizesInTurn:
         self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
 
     def into(self, drafter: Drafter) -> Drafter:
-        """`drafter` with these sizes."""
-        drafter.sizes = self
+        """`drafter` with these sizes, also wider than its own: passes of several texts have so many rows."""
+        drafter.sizes, drafter.max_rows = self, self.most
         return drafter
 
     def search_size(self) -> int:
