@@ -46,15 +46,18 @@ def add_report(path: Path, report: str) -> None:
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 
 
-def serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False) -> str:
+def serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head: bool = False) -> str:
     """Instructions for a causal LM in `engine` and engines that read the same files, with {path} and {target} to fill.
 
     drafted: how many tokens it drafts for each pass of the target. one_pass: it drafts them in one pass, where an
-    engine can; the others run it for each.
+    engine can; the others run it for each. head: of an EAGLE-3 head in `engine` alone; SGLang drafts trees with it.
     """
-    lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES else (engine,))]
-    parallel = '"parallel_drafting": true, ' if one_pass else ""
-    return "\n\n".join(lines) % {"drafted": drafted, "checked": drafted + 1, "parallel": parallel}
+    lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
+    parallel, numbers = '"parallel_drafting": true, ' if one_pass else "", {"drafted": drafted, "checked": drafted + 1}
+    names = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
+    if head:
+        names |= {"method": "eagle3", "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
+    return "\n\n".join(lines) % {**names, "parallel": parallel}
 
 
 PLAIN_ENGINES = ("transformers", "vllm", "sglang")  # they read a causal LM's Hugging Face directory
@@ -69,21 +72,21 @@ target.generate(**inputs, assistant_model=drafter)
     "vllm": """vLLM:
 
 ```
-vllm serve {target:shell} --speculative-config '{{"method": "draft_model", "model": {path:json}, \
+vllm serve {target:shell} --speculative-config '{{"method": "%(method)s", "model": {path:json}, \
 %(parallel)s"num_speculative_tokens": %(drafted)d}}'
 ```""",
-    "sglang": """SGLang (steps + 1 draft tokens, one candidate each):
+    "sglang": """SGLang:
 
 ```
-python -m sglang.launch_server --model-path {target:shell} --speculative-algorithm STANDALONE \\
-  --speculative-draft-model-path {path:shell} --speculative-num-steps %(drafted)d --speculative-eagle-topk 1 \\
+python -m sglang.launch_server --model-path {target:shell} --speculative-algorithm %(algorithm)s \\
+  --speculative-draft-model-path {path:shell} --speculative-num-steps %(drafted)d --speculative-eagle-topk %(topk)d \\
   --speculative-num-draft-tokens %(checked)d
 ```""",
     "llama_cpp": """llama.cpp, whose target is a GGUF file too:
 
 ```
 outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf
-llama-server -m target_gguf/model.gguf -md {path:shell}/model.gguf --spec-type draft-simple \
+llama-server -m target_gguf/model.gguf -md {path:shell}/model.gguf --spec-type %(drafts)s \
 --spec-draft-n-max %(drafted)d
 ```
 

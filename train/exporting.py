@@ -17,13 +17,13 @@ from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
-from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
+from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf, write_gguf_head
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import PASS_TOKENS, load_whole_lm
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
-from outrider.draft_models.targets.settings import Written
+from outrider.draft_models.targets.settings import Exported
 from outrider.draft_models.targets.vocabulary import for_rows
 from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.loading.targets import no_drafter_in, open_target_of
@@ -35,7 +35,7 @@ from outrider.train.parts.drafter import export
 from outrider.train.settings.export import Engine, ExportConfig
 
 # The dialect of EAGLE-3 heads that an engine reads.
-_DIALECTS: dict[Engine, Written] = {"vllm": "speculators", "sglang": "specforge"}
+_DIALECTS: dict[Engine, Exported] = {"vllm": "speculators", "sglang": "specforge", "llama_cpp": "gguf"}
 
 
 def export_drafter(config: ExportConfig) -> None:
@@ -169,7 +169,12 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     head = make_head(reading, stored.weights(dtype), config.checkpoint)
     made_here = stored.made_here and not config.reading.stated()
     dialect = _DIALECTS[config.engine]
-    save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
+    if dialect == "gguf":
+        part = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one
+        write_gguf_head(head, target, load_tokenizer(config.target, config.revision), part)
+        part.replace(out_dir / GGUF_FILE)
+    else:
+        save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
     facts: dict[str, object] = {
         "head": config.checkpoint,
         "written by": stored.dialect,

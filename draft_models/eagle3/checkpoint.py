@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from outrider.base.errors import UserError, reason
 from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
 from outrider.base.words import listed
+from outrider.draft_models.card import serving
 from outrider.draft_models.eagle3.dialects import (
     FIRST_LAYER,
     MIDLAYER,
@@ -29,7 +30,7 @@ from outrider.draft_models.eagle3.dialects import (
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading, changed, require_target
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS
-from outrider.draft_models.targets.settings import Dialect, ReadingChanges, Written
+from outrider.draft_models.targets.settings import Dialect, Exported, ReadingChanges, Written
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
 
@@ -297,31 +298,18 @@ def shapes_of(head: Eagle3) -> Shapes:
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
 
 
-def use_of(dialect: Written) -> str:
+def use_of(dialect: Exported) -> str:
     """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in."""
+    what = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
+    if dialect == "gguf":
+        return f"{what}\n\n{serving(4, 'llama_cpp', head=True)}"
     other = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
-    return "\n\n".join([_OUTRIDER, _VLLM, _SGLANG if dialect == "specforge" else other])
+    sglang = serving(4, "sglang", head=True) if dialect == "specforge" else other
+    return "\n\n".join([what, _OUTRIDER, serving(4, "vllm", head=True), sglang])
 
 
-_OUTRIDER = """An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone.
-
-Outrider:
+_OUTRIDER = """Outrider:
 
 ```
 evaluate-checkpoint target={target:option} eagle3={path:option} method=eagle3/opt_tree
-```"""
-
-_VLLM = """vLLM:
-
-```
-vllm serve {target:shell} --speculative-config '{{"method": "eagle3", "model": {path:json}, \
-"num_speculative_tokens": 4}}'
-```"""
-
-_SGLANG = """SGLang:
-
-```
-python -m sglang.launch_server --model-path {target:shell} --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path {path:shell} --speculative-num-steps 4 --speculative-eagle-topk 4 \\
-  --speculative-num-draft-tokens 16
 ```"""

@@ -5,6 +5,7 @@ specforge    sgl-project/SpecForge: `midlayer.`, a flat config, aux hidden state
              written here as boundaries too, which vLLM expects
 speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, aux hidden states as boundaries
 modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with layer outputs and switches
+gguf         llama.cpp, written only: ggml's names, and the config as metadata
 
 The output of layer i is boundary i + 1. Facts that the tensors show are taken from them, not from the config, such as
 the number of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading, default_taps
-from outrider.draft_models.targets.settings import Dialect, Written
+from outrider.draft_models.targets.settings import Dialect, Exported
 
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
@@ -55,12 +56,13 @@ _SWITCHES: dict[str, tuple[str, bool | str]] = {
 _FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
 # For each dialect that is written: the fields of `_PLAIN` that the code of its readers supports.
-_KNOWN: dict[Written, tuple[str, ...]] = {
+_KNOWN: dict[Exported, tuple[str, ...]] = {
     "specforge": ("tap_norms", "norm_output"),
     "speculators": (
         "tap_norms", "joint_norm", "norm_output", "norm_before_residual", "head_norms", "layers", "attention_bias",
         "mlp_bias",
     ),
+    "gguf": ("joint_norm", "norm_before_residual"),
 }  # fmt: skip
 _PLAIN: dict[str, object] = {  # the value that a reader assumes for a field that it does not support
     **{name: default is True for name, (_, default) in _SWITCHES.items()},
@@ -121,7 +123,7 @@ def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> R
     found = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdigit()}
     layers = max(found, default=0) + 1
     described = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
-    layer = _layer_config(described, layers)
+    layer = layer_config(described, layers)
     rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
     kinds = getattr(layer, "layer_types", None) or ["full_attention"] * layers
     switches: dict[str, Any] = {
@@ -164,7 +166,7 @@ def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
     return inner
 
 
-def _layer_config(described: object, layers: int) -> PreTrainedConfig:
+def layer_config(described: object, layers: int) -> PreTrainedConfig:
     """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
     if not isinstance(described, dict):
         raise UserError(f"transformer_layer_config={described!r}: expected a mapping")
@@ -198,7 +200,7 @@ def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     return next(iter(named.values()), default_taps(target_layers))
 
 
-def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: PreTrainedConfig) -> None:
+def require_said(reading: Reading, shapes: Shapes, dialect: Exported, target: PreTrainedConfig) -> None:
     """Raise `UserError` unless a head written in `dialect` gives `reading` when it is read, here and by other readers.
 
     shapes: of the head's tensors, by their names here.
@@ -208,8 +210,8 @@ def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: Pre
     # A head is always written with these two values.
     wanted = asdict(replace(reading, draft_ids="offset", own_head=True))
     lost = [name for name, plain in _PLAIN.items() if name not in _KNOWN[dialect] and wanted[name] != plain]
-    # The embedding is not a layer's output, and SpecForge's code supports exactly three aux hidden states.
-    if dialect == "specforge" and (reading.taps[0] == 0 or len(reading.taps) != 3):
+    # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
+    if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")
     again = asdict(read_config(written_config(reading, dialect, target, "", 1), shapes, 0, "export"))
     lost += [name for name, value in wanted.items() if again[name] != value and name not in lost]
@@ -221,7 +223,7 @@ def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: Pre
 
 
 def written_config(
-    reading: Reading, dialect: Written, target: PreTrainedConfig, target_name: str, drafted: int
+    reading: Reading, dialect: Exported, target: PreTrainedConfig, target_name: str, drafted: int
 ) -> dict[str, object]:
     """config.json of a head in `dialect`. target, target_name, drafted: as in `save_head`."""
     switches = {_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES}
@@ -235,7 +237,7 @@ def written_config(
     if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
         config["target_hidden_size"] = reading.target_hidden
     layer = _written_layer(reading, target)
-    if dialect == "specforge":
+    if dialect != "speculators":
         inner = {"use_aux_hidden_state": True, TAPS: [boundary - 1 for boundary in reading.taps]}
         return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": inner}
     if sizes := set(filter(None, reading.windows)):

@@ -15,7 +15,8 @@ DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: see `draft_mo
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
-Written = Literal["specforge", "speculators"]  # those that are written
+Written = Literal["specforge", "speculators"]  # those that a training writes
+Exported = Literal[Written, "gguf"]  # also llama.cpp's, which is not read here
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 Model = Annotated[str, Place(MODEL, hub=True)]
 Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True)]

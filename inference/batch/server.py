@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
 from outrider.base.files import parse_json
+from outrider.base.settings import construct
 from outrider.inference.batch.client import UNANSWERED, Client, ReplyError, lines_of, read_json
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, TopK
@@ -97,7 +98,8 @@ class Server:
 
     def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
         """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request. Without
-        token ids there are two steps: the first chunk and the rest. Raises `UserError`.
+        token ids there are two steps, the first chunk and the rest, or the rounds that llama.cpp tells. Raises
+        `UserError`.
         """
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
         begun = time.perf_counter()
@@ -110,11 +112,13 @@ class Server:
             if error.failure != RETOKENISED:
                 raise UserError(f"{self.named}: {error}; see docs/deploy.md") from None
             answer = Answer(tuple(self._tokenised(reply["choices"][0]["text"])), retokenised=True, failure=RETOKENISED)
+        told = rounds_in(reply["timings"], count, self.named)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
-        ends = accumulate(len(one.get("token_ids") or self._tokenised(one["text"])) or 1 for _, one in chunks[:-1])
+        sizes = (len(one.get("token_ids") or self._tokenised(one["text"])) or 1 for _, one in chunks[:-1])
+        ends = [end for _, end in told[:-1]] if told else accumulate(sizes)
         steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
-        return answer, steps, [begun, *(when for when, _ in chunks)][: 1 + len(steps)], reply
+        return answer, steps, [begun, *(when for when, _ in told or chunks)][: 1 + len(steps)], reply
 
     # ------------------------------------------------------------------------------------------- before the run
 
@@ -172,7 +176,7 @@ class Server:
             "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,
             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "logprobs": max(1, self.config.top_k_logits), "stop_token_ids": sorted(self.eos),
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "return_token_ids": True, "return_tokens_as_token_ids": True, "timings_per_token": True,
         }  # fmt: skip
 
     def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
@@ -242,7 +246,10 @@ class Server:
 
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
-    """The choices with tokens or text, when each came, and all as one reply. Raises `ReplyError` unless it streamed."""
+    """The choices with tokens or text, when each came, and all as one reply, which has the "timings" of every chunk.
+
+    Raises `ReplyError` unless it streamed.
+    """
     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         raise ReplyError("it does not stream its answers")
     lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]
@@ -255,7 +262,22 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
     whole["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
     reply = {key: value for _, chunk in chunks for key, value in chunk.items() if value is not None}
     came = [(when, one) for when, one in choices if one.get("token_ids") or one.get("text")]
-    return came or choices[-1:], {**reply, "choices": [whole]}
+    timings = [(when, one) for when, chunk in chunks if isinstance(one := chunk.get("timings"), dict)]
+    return came or choices[-1:], {**reply, "choices": [whole], "timings": timings}
+
+
+def rounds_in(timings: Sequence[tuple[float, Json]], count: int, named: str) -> list[tuple[float, int]]:
+    """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
+    if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`.
+    """
+    rows = [[one.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, one in timings[:-1] and timings]
+    ends, before = [(0.0, 0)], 0
+    totals = construct(list[tuple[int, int]], rows, f"{named}: timings")
+    for (when, _), (said, taken) in zip(timings, totals, strict=False):
+        while min(said, count) > ends[-1][1]:
+            ends.append((when, ends[-1][1] + 1 + max(0, taken - before)))
+            before = taken
+    return ends[1:]
 
 
 def read_rows(logprobs: Json | None) -> list[Row] | None:

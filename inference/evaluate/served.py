@@ -20,7 +20,6 @@ from pathlib import Path
 from outrider.base.errors import UserError, require
 from outrider.base.files import save_parts, write_atomically
 from outrider.base.progress import counted
-from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.formats.convert import as_safetensors
@@ -56,8 +55,8 @@ Told = Counter[str | int] | None
 class EngineServer:
     """Continues prompts as an `EngineProcess` does.
 
-    counts, of the last prompts: the rounds, and how many accepted 1, 2, … drafted tokens (vLLM's /metrics; None if
-    rounds come one by one); or drafted and accepted tokens (llama.cpp); else empty.
+    counts, of the last prompts: the rounds, and how many accepted 1, 2, … drafted tokens (vLLM's /metrics); None if
+    rounds come one by one, or llama.cpp tells them; else empty.
     """
 
     def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
@@ -117,16 +116,14 @@ class EngineServer:
         self, before: Told, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
-        after, rounds, said = self._told(), 0, sum(len(text.tokens) - 1 for text in texts)
+        after, said = self._told(), sum(len(text.tokens) - 1 for text in texts)
         if before is None or after is None:
-            timings = [one for reply in replies if isinstance(one := reply.get("timings"), dict)]
-            told = {key: [one.get(key, 0) for one in timings] for key in ("draft_n", "draft_n_accepted")}
-            counts = tuple(sum(construct(list[int], row, f"{self.named}: {key}")) for key, row in told.items())
-            counts, accepted = counts if any(counts) else (), sum(counts[1:])
-        else:
-            after.subtract(before)
-            rounds, accepted = after["drafts"], after["accepted_tokens"]
-            counts = (max(rounds, said - accepted), *(after[place] for place in range(drafted)))  # some without drafts
+            tells = any(one.get("draft_n") for reply in replies for _, one in reply["timings"][:-1])
+            require(drafted > 0 or not tells, self.named, self._server.client.url, "a server without a drafter")
+            return None if tells else ()
+        after.subtract(before)
+        rounds, accepted = after["drafts"], after["accepted_tokens"]
+        counts = (max(rounds, said - accepted), *(after[place] for place in range(drafted)))  # some without drafts
         possible = said + drafted * len(texts)  # the last round of each text may be cut off
         sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
         expected = f"counts that {said} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"

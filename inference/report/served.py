@@ -87,7 +87,7 @@ def _whole(generation: Generation) -> Generation:
 
 
 def _acceptance(own: Texts, here: Texts, units: Sequence[str], counted: Counted, depth: int, streams: Streams) -> Row:
-    """τ, rounds and acceptance by depth, None for what is unknown; depth 0 stands for all drafted tokens together.
+    """τ, rounds and acceptance by depth, None for what is unknown.
 
     A server's counters include the last rounds of texts, so larger differences are allowed.
     """
@@ -95,19 +95,15 @@ def _acceptance(own: Texts, here: Texts, units: Sequence[str], counted: Counted,
     if not given:
         tau, compared = decode_statistics(map(_whole, own))["tau"], _compared(there, ours, units, streams)
         return {"tau": tau, "rounds": int(there[:, 0].sum()), "acceptance": compared}
-    if not all(given):
+    if any(len(one) != 1 + depth for one in given):  # older runs have other counts of llama.cpp
         return {"tau": None, "rounds": None, "acceptance": []}
-    edges, known = [*accumulate((many for _, many in counted), initial=0)], len(given[0]) == 1 + depth
-    if not known:
-        ours = np.array([np.sum([(0, 0), *((r.drafted, r.accepted) for r in g.rounds[:-1])], 0) for g in here])
-    there, ours = (np.add.reduceat(side, edges[:-1])[:, : len(given[0])] for side in (there, ours))
+    edges = [*accumulate((many for _, many in counted), initial=0)]
+    there, ours = (np.add.reduceat(side, edges[:-1]) for side in (there, ours))
     there[[one is not None for one, _ in counted]] = given
-    base, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
-    said = accepted + base if known else sum(len(g.tokens) - 1 for g in own)
+    rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
     groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
-    compared = _compared(there, ours, groups, streams, len(own) * (1 if known else depth) / max(1, base))
-    tau, compared = said / max(1, said - accepted), compared if known else [{**compared[0], "depth": 0}]
-    return {"tau": tau, "rounds": base if known else None, "acceptance": compared}
+    compared = _compared(there, ours, groups, streams, len(own) / max(1, rounds))
+    return {"tau": 1 + accepted / max(1, rounds), "rounds": rounds, "acceptance": compared}
 
 
 def _depths(generations: Iterable[Generation], depth: int) -> Counts:
@@ -162,7 +158,7 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
         schedule = report["served"][0]["options"].get("speculative_config")
         if odd and not schedule and KINDS[report["settings"]["source"]].served != "ngram":
             lines.append(
-                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd) or 'any'}. "
+                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. "
                 "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
                 "drafted tokens in another way, as engines may where tokens are drawn."
             )

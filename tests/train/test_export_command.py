@@ -106,9 +106,12 @@ def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: 
 
 
 def test_the_card_has_commands_of_servers_that_read_the_dialect() -> None:
-    both, vllm = use_of("specforge"), use_of("speculators")
-    assert [("vllm serve" in card, "launch_server" in card) for card in (both, vllm)] == [(True, True), (True, False)]
-    assert "SGLang: not in this dialect" in vllm
+    cards = [use_of("specforge"), use_of("speculators"), use_of("gguf")]
+    servers = ("vllm serve", "launch_server", "--spec-type draft-eagle3")
+    assert [[server in card for server in servers] for card in cards] == [
+        [True, True, False], [True, False, False], [False, False, True],
+    ]  # fmt: skip
+    assert "SGLang: not in this dialect" in cards[1]
 
 
 def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path: Path) -> None:
@@ -174,8 +177,7 @@ def test_an_option_that_a_kind_does_not_read_is_refused(
 @pytest.mark.parametrize(
     ("kind", "engine", "able"),
     [
-        (EAGLE3, "llama_cpp", "vllm, sglang"),
-        (EAGLE3, "openvino", "vllm, sglang"),
+        (EAGLE3, "openvino", "vllm, sglang, llama_cpp"),
         (TABLE, "sglang", "vllm"),
     ],
 )

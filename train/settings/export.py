@@ -21,7 +21,7 @@ class ExportConfig(RunConfig):
     with a format of their own"""
     target: Model | None = free(None)
     """directory, GGUF file or Hub name of its target; null: the one that an early exit knows, and of a table any. Of a
-    head's only config.json is read, of a table's the tokenizer too"""
+    head's only config.json is read, of a table's, and for llama.cpp, the tokenizer too"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="of a head: where its config.json is wrong")
     engine: Engine = opt("vllm", "the engine that will load it")

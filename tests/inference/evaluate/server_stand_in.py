@@ -72,11 +72,14 @@ class Plan:
         for place, tokens in enumerate(said):
             last = place == len(said) - 1 and self.ends
             choice: Json = {"text": self.read(self.decode(tokens)), "finish_reason": "length" if last else None}
-            yield {"choices": [choice | ({"token_ids": tokens} if self.ids else {})], "system_fingerprint": "vllm-1"}
+            own = {"token_ids": tokens} if self.ids else {}
+            rounds = self.accepted.get(json.dumps(body["prompt"]), [])[:place]
+            told = {"predicted_n": 1 + place + sum(rounds), "draft_n_accepted": sum(rounds)}
+            told |= {"draft_n": self.length * len(rounds)} if rounds else {}
+            more: Json = {"timings": told} if self.timings else {}
+            yield {"choices": [choice | own], "system_fingerprint": "vllm-1", **more}
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(map(len, said))}
-        accepted = self.accepted.get(json.dumps(body["prompt"]), [])
-        counted = {"draft_n": self.length * len(accepted), "draft_n_accepted": sum(accepted)} if accepted else {}
-        yield {"choices": [], "usage": usage} | ({"timings": counted} if self.timings else {})
+        yield {"choices": [], "usage": usage}
 
 
 def running(plan: Plan) -> Any:

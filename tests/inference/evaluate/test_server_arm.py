@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from outrider.base.errors import UserError
+from outrider.inference.batch.server import rounds_in
 from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -111,7 +112,7 @@ def test_steps_without_a_draft_are_rounds_too(made: EvaluateConfig) -> None:
 
 @pytest.mark.slow
 def test_a_server_without_ids_is_read_by_its_texts(made: EvaluateConfig) -> None:
-    """Which may have been other tokens, then they are not judged. llama.cpp counts all drafted tokens together."""
+    """Which may have been other tokens, then they are not judged. llama.cpp's chunks tell its rounds."""
     drafts = plan_of(made, ids=False, timings=True)
     found = measured(made, drafts)
     (row,), texts = found["served"], drafts.texts.values()
@@ -119,11 +120,25 @@ def test_a_server_without_ids_is_read_by_its_texts(made: EvaluateConfig) -> None
     assert (row["retokenised"], row["unread"]) == (len(QUESTIONS), unread)
     assert row["identical_to_reference"] == len(QUESTIONS) - unread
     assert "served_judgement" not in found
-    (all_of_them,), counts = row["acceptance"], drafts.accepted.values()
-    accepted = sum(map(sum, counts))
-    assert all_of_them["depth"] == 0
-    assert all_of_them["served"] == pytest.approx(accepted / LENGTH / sum(map(len, counts)))
+    assert [one["served"] for one in row["acceptance"]] == [one["here"] for one in row["acceptance"]]
+    assert (row["rounds"], row["tau"]) == (sum(len(counts) - 1 for counts in drafts.accepted.values()), row["tau_here"])
     assert f"{unread} of them are not tokenised so" in (Path(made.out_dir) / "report.md").read_text()
+
+
+def test_rounds_by_running_totals() -> None:
+    """Chunks of a token, after totals of the round; several rounds in a chunk; none by the last total alone."""
+
+    def told(*totals: tuple[int, int]) -> list[tuple[float, int]]:
+        chunks = [
+            (float(at), {"predicted_n": said, "draft_n_accepted": taken}) for at, (said, taken) in enumerate(totals)
+        ]
+        return rounds_in(chunks, 9, "s")
+
+    assert told((1, 0), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3)) == [(0, 1), (1, 4), (4, 5), (5, 7)]
+    assert told((1, 0), (3, 0), (99, 0)) == [(0, 1), (1, 2), (1, 3), *((2, end) for end in range(4, 10))]
+    assert told((8, 4)) == []
+    with pytest.raises(UserError, match="s: timings"):
+        rounds_in([(0.0, {}), (1.0, {"predicted_n": "many"})], 9, "s")
 
 
 @pytest.mark.slow
@@ -148,6 +163,8 @@ def test_what_a_server_does_not_count_is_not_known(made: EvaluateConfig) -> None
     (row,) = measured(made, plan_of(made, timings=True, length=0))["served"]
     assert (row["tau"], row["rounds"], row["acceptance"]) == (None, None, [])
     assert row["identical_to_reference"] == len(QUESTIONS)
+    with pytest.raises(UserError, match=r"engine_plain=.*expected a server without a drafter"):
+        measured(made, plan_of(made), plan_of(made, timings=True), resume=False, out_dir=f"{made.out_dir}-again")
     assert "| – |" in (Path(made.out_dir) / "report.md").read_text().partition("## In")[2]
 
 

@@ -1,22 +1,29 @@
 """Real engines on a real model: every kind of drafter that each takes says the target's text, and accepts as here."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from outrider.data_prep.settings import FetchConfig
 from outrider.data_prep.targets import fetch_target
+from outrider.data_prep.text.settings import DataConfig
 from outrider.inference.evaluate.compare import evaluate
 from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, why_not
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
+from outrider.train.exporting import export_drafter
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.settings.drafters import Eagle3Config
+from outrider.train.settings.export import ExportConfig
+from outrider.train.settings.fit import FitConfig
 from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]
 DRAFTERS = ROOT / "drafters" / "smollm2"
 TEXTS = [f"def {name}(numbers):\n" for name in ("mean", "median", "largest", "swap", "sort", "total", "unique", "join")]
-CHAIN = StopConfig(max_draft=3)
+CHAIN, LLAMA_CPP = StopConfig(max_draft=3), ROOT / ".engines/llama_cpp/bin/python"
 METHODS = {
     "early_exit": MethodConfig(stop=CHAIN),
     "small_lm": MethodConfig("small_lm", stop=CHAIN),
@@ -51,3 +58,46 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
             if report["method"] != "prompt_lookup":  # another look-up than ours
                 assert alike == row["acceptance"]
                 assert row["rounds"] >= 150
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("source", ["early_exit", "small_lm", "eagle3"])
+def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
+    """By the totals in its chunks; an EAGLE-3 head that has learnt for a minute or two."""
+    if not LLAMA_CPP.exists():
+        pytest.skip("make engines installs it")
+    fetch_target(FetchConfig(out_dir=str(tmp_path / "target")))
+    target, head = str(tmp_path / "target"), str(tmp_path / "head")
+    option, place = {"early_exit": ("checkpoint", str(DRAFTERS / "eesd")), "eagle3": ("eagle3", head)}.get(
+        source, ("small_lm", str(DRAFTERS / "small_lm"))
+    )
+    if source == "eagle3":
+        fit = FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3)
+        train_eagle3(Eagle3Config(
+            target=target, data=DataConfig(source="python_stdlib"), fit=fit, version="3", draft_vocabulary=2048,
+            seq_len=128, draft_steps=3, decode_prompts=1, decode_tokens=2, eval_rows=4, out_dir=head,
+        ))  # fmt: skip
+    for what, folder in ((target, "target_gguf"), (place, "drafter_gguf")):
+        own = None if what == target else target
+        export_drafter(ExportConfig(
+            checkpoint=what, target=own, engine="llama_cpp", dtype="float32", out_dir=str(tmp_path / folder)
+        ))  # fmt: skip
+    mode, files = "EAGLE3" if source == "eagle3" else "SIMPLE", ("target_gguf", "drafter_gguf")
+    given, drafter = (str(tmp_path / folder / "model.gguf") for folder in files)
+    command = [LLAMA_CPP, Path(__file__).with_name("llama_cpp_server.py"), given, mode, drafter, "3"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        config = EngineConfig(
+            target=target, template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu", dtype="float32",
+            methods={source: MethodConfig(source, stop=CHAIN)}, engine=server.stdout.readline().strip(),
+            out_dir=str(tmp_path / "out"), compare_transformers=False, **{option: place},
+        )  # fmt: skip
+        evaluate(config)
+        server.stdin.close()
+    (report,) = json.loads((tmp_path / "out/report.json").read_text())["reports"]
+    (row,) = report["served"]
+    assert row["rounds"] >= 150
+    for one in row["acceptance"]:
+        assert one["served"] == pytest.approx(one["here"], abs=0.01)
+    assert row["acceptance"][0]["served"] > 0.05
