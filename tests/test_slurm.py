@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -21,7 +20,7 @@ from outrider.commands import CONF_DIR, build, register
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.train.settings.drafters import EesdConfig
 from slurm import sweep_evaluate
-from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.conf.test_configs import compose_and_build, written_commands
 
 ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "slurm"
@@ -323,27 +322,12 @@ def test_sweeps_compose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert config.prompts == "PROMPTS"
 
 
-def readme_commands() -> list[tuple[str, list[str]]]:
-    """(command, overrides) of every line of slurm/README.md that runs one; of a grid, its first point."""
-    scripts = {Path(script).name: command for command, (_, script, _) in COMMANDS.items()}
-    scripts |= {"evaluate-checkpoint": "evaluate_checkpoint", "evaluate.sbatch": "evaluate_checkpoint"}
-    found = []
-    for line in (SLURM / "README.md").read_text().splitlines():
-        words = shlex.split(line, comments=True) if line.startswith(("sbatch ", "outrider ", "evaluate-")) else []
-        if words[:1] == ["outrider"]:
-            words[1] = f"{words[1].replace('-', '_')}.py"
-        for place, word in enumerate(words):
-            if Path(word).name in scripts:
-                overrides = [re.sub(r",.*", "", w) for w in words[place + 1 :] if w != "--multirun"]
-                found.append((scripts[Path(word).name], overrides))
-    return found
-
-
 def test_readme_commands_compose() -> None:
-    commands = readme_commands()
+    """Of a grid, its first point."""
+    commands = written_commands((SLURM / "README.md").read_text().splitlines())
     assert len(commands) >= 6
     for command, overrides in commands:
-        compose_and_build(command, overrides)
+        compose_and_build(command, [re.sub(r",.*", "", word) for word in overrides if word != "--multirun"])
 
 
 def test_a_sweeps_evaluation_logs_the_report(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ def join(
     query [B, H, T, D]. The entries of `own` at a position act as one additional key: its score is the logsumexp of
     their scores, and its value is their softmax-weighted mean. So the score matrix is never larger than for `first`.
     """
-    scores = torch.stack([_by_place(query, key) for key, _ in own], -1) * scaling  # [B, H, T, steps]
+    exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
+    grouped = query.unflatten(1, (first[0].shape[1], -1)).to(exact)
+    scored = [(grouped * key[:, :, None].to(exact)).sum(-1).flatten(1, 2) for key, _ in own]
+    scores = torch.stack(scored, -1) * scaling  # [B, H, T, steps]
     weights = scores.softmax(-1)
     group = query.shape[1] // first[0].shape[1]
     mean = torch.zeros_like(query)
@@ -76,13 +79,6 @@ def join(
     out, _ = grouped_attention(module, *wide, seen, scaling=scaling)
     found, share = out[..., :-EXTRA], out[..., -EXTRA, None]
     return found + share * mean.transpose(1, 2).to(out.dtype)
-
-
-def _by_place(query: Tensor, key: Tensor) -> Tensor:
-    """Scores [B, H, T] of queries [B, H, T, D] and keys [B, Hk, T, D] at the same positions, in float32 or better."""
-    exact = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.unflatten(1, (key.shape[1], -1)).to(exact)
-    return (grouped * key[:, :, None].to(exact)).sum(-1).flatten(1, 2)
 
 
 def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,4 @@
-"""A causal LM or an EAGLE-3 head as a GGUF file in the layout of llama.cpp's converter; refused if it would be read
-differently.
-"""
+"""A causal LM or an EAGLE-3 head as a GGUF file as llama.cpp's converter lays it out; refused if read differently."""
 
 import json
 from collections.abc import Mapping

@@ -247,9 +247,7 @@ class Server:
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
     """The choices with tokens or text, when each came, and all as one reply, which has the "timings" of every chunk.
-
-    Raises `ReplyError` unless it streamed.
-    """
+    Raises `ReplyError` unless it streamed."""
     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         raise ReplyError("it does not stream its answers")
     lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]

@@ -71,7 +71,8 @@ def machine_load(
 
     None for values not recorded, and as the reason if it was not busy. cores: the machine's number of cores.
     """
-    share, load = (_median(values) for values in (shares, loads))
+    known = ([value for value in values if value is not None] for values in (shares, loads))
+    share, load = (statistics.median(values) if values else None for values in known)
     signs = []
     if share is not None and share < LEAST_SHARE:
         signs.append(f"plain decoding got {100 * share:.0f} % of the CPU time that its threads could use")
@@ -79,8 +80,3 @@ def machine_load(
         signs.append(f"the load average was {load:.1f} on {cores} cores")
     busy = f"The machine was busy: {' and '.join(signs)}." if signs else None
     return {"cpu_share": share, "load_average": load, "busy": busy}
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

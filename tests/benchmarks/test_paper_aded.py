@@ -11,8 +11,9 @@ import pytest
 from outrider.draft_models.ngrams.suffixes import read_only, separated, sort_suffixes
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.core.decode import autoregressive
-from outrider.inference.core.tree import ROOT, depths
+from outrider.inference.core.tree import depths
 from outrider.inference.drafters.ngram.ngram_search import exploration
+from tests.exact_distributions import paths
 from tests.tiny import open_stack, random_prompt, save_target
 
 VOCABULARY = 12
@@ -41,13 +42,6 @@ def followers(documents: Sequence[Sequence[int]], text: Sequence[int]) -> Counte
     return Counter()
 
 
-def paths(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
-        found.append((*(() if parent == ROOT else found[parent]), token))
-    return found
-
-
 def test_rest_drafts_what_follows_the_longest_suffix_most_often() -> None:
     from papers.peers import continuations, most_frequent
 
@@ -61,7 +55,7 @@ def test_rest_drafts_what_follows_the_longest_suffix_most_often() -> None:
     for text in [*texts, [11, 11, 11], [3], [99, 98]]:
         expected = followers(documents, list(text))
         tokens, parents = most_frequent(continuations(suffixes, text), 14)
-        drafted = paths(tokens, parents)
+        _, *drafted = paths(tokens.tolist(), parents.tolist())
         assert len(set(drafted)) == len(drafted) == min(14, len(expected))
         kept, left = [expected[path] for path in drafted], [expected[path] for path in set(expected) - set(drafted)]
         assert min(kept, default=1) >= max(left, default=1)

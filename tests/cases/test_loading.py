@@ -226,9 +226,7 @@ def test_what_fits_is_one_model_for_us_and_for_transformers(
         expected |= dict.fromkeys((HEAD, EMBEDDING), expected[known])
     target = open_target(str(path))
     for model in (target.layers(dtype=FLOAT), load_causal_lm(str(path), dtype=FLOAT)):
-        state = model.state_dict()
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
         assert (model.lm_head.weight is model.get_input_embeddings().weight) == case.startswith("tied")
         model.save_pretrained(tmp_path / "saved")
         assert not any(name.startswith("module") for name in load_file(tmp_path / "saved" / FILE))
@@ -263,8 +261,7 @@ def test_a_model_saved_without_its_head_is_read_as_transformers_reads_it(tmp_pat
     altered(tmp_path, lambda state: {name.removeprefix("gpt_neox."): tensor for name, tensor in state.items()})
     whole = load_causal_lm(str(tmp_path), dtype=FLOAT).state_dict()
     ours = open_target(str(tmp_path)).layers(dtype=FLOAT).state_dict()
-    assert ours.keys() == whole.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in whole.items())
+    torch.testing.assert_close(ours, whole, rtol=0, atol=0)
     second = open_target(str(tmp_path)).layers([1], dtype=FLOAT).state_dict()
     name = "gpt_neox.layers.{}.mlp.dense_h_to_4h.weight"
     assert torch.equal(second[name.format(0)], whole[name.format(1)])

@@ -475,12 +475,13 @@ def test_an_option_of_what_was_not_chosen() -> None:
 def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
     """(command, overrides) of every line that runs one of the entries."""
     scripts = {Path(script).name: command for command, (_, script, _) in COMMANDS.items()}
+    scripts["evaluate.sbatch"] = "evaluate_checkpoint"
     typed = {command.typed: name for name, command in cli.COMMANDS.items()}
     found = []
     for line in lines:
         words = (
             shlex.split(line, comments=True)
-            if line.startswith(("python ", "accelerate ", "evaluate-checkpoint ", "outrider "))
+            if line.startswith(("python ", "accelerate ", "sbatch ", "evaluate-checkpoint ", "outrider "))
             else []
         )
         for place, word in enumerate(words):

@@ -147,9 +147,7 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
     assert loaded.window == drafter.window
     assert (loaded.head is not None) == own_head
     assert len(loaded.layers) == depth
-    expected, found = drafter.state_dict(), loaded.state_dict()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    torch.testing.assert_close(loaded.state_dict(), drafter.state_dict(), rtol=0, atol=0)
     meta = json.loads((tmp_path / "drafter" / META_FILE).read_text())
     assert meta["training"] == {"lr": 1.0}
     assert meta["fingerprint"]["layers"] == LAYERS

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,13 +18,14 @@ from transformers import AutoModelForCausalLM
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.draft_models.draft_vocabulary import narrow, save_tokens
-from outrider.draft_models.eagle3.checkpoint import open_head, use_of
-from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.eagle3.checkpoint import open_head, save_head, use_of
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import new_reading
+from outrider.draft_models.formats.gguf_write import write_gguf_head
 from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
-from outrider.draft_models.targets.open_target import load_config, open_target
+from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
 from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from outrider.inference.drafters.small_lm import PLUGIN
@@ -30,9 +33,10 @@ from outrider.train import exporting
 from outrider.train.exporting import export_drafter
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.settings.export import ExportConfig
+from tests.draft_models.test_early_exit import save_another
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
-from tests.gguf_files import save_plain_target
+from tests.gguf_files import laid_out, save_plain_target
 from tests.inference.serving.vllm_stand_in import vllm_config
 from tests.tiny import VOCABULARY as TINY
 from tests.tiny import byte_tokenizer, random_prompt, save_target
@@ -42,9 +46,8 @@ TEXT = torch.tensor([random_prompt(30)])
 
 def require_same_model(one: Path, other: Path) -> None:
     """What evaluate-checkpoint writes for an engine is what is exported."""
-    weights, others = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    weights = (load_file(folder / "model.safetensors") for folder in (one, other))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
 
 
@@ -59,9 +62,7 @@ def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
     assert first.reading == middle.reading == last.reading
     assert first.made_here
     assert last.made_here
-    before, after = first.tensors(), last.tensors()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(last.tensors(), first.tensors(), rtol=0, atol=0)
     card = (tmp_path / "there/README.md").read_text()
     assert f"vllm serve {target}" in card
     assert there.out_dir in card
@@ -74,14 +75,62 @@ def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
         export_drafter(replace(there, checkpoint=there.out_dir, resume=True))
 
 
-def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
-    facts = DIALECTS["speculators"]  # with norms that SpecForge's heads have not
-    head = write_head(tmp_path / "head", facts, head_weights(facts))
-    WIDE_TARGET.save_pretrained(tmp_path / "target")
-    out_dir = str(tmp_path / "out")
-    with pytest.raises(UserError, match=r"dialect=specforge: has no word for .*norm_before_residual=True"):
-        export_drafter(ExportConfig(checkpoint=head, target=str(tmp_path / "target"), engine="sglang", out_dir=out_dir))
-    assert not list(Path(out_dir).glob("*.safetensors"))
+OF_HEADS = {  # llama.cpp's names of tensors that no Llama has
+    "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", "draft_tokens": "d2t",
+    "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+}  # fmt: skip
+
+
+def head_for(target: OpenTarget, tokens: torch.Tensor | None = None, **changes: Any) -> Eagle3:
+    """A random head. changes: of its reading."""
+    size = target.config.vocab_size if tokens is None else len(tokens)
+    plain = new_reading(target.config, taps=(1, 2, 3), version="3", draft_vocabulary=size, intermediate=96)
+    empty = Eagle3(replace(plain, **changes), all_tokens=True)
+    weights = {name: torch.rand(weight.shape) for name, weight in empty.state_dict().items()}
+    return Eagle3.of(empty.reading, weights if tokens is None else {**weights, "draft_tokens": tokens})
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "joint_norm": True, "own_embedding": True}])
+def test_llama_cpp_gets_the_head(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """By its names, rows of queries and keys as a Llama's; ids of drafted tokens are the target's. Its facts, too."""
+    target = open_target(str(save_plain_target(tmp_path / "target")))
+    head = head_for(target, None if changes else torch.arange(5, target.config.vocab_size, 3), **changes)
+    where, out = tmp_path / "head", tmp_path / "out"
+    save_head(where, head, "speculators", target.config, target.source)
+    export_drafter(ExportConfig(checkpoint=str(where), target=target.source, engine="llama_cpp", out_dir=str(out)))
+    reader, reading, state = gguf.GGUFReader(out / "model.gguf"), head.reading, head.state_dict()
+    expected = {OF_HEADS[name]: state.pop(name).numpy() for name in OF_HEADS.keys() & state}
+    whole = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in state.items()}
+    expected |= laid_out(whole, target.config, "llama")
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+    said = {name.removeprefix("eagle3."): field.contents() for name, field in reader.fields.items()}
+    facts = {
+        "general.architecture": "eagle3", "target_layers": [*reading.taps], "block_count": 1,
+        "attention.head_count": reading.heads, "attention.head_count_kv": reading.key_heads,
+        "attention.key_length": reading.head_dim, "rope.freq_base": reading.rope["rope_theta"],
+        "embedding_length": reading.hidden, "target_hidden_size": reading.target_hidden,
+        "norm_before_fc": bool(changes), "norm_before_residual": bool(changes), "vocab_size": reading.vocabulary,
+    }  # fmt: skip
+    assert {name: said[name] for name in facts} == facts
+    assert len(said["tokenizer.ggml.tokens"]) == reading.vocabulary
+
+
+def test_what_llama_cpp_would_read_as_another_head_is_refused(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tap_norms": True, "norm_output": True}, "dialect=gguf: has no word for tap_norms=True, norm_output=True"),
+        ({"windows": (8,)}, r"no word for windows=\(8,\)"),
+        ({"attention_bias": True}, "no word for attention_bias=True"),
+        ({"taps": (0, 1, 2)}, r"no word for taps=\(0, 1, 2\)"),
+        ({"activation": "gelu"}, "GGUF: not supported here: hidden_act='gelu'"),
+    ]
+    target, file = open_target(str(save_plain_target(tmp_path / "target"))), tmp_path / "head.gguf"
+    for changes, words in refused:
+        with pytest.raises(UserError, match=words):
+            write_gguf_head(head_for(target, **changes), target.config, target.tokenizer, file)
+        assert not file.exists()
 
 
 def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: Path) -> None:
@@ -175,11 +224,7 @@ def test_an_option_that_a_kind_does_not_read_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine", "able"),
-    [
-        (EAGLE3, "openvino", "vllm, sglang, llama_cpp"),
-        (TABLE, "sglang", "vllm"),
-    ],
+    ("kind", "engine", "able"), [(EAGLE3, "openvino", "vllm, sglang, llama_cpp"), (TABLE, "sglang", "vllm")]
 )
 def test_an_engine_that_loads_no_such_kind_is_refused(
     tiny_models: Path, tmp_path: Path, kind: str, engine: Any, able: str
@@ -204,11 +249,7 @@ def test_a_version_may_be_a_number_as_yaml_has_it() -> None:
 
 def exit_of(path: Path, where: Path, architecture: str = "llama") -> ExportConfig:
     """The export of an exit for a new target whose tokenizer GGUF knows."""
-    target = open_target(str(save_plain_target(path, architecture, vocab_size=330)))
-    drafter = EarlyExit(target.layers(dtype=torch.float32), 1, own_head=True).requires_grad_(False)
-    for parameter in drafter.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    save_pretrained(where, drafter, target.fingerprint, {}, torch.float32)
+    save_another(save_plain_target(path, architecture, vocab_size=330), where, 1)
     return ExportConfig(checkpoint=str(where), out_dir=str(where.with_name("out")))
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from filelock import FileLock
 
 from outrider.base.errors import UserError
 from outrider.base.progress import Stage
@@ -321,13 +320,6 @@ def test_a_given_target_is_not_made_again(mission, monkeypatch):
     other = replace(config, target="mine", out_dir=str(mission.out_dir.with_name("other")))
     run_pipeline(other, stand_ins(other))
     assert mission.calls.read_text().split() == ["fetch", "eesd", "eesd"]
-
-
-def test_one_pipeline_at_a_time(mission):
-    mission.out_dir.mkdir()
-    with FileLock(mission.out_dir / ".lock"), pytest.raises(UserError, match="another run is writing the products"):
-        mission.run()
-    assert mission.run() == list(mission.names)
 
 
 def test_one_process_is_enough(mission, monkeypatch):

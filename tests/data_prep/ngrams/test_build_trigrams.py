@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from outrider.base.errors import UserError
@@ -235,13 +234,6 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
         with pytest.raises(UserError, match=message):
             build_table(other)
     assert content(config.out_dir) == before
-
-
-def test_one_build_of_a_table_at_a_time(config: TrigramConfig) -> None:
-    work = Path(f"{config.out_dir}.building")
-    work.mkdir()
-    with FileLock(work / ".lock"), pytest.raises(UserError, match="another run is writing the table of out_dir="):
-        build_table(replace(config, resume=True))
 
 
 # --------------------------------------------------------------------------------------------------- bad input

@@ -410,8 +410,7 @@ def test_every_architecture_is_the_one_that_was_written(tmp_path: Path, family: 
     ours = load_causal_lm(str(path), dtype=torch.float32).eval()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32)
     for read in (ours, theirs.eval()):
-        assert read.state_dict().keys() == model.state_dict().keys()
-        assert all(torch.equal(read.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        torch.testing.assert_close(read.state_dict(), model.state_dict(), rtol=0, atol=0)
         assert torch.allclose(logits_of(read), logits_of(model), atol=1e-5)  # sums of experts go by addresses
 
 

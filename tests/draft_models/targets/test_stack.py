@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from outrider.base.errors import UserError
@@ -74,20 +74,6 @@ def test_bytes_read_are_those_of_the_named_tensors(
         assert not any(p.requires_grad or p.is_meta for p in model.parameters())
 
 
-def test_unneeded_shards_may_be_missing(tmp_path: Path) -> None:
-    path = save_target(tmp_path, shard="40KB")
-    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-    config = load_config(str(path))
-    needed = {file for name, file in index.items() if not name.startswith(("model.layers.1.", "model.layers.2."))}
-    unneeded = set(index.values()) - needed
-    assert unneeded
-    for file in unneeded:
-        (path / file).unlink()
-    load_layers(open_tensors(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
-    with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
-        load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
-
-
 def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
     path = save_target(tmp_path, shard="40KB")
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -110,22 +96,6 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object)
     for load in (open_tensors, lambda source: load_causal_lm(source, None)):
         with pytest.raises(UserError, match=rf"weight_map\.{re.escape(name)}=.*expected a \.safetensors file in its"):
             load(str(path))
-
-
-def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
-    path = save_target(tmp_path)
-    names = ["model.layers.3.self_attn.q_proj.weight", "model.norm.weight"]
-    before = open_tensors(str(path)).digest(names)
-    assert before == open_tensors(str(path)).digest(names)
-    tensors = load_file(path / "model.safetensors")
-    tensors[names[0]][0, 0] += 1e-3
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert before != open_tensors(str(path)).digest(names)
-
-
-def test_which_layers_see_a_window(tmp_path: Path) -> None:
-    found = {name: open_stack(save_target(tmp_path / name, name))[1].windows for name in ("qwen2", "mistral", "llama")}
-    assert found == {"qwen2": [None, None, 12, 12], "mistral": [12] * 4, "llama": [None] * 4}
 
 
 def test_a_device_by_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,13 +174,6 @@ def test_what_a_server_lacks_is_said_before_anything_is_written(make, engine, sh
     assert not [path for path in Path(config.out_dir).iterdir() if path.name != ".lock"]
 
 
-def test_a_server_that_is_not_there_is_named(make, engine):
-    with serving(engine()) as url:
-        pass
-    with pytest.raises(UserError, match=f"server={url}: /v1/models gave no reply"):
-        generate_responses(asked(make, url))
-
-
 @pytest.mark.parametrize("always", ["shifts", "short", "others", "another"])
 def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
     def fault(number, reply):

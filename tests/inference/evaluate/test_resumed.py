@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from outrider.base.errors import UserError
@@ -286,15 +285,6 @@ def test_sampled_texts_do_not_depend_on_who_measured(config: Callable[..., Evalu
     killed_after(killed, 2)
     assert together(replace(killed, resume=True), 3) == [0, 0, 0]
     assert tokens(one) == tokens(two) == tokens(killed)
-
-
-def test_one_run_at_a_time(config: Callable[..., EvaluateConfig]) -> None:
-    made = config("locked")
-    Path(made.out_dir).mkdir()
-    with FileLock(Path(made.out_dir) / ".lock"):
-        with pytest.raises(UserError, match="another run is writing results there"):
-            evaluate(made)
-        assert together(made, 2) == [2, 2]
 
 
 @pytest.mark.slow

@@ -129,10 +129,8 @@ def test_rounds_by_running_totals() -> None:
     """Chunks of a token, after totals of the round; several rounds in a chunk; none by the last total alone."""
 
     def told(*totals: tuple[int, int]) -> list[tuple[float, int]]:
-        chunks = [
-            (float(at), {"predicted_n": said, "draft_n_accepted": taken}) for at, (said, taken) in enumerate(totals)
-        ]
-        return rounds_in(chunks, 9, "s")
+        names = ("predicted_n", "draft_n_accepted")
+        return rounds_in([(at, dict(zip(names, pair, strict=True))) for at, pair in enumerate(totals)], 9, "s")
 
     assert told((1, 0), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3)) == [(0, 1), (1, 4), (4, 5), (5, 7)]
     assert told((1, 0), (3, 0), (99, 0)) == [(0, 1), (1, 2), (1, 3), *((2, end) for end in range(4, 10))]

@@ -61,42 +61,35 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="make engines installs it")
 @pytest.mark.parametrize("source", ["early_exit", "small_lm", "eagle3"])
 def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
     """By the totals in its chunks; an EAGLE-3 head that has learnt for a minute or two."""
-    if not LLAMA_CPP.exists():
-        pytest.skip("make engines installs it")
-    fetch_target(FetchConfig(out_dir=str(tmp_path / "target")))
-    target, head = str(tmp_path / "target"), str(tmp_path / "head")
-    option, place = {"early_exit": ("checkpoint", str(DRAFTERS / "eesd")), "eagle3": ("eagle3", head)}.get(
-        source, ("small_lm", str(DRAFTERS / "small_lm"))
-    )
+    target, drafter = str(tmp_path / "target"), str(DRAFTERS / {"early_exit": "eesd"}.get(source, source))
+    fetch_target(FetchConfig(out_dir=target))
     if source == "eagle3":
-        fit = FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3)
+        drafter = str(tmp_path / "head")
         train_eagle3(Eagle3Config(
-            target=target, data=DataConfig(source="python_stdlib"), fit=fit, version="3", draft_vocabulary=2048,
-            seq_len=128, draft_steps=3, decode_prompts=1, decode_tokens=2, eval_rows=4, out_dir=head,
+            target=target, data=DataConfig(source="python_stdlib"), version="3", draft_vocabulary=2048, seq_len=128,
+            fit=FitConfig(steps=40, batch_rows=8, optimizer="muon", lr=2e-3), draft_steps=3, decode_prompts=1,
+            decode_tokens=2, eval_rows=4, out_dir=drafter,
         ))  # fmt: skip
-    for what, folder in ((target, "target_gguf"), (place, "drafter_gguf")):
-        own = None if what == target else target
-        export_drafter(ExportConfig(
-            checkpoint=what, target=own, engine="llama_cpp", dtype="float32", out_dir=str(tmp_path / folder)
-        ))  # fmt: skip
-    mode, files = "EAGLE3" if source == "eagle3" else "SIMPLE", ("target_gguf", "drafter_gguf")
-    given, drafter = (str(tmp_path / folder / "model.gguf") for folder in files)
-    command = [LLAMA_CPP, Path(__file__).with_name("llama_cpp_server.py"), given, mode, drafter, "3"]
+    files = [tmp_path / "target.gguf", tmp_path / "drafter.gguf"]
+    for file, model, of in zip(files, (target, drafter), (None, target), strict=True):
+        export_drafter(
+            ExportConfig(checkpoint=model, target=of, engine="llama_cpp", dtype="float32", out_dir=str(file))
+        )
+    script, mode = Path(__file__).with_name("llama_cpp_server.py"), "EAGLE3" if source == "eagle3" else "SIMPLE"
+    command = [LLAMA_CPP, script, files[0] / "model.gguf", mode, files[1] / "model.gguf", "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        config = EngineConfig(
+        url = server.stdout.readline().strip()  # type: ignore[union-attr]
+        evaluate(EngineConfig(
             target=target, template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu", dtype="float32",
-            methods={source: MethodConfig(source, stop=CHAIN)}, engine=server.stdout.readline().strip(),
-            out_dir=str(tmp_path / "out"), compare_transformers=False, **{option: place},
-        )  # fmt: skip
-        evaluate(config)
-        server.stdin.close()
-    (report,) = json.loads((tmp_path / "out/report.json").read_text())["reports"]
-    (row,) = report["served"]
+            methods={source: MethodConfig(source, stop=CHAIN)}, engine=url, compare_transformers=False,
+            out_dir=str(tmp_path / "out"), **{"checkpoint" if source == "early_exit" else source: drafter},
+        ))  # fmt: skip
+        server.communicate()  # ends it
+    (row,) = json.loads((tmp_path / "out/report.json").read_text())["reports"][0]["served"]
     assert row["rounds"] >= 150
     for one in row["acceptance"]:
         assert one["served"] == pytest.approx(one["here"], abs=0.01)
