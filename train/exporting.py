@@ -14,10 +14,10 @@ from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
-from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
+from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
-from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf, write_gguf_head
+from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import PASS_TOKENS, load_whole_lm

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
@@ -22,6 +22,7 @@ from outrider.draft_models.eagle3.dialects import (
     MIDLAYER,
     Shapes,
     dialect_of,
+    layer_config,
     own_name,
     read_config,
     require_said,
@@ -29,7 +30,11 @@ from outrider.draft_models.eagle3.dialects import (
 )
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading, changed, require_target
+from outrider.draft_models.formats.gguf_file import Value
+from outrider.draft_models.formats.gguf_model import tensor_names
+from outrider.draft_models.formats.gguf_write import require_gguf, write_file
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS
+from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.settings import Dialect, Exported, ReadingChanges, Written
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
@@ -293,6 +298,31 @@ def _tensors(head: Eagle3, dialect: Written) -> dict[str, Tensor]:
 def shapes_of(head: Eagle3) -> Shapes:
     """The shapes of the tensors of `head`, which may be on the meta device, by their names here."""
     return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+
+
+# The tensors of a head that no Llama has.
+_OF_HEADS = {
+    "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", DRAFT_TOKENS: "d2t",
+    f"{FIRST_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
+}  # fmt: skip
+
+
+def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write `head`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
+
+    Facts of llama.cpp's src/models/eagle3.cpp and conversion/llama.py (2026-10): its layer is a Llama's, with rotary
+    pairs side by side; target_layers are boundaries; d2t has ids. Raises `UserError` for what that cannot express.
+    """
+    reading = head.reading
+    require_said(reading, shapes_of(head), "gguf", target)
+    config = layer_config(written_config(reading, "gguf", target, "", 1), 1)
+    own: dict[str, Value] = {"target_layers": [*reading.taps], "target_hidden_size": reading.target_hidden}
+    own |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}
+    metadata = {key.replace("llama.", "eagle3."): value for key, value in require_gguf(config, tokenizer).items()}
+    metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in own.items()}}
+    names = {theirs.removeprefix("model."): name for name, theirs in tensor_names(empty_model(config), "llama").items()}
+    names |= _OF_HEADS
+    write_file(config, metadata, {names[ours]: tensor for ours, tensor in head.state_dict().items()}, path)
 
 
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit

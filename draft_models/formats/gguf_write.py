@@ -1,4 +1,4 @@
-"""A causal LM or an EAGLE-3 head as a GGUF file as llama.cpp's converter lays it out; refused if read differently."""
+"""A causal LM as a GGUF file in the layout of llama.cpp's converter; refused if it would be read differently."""
 
 import json
 from collections.abc import Mapping
@@ -10,9 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, shapes_of
-from outrider.draft_models.eagle3.dialects import FIRST_LAYER, layer_config, require_said, written_config
-from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.formats.gguf_config import KEYS, LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
 from outrider.draft_models.formats.gguf_file import GgufFile, TensorPlace, Value
 from outrider.draft_models.formats.gguf_model import load_package, tensor_names
@@ -24,11 +21,6 @@ _FAMILIES = ("llama", "qwen2", "qwen3")  # the families that can be written; Mis
 _FREE = {
     "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "bos_token_id",
     "eos_token_id", "pad_token_id",
-}  # fmt: skip
-# The tensors of a head that no Llama has.
-_OF_HEADS = {
-    "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", DRAFT_TOKENS: "d2t",
-    f"{FIRST_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
 }  # fmt: skip
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # types of tokens
 Step = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
@@ -65,33 +57,10 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     """
     metadata, state = require_gguf(model.config, tokenizer), model.state_dict()
     names = tensor_names(model, str(metadata["general.architecture"]))
-    _write(model.config, metadata, {name: state[theirs] for name, theirs in names.items()}, path)
+    write_file(model.config, metadata, {name: state[theirs] for name, theirs in names.items()}, path)
 
 
-def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write `head`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
-
-    Facts of llama.cpp's src/models/eagle3.cpp and conversion/llama.py (2026-10): its layer is a Llama's, with rotary
-    pairs side by side; target_layers are boundaries; d2t has ids. Raises `UserError` for what that cannot express.
-    """
-    reading = head.reading
-    require_said(reading, shapes_of(head), "gguf", target)
-    config = layer_config(written_config(reading, "gguf", target, "", 1), 1)
-    own: dict[str, Value] = {"target_layers": [*reading.taps], "target_hidden_size": reading.target_hidden}
-    own |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}
-    metadata = {key.replace("llama.", "eagle3."): value for key, value in require_gguf(config, tokenizer).items()}
-    metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in own.items()}}
-    names = {theirs.removeprefix("model."): name for name, theirs in tensor_names(_empty(config), "llama").items()}
-    names |= _OF_HEADS
-    _write(config, metadata, {names[ours]: tensor for ours, tensor in head.state_dict().items()}, path)
-
-
-def _empty(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-
-
-def _write(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mapping[str, Tensor], path: Path) -> None:
+def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout."""
     gguf, family = load_package(), str(metadata.pop("general.architecture"))
     writer = gguf.GGUFWriter(path, family)
@@ -121,7 +90,8 @@ def _write(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mappin
 
 def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> None:
     """Raise `UserError` unless reading `metadata` gives `config`, in all fields that change logits."""
-    model = _empty(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
     places = {name: TensorPlace(name, tuple(state[names[name]].shape), 0, 0) for name in names}
     found = gguf_config(GgufFile(Path(GGUF_FILE), metadata, places)).to_dict()

@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.draft_models.draft_vocabulary import narrow, save_tokens
-from outrider.draft_models.eagle3.checkpoint import open_head, save_head, use_of
+from outrider.draft_models.eagle3.checkpoint import open_head, save_head, use_of, write_gguf_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import new_reading
-from outrider.draft_models.formats.gguf_write import write_gguf_head
 from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
