@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Placed, Trained, read_record
+from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, DrafterPlugin, Placed, Trained, read_record
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from outrider.inference.sizing.costs import Allowance
 from outrider.inference.sizing.policy import Tuning
+
+if TYPE_CHECKING:
+    from outrider.inference.drafters.ngram.lookup import LookupPlugin
 
 Model = TypeVar("Model")
 
@@ -105,13 +107,15 @@ class ModelDrafter(Drafter):
             self.allowance.observe(fed, len(tree), len(nodes) + 1)
 
 
-def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> PromptLookup | None:
+def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
     """What drafts from the text itself for a drafter of `method`, if it has `copy`: by `tuning` as many tokens as pay.
 
     The evidence of `tuning` is about other drafts. The number of texts in a batch is not looked at.
     """
+    if method.copy is None:
+        return None
     own = None if tuning is None else Tuning(tuning.costs)
-    return None if method.copy is None else PromptLookup(method.copy, structure.max_rows, own, method.copy)
+    return cast("LookupPlugin", PROMPT_LOOKUP.load_plugin()).copies(method.copy, structure.max_rows, own)
 
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):

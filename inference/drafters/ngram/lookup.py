@@ -100,5 +100,9 @@ class LookupPlugin(DrafterPlugin[None]):
         tuned = tuning if method.stop.max_draft == AUTO else None
         return PromptLookup(method.max_ngram, method.stop.longest(), tuned)
 
+    def copies(self, size: int, most: int, tuning: Tuning | None) -> Drafter:
+        """What drafts at most `most` tokens, after the text's last `size` ones only."""
+        return PromptLookup(size, most, tuning, size)
+
 
 PLUGIN = LookupPlugin()
