@@ -6,6 +6,7 @@ from pathlib import Path
 from outrider.base.errors import warn
 from outrider.base.files import is_local, write_atomically
 from outrider.base.words import Shown
+from outrider.draft_models.targets.settings import EAGLE3
 
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
@@ -56,7 +57,7 @@ def serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head:
     parallel, numbers = '"parallel_drafting": true, ' if one_pass else "", {"drafted": drafted, "checked": drafted + 1}
     names = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
     if head:
-        names |= {"method": "eagle3", "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
+        names |= {"method": EAGLE3, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
     return "\n\n".join(lines) % {**names, "parallel": parallel}
 
 

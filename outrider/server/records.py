@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Fields that change no answer, and the values with which others do not; all others may be empty or 0.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-          "include_obfuscation"}  # fmt: skip
+          "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Top = Annotated[int, Ge(0), Le(128)]

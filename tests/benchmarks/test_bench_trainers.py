@@ -37,6 +37,7 @@ def test_a_peer_that_hands_over_the_target_is_never_rejected(tmp_path: Path) -> 
         target=str(path), answers=f"{tmp_path}/answers/responses-*.jsonl", work=tmp_path / "work", threads=1, minutes=1,
         prompts=[f"one={tmp_path}/prompts.jsonl"], out=tmp_path / "out.json", per_category=2,
         arms=["trl_sft"], python=[f"trl={python}"], trial_steps=9, head_answers=9, new_tokens=12, draft_vocabulary=99,
+        heldout_fraction=0.05,
     )  # fmt: skip
     bench_trainers.record(options)
     entry, target = json.loads(options.out.read_text())["entries"]["1 minutes"], open_target(str(path))

@@ -107,7 +107,7 @@ def test_a_base_model_writes_the_beginnings_of_documents(config, target, tmp_pat
 def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(config, monkeypatch):
     write_prompts(expected := replace(config, out_dir=f"{config.out_dir}-whole"))
     save = Shard.save
-    monkeypatch.setattr(Shard, "save", lambda *given: (save(*given), signal.raise_signal(signal.SIGINT)))
+    monkeypatch.setattr(Shard, "save", lambda *given: (save(*given), signal.default_int_handler(signal.SIGINT, None)))
     with pytest.raises(KeyboardInterrupt):
         write_prompts(config)
     monkeypatch.setattr(Shard, "save", save)
