@@ -322,7 +322,7 @@ def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTraine
     metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in own.items()}}
     names = {theirs.removeprefix("model."): name for name, theirs in tensor_names(empty_model(config), "llama").items()}
     names |= _OF_HEADS
-    write_file(config, metadata, {names[ours]: tensor for ours, tensor in head.state_dict().items()}, path, paired=True)
+    write_file(config, metadata, {names[ours]: tensor for ours, tensor in head.state_dict().items()}, path)
 
 
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit

@@ -57,19 +57,13 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     """
     metadata, state = require_gguf(model.config, tokenizer), model.state_dict()
     names = tensor_names(model, str(metadata["general.architecture"]))
-    tensors = {name: state[theirs] for name, theirs in names.items()}
-    write_file(model.config, metadata, tensors, path, paired=metadata["general.architecture"] == "llama")
+    write_file(model.config, metadata, {name: state[theirs] for name, theirs in names.items()}, path)
 
 
-def write_file(
-    config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mapping[str, Tensor], path: Path, *, paired: bool
-) -> None:
-    """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout.
-
-    paired: the rows that llama.cpp rotates stand side by side in the file; the reader undoes it.
-    """
-    gguf = load_package()
-    writer = gguf.GGUFWriter(path, str(metadata.pop("general.architecture")))
+def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout."""
+    gguf, family = load_package(), str(metadata.pop("general.architecture"))
+    writer = gguf.GGUFWriter(path, family)
     kinds = gguf.GGUFValueType
     types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
     for key, value in metadata.items():
@@ -77,6 +71,7 @@ def write_file(
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    paired = family.startswith(("llama", "eagle"))  # rows that are rotated stand side by side; the reader undoes it
     for name, tensor in tensors.items():
         tensor, part = tensor.detach().cpu(), f".{name}".split(".")[-2]
         if part in heads and paired:
