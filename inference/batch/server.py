@@ -268,14 +268,14 @@ def rounds_in(timings: Sequence[tuple[float, Json]], count: int, named: str) -> 
     """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
     if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`.
     """
-    rows = [[one.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, one in timings[:-1] and timings]
+    rows = [[one.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, one in timings]
     ends, before = [(0.0, 0)], 0
     totals = construct(list[tuple[int, int]], rows, f"{named}: timings")
     for (when, _), (said, taken) in zip(timings, totals, strict=False):
         while min(said, count) > ends[-1][1]:
             ends.append((when, ends[-1][1] + 1 + max(0, taken - before)))
             before = taken
-    return ends[1:]
+    return ends[1:] if len(timings) > 1 else []
 
 
 def read_rows(logprobs: Json | None) -> list[Row] | None:
