@@ -1,7 +1,7 @@
 """Training losses that never hold a whole [tokens, vocabulary] logit matrix."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -51,9 +51,9 @@ _Objective = Callable[[Tensor, slice, bool, Tensor | None], tuple[Tensor, Tensor
 class _LinearLoss(torch.autograd.Function):
     """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept.
 
-    The products are of `chunk` rows. The objective makes several copies of its logits, so it sees `piece` rows of them
-    at a time. Their gradient then takes the place of the logits. teacher: states [m, d'] and a matrix [V', d'] of its
-    logits, each row for n / m of the n rows in turn; chunk and piece are multiples of that.
+    The products are of `chunk` rows. The objective makes several copies of its logits, which `rule` has transformed, so
+    it sees `piece` rows of them at a time. Their gradient then takes the place of the logits. teacher: states [m, d'],
+    a matrix [V', d'] of its logits, and the row of its states for each of the n rows, ascending.
     """
 
     @staticmethod
@@ -62,10 +62,11 @@ class _LinearLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         objective: _Objective,
+        rule: LogitRule,
         chunk: int,
         piece: int,
         shares: Tensor | None,
-        teacher: tuple[Tensor, Tensor] | None,
+        teacher: tuple[Tensor, Tensor, Sequence[int]] | None,
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -74,20 +75,25 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         block = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-        group, its = len(hidden) // len(teacher[0]) if teacher and len(hidden) else 1, None
-        wide = piece * max(1, logits_at_once(len(teacher[1]), hidden.device) // piece) if teacher else chunk
+        wide, its = logits_at_once(len(teacher[1]), hidden.device) if teacher else 0, None
+        made = range(0)  # the rows of the teacher whose logits are there
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])
             for place, some in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
                 part = slice(place, place + len(some))
                 if teacher:
-                    if (place - start) % wide == 0:
-                        taught = teacher[0][place // group : min(place + wide, start + chunk) // group] @ teacher[1].T
-                    its = taught[(place - start) % wide // group :][: len(some) // group].to(exact)
-                value, grad = objective(some.to(exact), part, need_hidden or need_weight, its)
+                    states, columns, owners = teacher
+                    first, end = owners[place], owners[place + len(some) - 1] + 1
+                    if end > made.stop:
+                        made = range(first, min(max(end, first + wide), len(states)))
+                        taught = states[first : made.stop] @ columns.T
+                    its = taught[first - made.start : end - made.start].to(exact)
+                raw = some.to(exact)
+                value, grad = objective(rule(raw), part, need_hidden or need_weight, its)
                 loss += value.sum() if shares is None else (value * shares[part]).sum()
                 if grad is not None:
+                    grad = grad if rule == PLAIN else grad * rule.slope(raw)
                     some.copy_(grad if shares is None else grad.mul_(shares[part, None]))
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
@@ -102,7 +108,7 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         to_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
         to_weight = None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype)
-        return to_hidden, to_weight, *(None,) * 5
+        return to_hidden, to_weight, *(None,) * 6
 
 
 def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,26 +120,19 @@ def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden, ones], -1), torch.cat([head.weight, bias[:, None]], 1)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, rule: LogitRule = PLAIN) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, rule: LogitRule = PLAIN, shares: Tensor | None = None
+) -> Tensor:
     """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
     hidden [..., d]; weight [V, d]; labels [...], `IGNORE` at unsupervised positions. Only supervised positions reach
     the head, `rows_at_once` of them at a time. So memory is that many × V rather than tokens × V. Matrix
     products run in hidden's dtype, or in autocast's. The weight's gradient is accumulated in float32.
-    rule: the model's transformation of its head's logits. Without one the loss equals
-    `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
+    rule: the model's transformation of its head's logits. shares [...]: weights of the positions. Without these two the
+    loss equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
-    return rows_cross_entropy(hidden[keep], weight, labels[keep], rule=rule)
-
-
-def rows_cross_entropy(
-    hidden: Tensor, weight: Tensor, wanted: Tensor, *, rule: LogitRule = PLAIN, shares: Tensor | None = None
-) -> Tensor:
-    """`linear_cross_entropy` of rows [n, d] that are all supervised, with labels `wanted` [n].
-
-    shares [n]: the weight of each row's loss; None: 1.
-    """
+    wanted, shares = labels[keep], None if shares is None else shares[keep]
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         grad, picked = logits.softmax(-1), wanted[rows, None]
@@ -143,7 +142,7 @@ def rows_cross_entropy(
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
         return value, grad
 
-    return _apply(hidden, weight, objective, rule, shares)
+    return _apply(hidden[keep], weight, objective, rule, shares)
 
 
 def linear_divergence(
@@ -151,12 +150,14 @@ def linear_divergence(
     weight: Tensor,
     target_hidden: Tensor,
     target_weight: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     kind: str,
     *,
     rule: LogitRule = PLAIN,
     target_rule: LogitRule = PLAIN,
     tokens: Tensor | None = None,
+    owners: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, selects D.
 
@@ -174,32 +175,14 @@ def linear_divergence(
     target_weight.
 
     hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only select positions:
-    those that are not `IGNORE`. If V ≠ V' (padded embeddings) both distributions are taken over the shared ids. No
-    gradient reaches the target's side. The [tokens, V] logits of neither side are ever held as a whole: chunks and
-    dtypes are those of `linear_cross_entropy`.
+    those that are not `IGNORE`; None: all of hidden [n, d]. Then owners [n] may say which of target_hidden [m, d'] each
+    is compared with, ascending and each at least once (its p is computed once), and shares [n] weigh them.
+    If V ≠ V' (padded embeddings) both distributions are taken over the shared ids. No gradient reaches the target's
+    side. The [tokens, V] logits of neither side are ever held as a whole: chunks and dtypes are those of
+    `linear_cross_entropy`.
     """
-    keep = labels != IGNORE
-    sides = (hidden[keep], weight, target_hidden[keep], target_weight)
-    return rows_divergence(*sides, kind, rule=rule, target_rule=target_rule, tokens=tokens)
-
-
-def rows_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    target_hidden: Tensor,
-    target_weight: Tensor,
-    kind: str,
-    *,
-    rule: LogitRule = PLAIN,
-    target_rule: LogitRule = PLAIN,
-    tokens: Tensor | None = None,
-    shares: Tensor | None = None,
-) -> Tensor:
-    """`linear_divergence` of supervised rows [n, d] from a target's rows [m, d']; n is a multiple of m.
-
-    If n > m, n / m consecutive rows predict the same token, and its p is computed once. shares [n]: the weight of each
-    row's divergence.
-    """
+    if labels is not None:
+        hidden, target_hidden = (states[labels != IGNORE] for states in (hidden, target_hidden))
     if tokens is not None and kind not in OVERLAPS:
         target_weight, tokens = target_weight[tokens], None
     shared = min(weight.shape[0], target_weight.shape[0])
@@ -208,19 +191,21 @@ def rows_divergence(
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert taught is not None
+        own = None if owners is None else owners[rows] - owners[rows.start]
         if kind == "forward_kl":
-            value, grad = _forward_kl(target_rule(taught), logits[:, :shared])
+            value, grad = _forward_kl(target_rule(taught), logits[:, :shared], own)
         else:
             log_p, log_q = target_rule(taught).log_softmax(-1), logits[:, :shared].log_softmax(-1)
             log_p = log_p if tokens is None else log_p[:, tokens]
-            log_p = log_p.repeat_interleave(len(log_q) // len(log_p), 0)
+            log_p = log_p if own is None else log_p[own]
             value, slope = _divergence(kind, log_p, log_q)
             if not need_grad:
                 return value, None
             grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
-    return _apply(hidden, weight, objective, rule, shares, (known, target_matrix))
+    each = range(len(hidden)) if owners is None else owners.tolist()
+    return _apply(hidden, weight, objective, rule, shares, (known, target_matrix, each))
 
 
 def linear_topk_divergence(
@@ -325,16 +310,17 @@ def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
     return logits.amax(-1) - probabilities.amax(-1).log()
 
 
-def _forward_kl(target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; every row of p's logits [m, V] is for n / m of them.
+def _forward_kl(target: Tensor, logits: Tensor, owners: Tensor | None) -> tuple[Tensor, Tensor]:
+    """KL(p‖q) [n] and its gradient q − p w.r.t. the logits [n, V]; owners [n]: their rows of p's logits [m, V].
 
     The same as by `_divergence`, in few passes over the matrix, and with one exponential of each value of p.
     """
     p, q = target.softmax(-1), logits.softmax(-1)
-    negative = (p[:, None] @ target[..., None])[:, 0] - _normaliser(target, p)[:, None]  # Σ p log p
-    crossed = logits.unflatten(0, (len(p), -1)) @ p[..., None]
-    value = negative - crossed[..., 0] + _normaliser(logits, q).unflatten(0, (len(p), -1))
-    return value.flatten(), q.unflatten(0, (len(p), -1)).sub_(p[:, None]).flatten(0, 1)
+    negative = (p[:, None] @ target[..., None])[:, 0, 0] - _normaliser(target, p)  # Σ p log p
+    if owners is not None:
+        p, negative = p[owners], negative[owners]
+    crossed = (p[:, None] @ logits[..., None])[:, 0, 0]
+    return negative - crossed + _normaliser(logits, q), q.sub_(p)
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,27 +357,15 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 
 
-def _ruled(objective: _Objective, rule: LogitRule) -> _Objective:
-    """`objective` as a function of the raw logits, which `rule` transforms."""
-    if rule == PLAIN:
-        return objective
-
-    def ruled(raw: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        value, grad = objective(rule(raw), rows, need_grad, taught)
-        return value, None if grad is None else grad * rule.slope(raw)
-
-    return ruled
-
-
 def _apply(
     hidden: Tensor,
     weight: Tensor,
     objective: _Objective,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
-    teacher: tuple[Tensor, Tensor] | None = None,
+    teacher: tuple[Tensor, Tensor, Sequence[int]] | None = None,
 ) -> Tensor:
-    """The loss in chunks and pieces, each of whole groups: rows for one row of the teacher."""
+    """The loss in chunks and pieces."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -399,7 +373,5 @@ def _apply(
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         chunk = rows_at_once(weight.shape[0], weight.device)
-        group = len(hidden) // len(teacher[0]) if teacher and len(hidden) else 1
         piece = min(chunk, rows_of_copies(max(len(weight), len(teacher[1]) if teacher else 0), hidden.device))
-        sizes = (max(1, size // group) * group for size in (chunk, piece))
-        return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), *sizes, shares, teacher)
+        return _LinearLoss.apply(hidden, weight, objective, rule, chunk, piece, shares, teacher)

@@ -14,7 +14,7 @@ from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
-from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of, write_gguf_head
+from outrider.draft_models.eagle3.checkpoint import open_head, save_head, use_of, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
@@ -166,7 +166,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     stored = open_head(config.checkpoint, target, changes=config.reading)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     reading = stored.reading
-    head = make_head(reading, stored.weights(dtype), config.checkpoint)
+    head = stored.load(dtype)
     made_here = stored.made_here and not config.reading.stated()
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":

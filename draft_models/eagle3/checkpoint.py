@@ -64,9 +64,9 @@ class StoredHead:
         read = self.files.read(self.stored.values(), dtype, device=device)
         return {name: read[stored] for name, stored in self.stored.items()}
 
-    def weights(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The tensors that its `reading` uses: not all of the stored ones, or more norms, if it has overrides."""
-        return fit_tensors(self.reading, self.tensors(dtype, device), self.source)
+    def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3:
+        """The head, frozen (see `make_head`). A missing embedding or head is set later, from the target."""
+        return make_head(self.reading, self.tensors(dtype, device), self.source)
 
     @property
     def made_here(self) -> bool:
@@ -74,19 +74,17 @@ class StoredHead:
         return str(self.config.get(MADE_WITH, "")).startswith("outrider")
 
 
-def open_head(
-    source: str, target: PreTrainedConfig, revision: str | None = None, changes: ReadingChanges = AS_DECLARED
-) -> StoredHead:
+def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = AS_DECLARED) -> StoredHead:
     """The head in `source`, a directory or Hub name, for a target of config `target`. Reads headers only.
 
     changes: overrides of the declared reading. Raises `UserError` if it is not an EAGLE-3 head, is for another target,
     or its tensors do not match its config.
     """
-    file = find_file(source, CONFIG_FILE, revision)
+    file = find_file(source, CONFIG_FILE, None)
     if file is None:
         raise UserError(f"eagle3={source}: no {CONFIG_FILE} there; give a directory or Hub name of an EAGLE-3 head")
     config = read_mapping(file, "description of a head", "fetch it again")
-    files = open_tensors(source, revision)
+    files = open_tensors(source)
     dialect = dialect_of(config, files.file_of, source)
     stored = {own_name(name): name for name in files.file_of}
     if len(stored) < len(files.file_of):
@@ -112,12 +110,12 @@ def open_head(
     return StoredHead(source, dialect, config, reading, files, stored)
 
 
-def stored_tokens(source: str, revision: str | None = None, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
+def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
     """The draft vocabulary of the head in `source`, from its d2t; None without a d2t, or if it has all tokens.
 
     changes: as in `open_head`. Raises `UserError` if it cannot be read.
     """
-    files = open_tensors(source, revision)
+    files = open_tensors(source)
     stored = {own_name(name): name for name in files.file_of}
     maps = {name: files.read([stored[name]])[stored[name]] for name in (D2T, T2D) if name in stored}
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
@@ -127,43 +125,23 @@ def stored_tokens(source: str, revision: str | None = None, changes: ReadingChan
     return ids
 
 
-def load_head(
-    source: str,
-    target: PreTrainedConfig,
-    *,
-    revision: str | None = None,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    changes: ReadingChanges = AS_DECLARED,
-) -> Eagle3:
-    """`open_head` with its weights loaded and frozen. A missing embedding or head is set later, from the target."""
-    head = open_head(source, target, revision, changes)
-    return make_head(head.reading, head.weights(dtype, device), source)
+def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
+    """The head that `reading` builds from `tensors`, d2t and t2d included: not from all, if it overrides the declared
+    reading. Missing norms become identities.
 
-
-def fit_tensors(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The `tensors` of a head that another `reading` uses; missing norms become identities.
-
-    Raises `UserError` if any other tensor is missing or has another shape.
+    Raises `UserError` if any other tensor is missing or has another shape, and for invalid maps.
     """
-    like = tensors["fc.weight"]
-    found = {name: tensors[name] for name in (D2T, T2D) if name in tensors}
+    like, weights = tensors["fc.weight"], dict[str, Tensor]()
     for name, shape in head_shapes(reading).items():
         if name not in tensors and "norm" not in name:
             raise UserError(f"eagle3={source}: has no {name}, which the reading asks for; take back that change")
-        found[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=like.dtype, device=like.device)
-        if tuple(found[name].shape) != shape:
+        weights[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=like.dtype, device=like.device)
+        if tuple(weights[name].shape) != shape:
             raise UserError(
-                f"eagle3={source}: tensor {name} has shape {list(found[name].shape)}, but the reading asks for "
+                f"eagle3={source}: tensor {name} has shape {list(weights[name].shape)}, but the reading asks for "
                 f"{list(shape)}; take back that change"
             )
-    return found
-
-
-def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
-    """The head that `reading` builds from `tensors`, d2t and t2d included. Raises `UserError` for invalid maps."""
     tokens = draft_tokens(reading, tensors.get(D2T), tensors.get(T2D), source)
-    weights = {name: tensor for name, tensor in tensors.items() if name not in (D2T, T2D)}
     return Eagle3.of(reading, weights if tokens is None else {**weights, DRAFT_TOKENS: tokens})
 
 
@@ -272,7 +250,7 @@ def save_head(
     target, target_name: config and name of its target. drafted: suggested tokens per round for a server. made_here:
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
-    require_said(head.reading, shapes_of(head), dialect, target)
+    require_said(head.reading, head_shapes(head.reading), dialect, target)
     tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
     config = written_config(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
@@ -295,11 +273,6 @@ def _tensors(head: Eagle3, dialect: Written) -> dict[str, Tensor]:
     return stored
 
 
-def shapes_of(head: Eagle3) -> Shapes:
-    """The shapes of the tensors of `head`, which may be on the meta device, by their names here."""
-    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-
-
 # The tensors of a head that no Llama has.
 _OF_HEADS = {
     "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight", DRAFT_TOKENS: "d2t",
@@ -314,7 +287,7 @@ def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTraine
     pairs side by side; target_layers are boundaries; d2t has ids. Raises `UserError` for what that cannot express.
     """
     reading = head.reading
-    require_said(reading, shapes_of(head), "gguf", target)
+    require_said(reading, head_shapes(reading), "gguf", target)
     config = layer_config(written_config(reading, "gguf", target, "", 1), 1)
     own: dict[str, Value] = {"target_layers": [*reading.taps], "target_hidden_size": reading.target_hidden}
     own |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}

@@ -2,10 +2,11 @@
 
 Index t takes the target's feature at position t and token t + 1, and predicts token t + 2.
 
-Training-time test (section 3.2) runs draft steps at all positions in parallel, by `Steps`. Step 0 runs on the target's
-features, every later step on the previous step's output at the same position. Position i of step t represents the t-th
-drafted token after position i. It sees what the cache of a draft would hold: the entries of step 0 up to i, and its own
-position's entries of steps 1 to t.
+Training-time test (section 3.2) runs draft steps at many positions in parallel, by `Steps`. Step 0 runs on the target's
+features at all positions, every later step on the previous step's output at the same position. Position i of step t
+represents the t-th drafted token after position i. It sees what the cache of a draft would hold: the entries of step 0
+up to i, and its own position's entries of steps 1 to t. So a position that is not wanted of a step can be left out of
+it, and of all later ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,62 +24,75 @@ from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.targets.attention import grouped_attention
 from outrider.draft_models.targets.narrowed import spread
-from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary, Texts
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
-Entry = tuple[Tensor, Tensor]  # keys and values [B, Hk, T, D] of a step
+Entry = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
 EXTRA = 8  # columns that `_widened` adds; fused kernels prefer widths that are multiples of this
 
 
 class Steps:
     """The entries of all steps so far, by layer; used in place of a KV cache in training.
 
-    `now` is the current step. A step may run twice, as it does when activations are recomputed.
+    `now` is the current step. A step may run twice, as it does when activations are recomputed. tokens: by step, the
+    flat indices [B, N] into the texts of the tokens that its positions read. picks: by step, if it has only some of the
+    positions of the step before, their flat indices [B, N] among those.
     """
 
     def __init__(self) -> None:
         self.now = 0
-        self._entries: dict[int, dict[int, Entry]] = {}
+        self.tokens: dict[int, Tensor] = {}
+        self.picks: dict[int, Tensor] = {}
+        self._of_tokens: list[Tensor] = []
+        self._first: dict[int, Entry] = {}
+        self._own: dict[tuple[int, int], Entry] = {}  # by layer and step: [B, N, Hk, steps, D]
 
-    def attend(
-        self, module: nn.Module, query: Tensor, entry: Entry, mask: Tensor | Band | None, layer: int, scaling: float
-    ) -> Tensor:
-        """query [B, H, T, D] of step `now`, whose keys and values are `entry` → [B, T, H, D].
+    def products(self, layers: Sequence[nn.Linear], embedding: Tensor, features: Tensor) -> list[Tensor]:
+        """What `layers` make of the features [B, N, H] with the embeddings of the step's tokens before them.
+
+        embedding: in step 0 of all texts, [B, T, H]. Every step reads these tokens, so their products are made once.
+        """
+        width = embedding.shape[-1]
+        if self.now == 0:
+            self._of_tokens = [F.linear(embedding, one.weight[:, :width], one.bias).flatten(0, 1) for one in layers]
+        at, pairs = self.tokens[self.now], zip(layers, self._of_tokens, strict=True)
+        return [F.linear(features, one.weight[:, width:]) + F.embedding(at, known) for one, known in pairs]
+
+    def attend(self, module: nn.Module, query: Tensor, entry: Entry, mask: Band, layer: int, scaling: float) -> Tensor:
+        """query [B, H, N, D] of step `now`, whose keys and values are `entry` → [B, N, H, D].
 
         mask: the mask of the entries of step 0, as in `grouped_attention`.
         """
-        steps = self._entries.setdefault(layer, {})
-        steps[self.now] = entry
         if self.now == 0:
+            self._first[layer] = entry
             return grouped_attention(module, query, *entry, mask, scaling=scaling)[0]
-        own = [steps[step] for step in range(1, self.now + 1)]
-        return join(module, query, steps[0], own, mask, scaling)
+        key, value = (x.transpose(1, 2)[..., None, :] for x in entry)
+        if self.now > 1:
+            before = map(self._picked, self._own[layer, self.now - 1])
+            key, value = (torch.cat(both, 3) for both in zip(before, (key, value), strict=True))
+        self._own[layer, self.now] = key, value
+        return join(module, query, self._first[layer], (key, value), mask, scaling)
+
+    def _picked(self, own: Tensor) -> Tensor:
+        pick = self.picks.get(self.now)
+        return own if pick is None else F.embedding(pick, own.flatten(0, 1).flatten(1)).unflatten(-1, own.shape[2:])
 
 
-def join(
-    module: nn.Module, query: Tensor, first: Entry, own: Sequence[Entry], mask: Tensor | Band | None, scaling: float
-) -> Tensor:
-    """One softmax over the entries `first`, by `mask`, and the entries of `own` at the query's position: [B, T, H, D].
+def join(module: nn.Module, query: Tensor, first: Entry, own: Entry, mask: Band, scaling: float) -> Tensor:
+    """One softmax over the entries `first`, by `mask`, and the entries `own` of the query's position: [B, N, H, D].
 
-    query [B, H, T, D]. The entries of `own` at a position act as one additional key: its score is the logsumexp of
-    their scores, and its value is their softmax-weighted mean. So the score matrix is never larger than for `first`.
+    query [B, H, N, D]; own: [B, N, Hk, steps, D]. The entries of `own` at a position act as one additional key: its
+    score is the logsumexp of their scores, and its value is their softmax-weighted mean. So the score matrix is never
+    larger than for `first`.
     """
     exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
-    grouped = query.unflatten(1, (first[0].shape[1], -1)).to(exact)
-    scored = [(grouped * key[:, :, None].to(exact)).sum(-1).flatten(1, 2) for key, _ in own]
-    scores = torch.stack(scored, -1) * scaling  # [B, H, T, steps]
-    weights = scores.softmax(-1)
-    group = query.shape[1] // first[0].shape[1]
-    mean = torch.zeros_like(query)
-    for step, (_, value) in enumerate(own):
-        mean = mean + weights[..., step, None] * value.repeat_interleave(group, 1)
-    if mask is None:
-        length = query.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-    seen = replace(mask, front=1) if isinstance(mask, Band) else F.pad(mask, (1, 0), value=True)
-    wide = _widened(query, *first, scores.logsumexp(-1) / scaling)
-    out, _ = grouped_attention(module, *wide, seen, scaling=scaling)
+    with torch.autocast(query.device.type, enabled=False):
+        grouped = query.transpose(1, 2).unflatten(2, (first[0].shape[1], -1)).to(exact)
+        scores = grouped @ own[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
+        mean = (scores.softmax(-1) @ own[1].to(exact)).flatten(2, 3)
+    wide = _widened(query, *first, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
+    out, _ = grouped_attention(module, *wide, replace(mask, front=1), scaling=scaling)
     found, share = out[..., :-EXTRA], out[..., -EXTRA, None]
-    return found + share * mean.transpose(1, 2).to(out.dtype)
+    return found + share * mean.to(out.dtype)
 
 
 def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,16 +139,21 @@ class HeadAttention(nn.Module):
         self.q_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
-        """x [B, Q, width] → [B, Q, H]."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # once, not for each of three products
-        query = self._rotated(self.q_norm(self._by_head(self.q_proj(x))), rotary)
-        key = self._rotated(self.k_norm(self._by_head(self.k_proj(x))), rotary)
-        value = self._by_head(self.v_proj(x))
+    def forward(self, x: Sequence[Tensor], mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
+        """x: its input [B, Q, width] in parts, side by side → [B, Q, H]."""
+        if torch.is_autocast_enabled(x[0].device.type):
+            x = [part.to(torch.get_autocast_dtype(part.device.type)) for part in x]  # once, not for three products
+        layers = [self.q_proj, self.k_proj, self.v_proj]
+        if isinstance(cache, Steps) and len(x) > 1:
+            made = cache.products(layers, *x)
+        else:
+            whole = torch.cat([*x], -1)
+            made = [layer(whole) for layer in layers]
+        query, key, value = map(self._by_head, made)
+        query, key = self._rotated(self.q_norm(query), rotary), self._rotated(self.k_norm(key), rotary)
         scaling = self.head_dim**-0.5
         if isinstance(cache, Steps):
-            assert not isinstance(mask, Texts)
+            assert isinstance(mask, Band)
             mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, scaling)
         else:
             if cache is not None:
@@ -150,7 +169,8 @@ class HeadAttention(nn.Module):
         """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
         cos, sin = (table[:, None] for table in rotary.tables[0])
         turned, rest = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
-        return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
+        turned = turned * cos + rotate_half(turned) * sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 class HeadLayer(GradientCheckpointingLayer):
@@ -181,10 +201,10 @@ class HeadLayer(GradientCheckpointingLayer):
     def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
         """embedding, hidden [B, Q, H] → [B, Q, H]; later layers ignore the embedding."""
         if self.hidden_norm is None:
-            attended = self.input_layernorm(hidden)
+            attended = [self.input_layernorm(hidden)]
         else:
             normed = self.hidden_norm(hidden)
-            attended = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+            attended = [self.input_layernorm(embedding), normed]
             hidden = normed if self.norm_before_residual else hidden
         hidden = hidden + self.self_attn(attended, mask, rotary, cache)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -299,7 +319,8 @@ class Eagle3(nn.Module):
         """The layers on tokens' embeddings and the features one position before them: [B, Q, H] → [B, Q, H].
 
         A feature is the target's, or the output of `run` at its position. masks: by window (see `windows`), over all
-        entries that the cache returns. With `Steps` as the cache it is a step of training.
+        entries that the cache returns. With `Steps` as the cache it is a step of training; the embedding is that of all
+        texts in step 0, and empty later.
         """
         hidden = features
         for layer, window in zip(self.layers, self.windows, strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -141,13 +141,16 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
     given = [x.split(alike) for x in (query, key, value, band.first)]
     for blocks, q, *shown, first in zip(band.blocks, *given, strict=True):
         own, parts = replace(band, first=first), []
-        sizes = [band.front, *(end - begin for begin, end, *_ in blocks)]
-        pieces = [x.split(sizes, 2) for x in shown]  # the gradient of a slice is as long as what it is of
-        for place, queries in zip(blocks, q.split(sizes[1:], 2), strict=True):
-            _, end, start, *more = place
+        seen = [[(0, band.front)] for _ in blocks]
+        for ranges, (_, end, start, *more) in zip(seen, blocks, strict=True):
             stop, mates = more or (end, end)
-            seen = [(0, band.front), *((band.front + a, band.front + b) for a, b in ((start, stop), (mates, end)))]
-            states, run = (queries, *(_joined(x, seen) for x in pieces)), attend
+            ranges += [(band.front + a, band.front + b) for a, b in ((start, stop), (mates, end))]
+        edges = sorted({0, shown[0].shape[2], *chain(*chain(*seen))})
+        # in pieces, since the gradient of a slice is as long as what it is of
+        pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in shown]
+        sizes = [end - begin for begin, end, *_ in blocks]
+        for place, queries, keys in zip(blocks, q.split(sizes, 2), seen, strict=True):
+            states, run = (queries, *(_joined(x, keys) for x in pieces)), attend
             long = states[1].shape[2] > band.BLOCK
             if long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
                 run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
-from outrider.draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
+from outrider.draft_models.eagle3.checkpoint import D2T, StoredHead, make_head, open_head
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
 from outrider.draft_models.eagle3.model import Eagle3, Steps
 from outrider.draft_models.eagle3.reading import Reading, changed, default_taps, require_target, rope_base
@@ -85,10 +85,11 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count]
     hidden, found = head.features(aux.to(head.dtype)), []
     head.reserve(count + STEPS)
+    embedding = head.embed(tokens[None])
     for step in range(STEPS):
         cache.now, moved = step, 0 if still else step
         masks = {window: Band.sliding(index, (window or count + STEPS) - moved) for window in head.windows}
-        embedding = head.embed(tokens.roll(-1 - step)[None, :count])  # the last `step` ones are of no place
+        cache.tokens[step] = (index[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
         hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)
         found.append(hidden[0, start - 2 - step : count - 1 - step])
     return head.logits(torch.stack(found))
@@ -146,7 +147,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
 
     def make(reading: Reading) -> Eagle3:
         require_target(reading, target.config, stored.source)
-        head = make_head(reading, fit_tensors(reading, tensors, stored.source), stored.source)
+        head = make_head(reading, tensors, stored.source)
         if not reading.own_embedding:
             head.use_embedding(embedding)
         if not reading.own_head:

@@ -138,7 +138,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         return drafter_digest(open_tensors(where), self.changes.stated())
 
     def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> Eagle3:
-        return checkpoint.load_head(where, target.config, changes=self.changes, **placed)
+        return checkpoint.open_head(where, target.config, self.changes).load(**placed)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
         drafter = bare(model)
@@ -157,7 +157,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = checkpoint.open_head(where, target.config, changes=self.changes)
-        head = checkpoint.make_head(stored.reading, stored.weights(dtype), where)
+        head = stored.load(dtype)
         made_here = stored.made_here and not self.changes.stated()
         checkpoint.save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 

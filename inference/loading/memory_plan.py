@@ -4,16 +4,15 @@
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.losses import loss_bytes
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
 from outrider.draft_models.targets.model_spec import context_limit, key_heads
@@ -23,8 +22,6 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind
 
 GB = 1e9
-FLOAT32 = 4
-PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
 _ALLOCATION = re.compile("out of memory|DefaultCPUAllocator|can't allocate memory")  # in torch's errors
 
 
@@ -59,7 +56,7 @@ class Place:
 def weight_bytes(model: PreTrainedConfig | nn.Module, place: Place) -> int:
     """Bytes of a model's weights; shared ones count once."""
     module = model if isinstance(model, nn.Module) else empty_model(model)
-    return place.itemsize * _count(module.parameters())
+    return place.itemsize * sum(one.numel() for one in module.parameters())
 
 
 def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
@@ -121,51 +118,6 @@ def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[
     for name, where in config.places.items():
         held += drafter_memory(KINDS[name], config.plugin(KINDS[name]), where, target, place)
     return held
-
-
-def training_memory(
-    student: nn.Module,
-    matrices: Sequence[Tensor],
-    *,
-    rows: int,
-    width: int,
-    read: int,
-    vocabulary: int,
-    muon: bool,
-    recomputed: bool,
-    device: torch.device,
-) -> list[Held]:
-    """The memory of training `student` (it may be on meta): its state, and what a step keeps for backward.
-
-    matrices: the trained ones of its layers. rows, width: of a forward, in rows and tokens. read: numbers per token in
-    the hidden states that the frozen layers hand over. muon: the matrices have one moment. recomputed: with
-    gradient_checkpointing. A student with `steps` runs its layers that many times.
-    """
-    parameters = list(student.parameters())
-    trained = [one for one in parameters if one.requires_grad]
-    state = 4 * FLOAT32 * _count(trained) - (FLOAT32 * _count(matrices) if muon else 0)
-    inner = {id(one) for one in matrices}
-    loose = [one.numel() for one in trained if one.ndim == 2 and id(one) not in inner]
-    steps = getattr(student, "steps", 1)
-    handed_on = 5 * max((min(one.shape) for one in matrices), default=0)  # a step's output, predictions, keys, values
-    # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
-    inside = 0 if recomputed else 3 * sum(sum(one.shape) for one in matrices) // 2
-    held = [
-        Held("frozen weights", sum(one.nbytes for one in parameters if not one.requires_grad), "frozen_dtype=bfloat16"),
-        Held("trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"),
-        Held(
-            f"activations of {rows} rows × {width} tokens",
-            rows * width * FLOAT32 * (2 * read + steps * (handed_on + inside)),
-            "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
-        ),
-        Held("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
-        Held("a matrix's gradient in the loss", FLOAT32 * max(loose, default=0)),
-    ]
-    return [*held, *([Held("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
-
-
-def _count(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def planned_device(name: str = "auto") -> torch.device:

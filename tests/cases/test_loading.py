@@ -19,7 +19,7 @@ import outrider
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
-from outrider.draft_models.eagle3.checkpoint import load_head
+from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_draft_tokens
 from outrider.draft_models.small_lm.model import load_small_lm, load_whole_lm
 from outrider.draft_models.targets import open_target as opening
@@ -396,7 +396,7 @@ def test_a_head_of_integers_is_refused(tmp_path: Path, dialect: str) -> None:
     name = next(name for name in weights if weights[name].is_floating_point())
     weights[name] = weights[name].to(torch.int8)
     with pytest.raises(UserError, match="stored as integers"):
-        load_head(write_head(tmp_path / "head", facts, weights), TARGET, dtype=FLOAT)
+        open_head(write_head(tmp_path / "head", facts, weights), TARGET).load(FLOAT)
 
 
 @pytest.mark.parametrize("key", ["eagle_config", "architectures", "eagle_aux_hidden_state_layer_ids", "rope_scaling"])
@@ -406,7 +406,7 @@ def test_a_heads_configuration_of_another_type_is_refused_or_harmless(tmp_path: 
     for value in ([1], ["x"], [[]], "x", 5, -1, 2.5, True, {"x": 1}, [None]):
         source = write_head(tmp_path / "head", facts, head_weights(facts), **{key: value})
         with suppress(UserError):
-            load_head(source, TARGET, dtype=FLOAT)
+            open_head(source, TARGET).load(FLOAT)
     (tmp_path / "head" / "config.json").write_text("[1]")
     with pytest.raises(UserError, match="head"):
-        load_head(source, TARGET, dtype=FLOAT)
+        open_head(source, TARGET).load(FLOAT)

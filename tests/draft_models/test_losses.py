@@ -129,10 +129,22 @@ def test_every_divergence_has_a_twin() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 1024])
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_equals_the_formula(kind: str, chunk: int) -> None:
+    """Also where rows share one of the target, several chunks and pieces long, and have weights."""
     given = problem()
     expected = values(lambda **now: TWINS[kind](*distributions(now)), given)
     assert_same(values(linear_divergence, given, kind=kind, chunk=chunk), expected)
     assert expected[0] > 0.1  # the two do differ
+    owners, shares = torch.tensor([0] * 4 + [1, 2, 2, 3] + [4] * 6), torch.rand(14, dtype=torch.float64)
+    few = {**(given := problem(torch.float64, 14)), "target_hidden": given["target_hidden"][:5], "labels": owners}
+
+    def each(**now: Tensor) -> Tensor:
+        p, q = distributions({**now, "target_hidden": now["target_hidden"][owners]})
+        return shares @ torch.stack([TWINS[kind](p[[row]], q[[row]]) for row in range(14)])
+
+    def shared(**now: object) -> Tensor:
+        return linear_divergence(**{**now, "labels": None}, kind=kind, owners=owners, shares=shares)
+
+    assert_same(values(shared, few, chunk), values(each, few))
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

@@ -17,9 +17,11 @@ from outrider.draft_models.eagle3.model import Steps
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
+from outrider.train.recipes import eagle3 as recipe
 from outrider.train.recipes.eagle3 import Eagle3Student
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.eagle3 import HeadOnTarget, drafts_of, head_plan
+from outrider.train.students import eagle3 as student_module
+from outrider.train.students.eagle3 import HeadOnTarget, SomeQueries, drafts_of, head_plan
 from tests.eagle3_heads import Facts, Row, reference
 from tests.faults import plant
 from tests.fitted_heads import hidden_of
@@ -27,6 +29,7 @@ from tests.tiny import VOCABULARY, open_stack
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
 STEPS, DECAY, TAPS = 3, 0.5, (1, 2, 4)
+OPTIONS = {"draft_steps": STEPS, "step_decay": DECAY, "train_head": True}
 DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 9 + [1] * 1 + [-1] * 2]
 
 
@@ -55,7 +58,7 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
-    config: Any = SimpleNamespace(objective=objective, draft_steps=STEPS, step_decay=DECAY, train_head=True)
+    config: Any = SimpleNamespace(**OPTIONS, objective=objective)
     student = Eagle3Student(stack, head, config)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
@@ -172,8 +175,13 @@ def test_what_is_watched_is_of_drafts_place_by_place(case: Case) -> None:
     assert sums[:, 0].tolist() == (~wanted.isnan()).sum((0, 1)).tolist()
 
 
-def test_long_rows_and_recomputed_steps_are_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_long_and_recomputed_steps_are_the_same(case: Case, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """beside: rows side by side, as on a GPU: a step has as many positions of each row, and blocks of all rows."""
     monkeypatch.setattr(Band, "BLOCK", 5)
+    if beside:
+        plant(monkeypatch, HeadOnTarget, "guesses", '== "cpu"', '== "none"')
+        plant(monkeypatch, student_module, "packed_band", '== "cpu"', '== "none"')
     case.student.gradient_checkpointing_enable()
     assert_same(case)
 
@@ -214,30 +222,33 @@ def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: s
         states = case.student.states(row["input_ids"], row["positions"], row["documents"])
         taps = states[:, :, :-1].flatten(2)
         for place in (0, 2, 3):
-            kept = torch.arange(STEPS) + place + 1
-            learnt = case.student.guesses(row["input_ids"], row["positions"], row["documents"], taps, kept, STEPS)
+            wanted = torch.zeros(*row["input_ids"].shape, STEPS, dtype=torch.bool)
+            wanted[:, place] = True
+            learnt = case.student.guesses(row["input_ids"], row["positions"], row["documents"], taps, wanted)
             drafted = hidden_of(stack, head, text[: place + 1], text[place + 1 : place + 1 + STEPS])
             for step, hidden in enumerate(drafted):
-                torch.testing.assert_close(learnt[step, step], hidden, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(learnt.hidden[step], hidden, rtol=1e-4, atol=1e-4)
 
 
+GUESSED = (HeadOnTarget, "guesses")
 FAULTS = {  # where, and what stands there instead
     "all steps have the first one's positions": (HeadOnTarget, "_step", "positions + step", "positions"),
-    "a document attends to the one before it": (
-        HeadOnTarget,
-        "guesses",
-        "packed_band(documents)",
-        "packed_band(0 * documents)",
-    ),
-    "a draft continues into the next document": (HeadOnTarget, "valid", "> torch.arange", ">= 0 * torch.arange"),
+    "a document attends to the one before it": (*GUESSED, "packed_band(documents)", "packed_band(0 * documents)"),
+    "a draft continues into the next document": (recipe, "predictions", "== documents[", ">= 0 * documents["),
     "labels of the input token of step 0": (
         Eagle3Student,
         "forward",
-        "kept =",
-        "labels = labels.roll(1, 1)\n    kept =",
+        " own =",
+        " labels = labels.roll(1, 1)\n    own =",
     ),
-    "steps between are not attended to": (Steps, "attend", "range(1, self.now + 1)", "range(self.now, self.now + 1)"),
-    "the last step stands for the first": (Steps, "attend", "steps[0]", "steps[self.now]"),
+    "steps between are not attended to": (Steps, "attend", "self.now > 1", "False"),
+    "keys of other positions": (Steps, "attend", "= entry\n", "= entry[0].roll(1, 2), entry[1]\n"),
+    "entries between of other positions": (Steps, "_picked", "(pick, own", "(pick.roll(1, 1), own"),
+    "outputs of other positions": (*GUESSED, "(pick, features.", "(pick.roll(1, 1), features."),
+    "the tokens of step 0": (*GUESSED, "where + 1 + step) %", "where + 1) %"),
+    "positions that only later steps need": (*GUESSED, "(wanted.flip(-1).cumsum(-1).flip(-1) > 0)", "wanted"),
+    "the next entry is seen": (SomeQueries, "block", "keys <= self.last", "keys <= 1 + self.last"),
+    "predictions in the order of steps": (*GUESSED, "(chosen)[order]", "(chosen)"),
 }
 
 
@@ -269,10 +280,8 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _loss = case.student(**rows)["loss_sum"]
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
-    config: Any = SimpleNamespace(fit=FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed), seq_len=64)
-    config.__dict__.update(
-        objective="forward_kl", draft_steps=STEPS, step_decay=DECAY, train_head=True, frozen_dtype="float32"
-    )
+    fit = FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed)
+    config: Any = SimpleNamespace(**OPTIONS, objective="forward_kl", fit=fit, seq_len=64, frozen_dtype="float32")
     plan = head_plan(config, case.student.head.reading, case.student.stack.config)
     (planned,) = (one.size for one in plan.held if one.what.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken

@@ -17,7 +17,7 @@ from outrider.base.processes import join_processes
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE
-from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head, stored_tokens
+from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head, stored_tokens
 from outrider.draft_models.targets.open_target import load_config
 from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
 from outrider.train.parts.target_states import (
@@ -64,7 +64,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'} " in card
     assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card
 
-    head = load_head(str(tmp_path / "out"), load_config(str(sure)), dtype=torch.float32)
+    head = open_head(str(tmp_path / "out"), load_config(str(sure))).load(torch.float32)
     assert head.draft_tokens is not None
     assert head.draft_tokens.tolist() == stored_tokens(str(tmp_path / "out"))
     assert len(head.draft_tokens) == 60

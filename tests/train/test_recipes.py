@@ -110,17 +110,10 @@ def test_the_drafter_is_the_best_not_the_last(recipe: Recipe, tmp_path: Path, ta
             recipe.train(replace(run, **change, resume=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("early_exit", {}),
-        ("eagle3", {}),
-        ("small_lm", {"on_policy": 0.5}),
-        ("small_lm", {"on_policy": 0.5, "lora_rank": 2}),
-        ("small_lm", {"parallel": 3}),
-    ],
-    ids=["early_exit", "eagle3", "small_lm", "adapters", "parallel"],
-)
+RUNS = [("early_exit", {}), ("eagle3", {}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})]
+
+
+@pytest.mark.parametrize(("name", "more"), [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2})])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:
@@ -203,10 +196,7 @@ def test_resume_with_other_settings_text_or_target_is_refused(
         recipe.train(replace(run, resume=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("early_exit", {}), ("eagle3", {}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})],
-)
+@pytest.mark.parametrize(("name", "more"), RUNS)
 def test_accumulation_equals_one_batch(
     tmp_path: Path, target: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:

@@ -13,21 +13,25 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrai
 from outrider.base.errors import UserError
 from outrider.base.files import save_parts, write_json
 from outrider.base.processes import say
+from outrider.draft_models.acceptance import FLOAT32_BYTES
 from outrider.draft_models.card import write_card
 from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
 from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.losses import loss_bytes
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype, special_tokens
-from outrider.inference.loading.memory_plan import Held, planned_device, training_memory
+from outrider.inference.loading.memory_plan import Held, planned_device
 from outrider.inference.loading.targets import end_tokens
 from outrider.train.core import run_dir
 from outrider.train.core.optimizers import layer_matrices
+from outrider.train.core.sharding import trained_parameters
 from outrider.train.core.training import Trained, TrainRows
 from outrider.train.settings.drafters import DrafterConfig, DrafterTraining
 from outrider.train.settings.toy import ToyTargetConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
+PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
 
 
 def require_vocabulary(size: int | None, target: PreTrainedConfig) -> None:
@@ -91,19 +95,33 @@ def parameters_of(student: nn.Module) -> tuple[int, int]:
 
 
 def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabulary: int) -> list[Held]:
-    """The memory of a training of `student` (see `training_memory`)."""
-    fit = config.fit
-    return training_memory(
-        student,
-        layer_matrices(student),
-        rows=fit.micro_batch_rows or fit.batch_rows,
-        width=config.seq_len,
-        read=read,
-        vocabulary=vocabulary,
-        muon=fit.optimizer == "muon",
-        recomputed=fit.gradient_checkpointing,
-        device=planned_device(),
-    )
+    """The memory of training `student` (it may be on meta): its state, and what a step keeps for backward.
+
+    read: numbers per token in the hidden states that the frozen layers hand over. A student with `steps` runs its
+    layers that many times.
+    """
+    fit, device, matrices = config.fit, planned_device(), layer_matrices(student)
+    rows, inner = fit.micro_batch_rows or fit.batch_rows, {id(one) for one in matrices}
+    frozen = sum(one.nbytes for one in student.parameters() if not one.requires_grad)
+    muon = sum(one.numel() for one in matrices) if fit.optimizer == "muon" else 0  # which has one moment
+    state = FLOAT32_BYTES * (4 * parameters_of(student)[0] - muon)
+    loose = [one.numel() for one in trained_parameters(student).values() if one.ndim == 2 and id(one) not in inner]
+    steps = getattr(student, "steps", 1)
+    handed_on = 5 * max((min(one.shape) for one in matrices), default=0)  # a step's output, predictions, keys, values
+    # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
+    inside = 0 if fit.gradient_checkpointing else 3 * sum(sum(one.shape) for one in matrices) // 2
+    held = [
+        Held("frozen weights", frozen, "frozen_dtype=bfloat16"),
+        Held("trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"),
+        Held(
+            f"activations of {rows} rows × {config.seq_len} tokens",
+            rows * config.seq_len * FLOAT32_BYTES * (2 * read + steps * (handed_on + inside)),
+            "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
+        ),
+        Held("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
+        Held("a matrix's gradient in the loss", FLOAT32_BYTES * max(loose, default=0)),
+    ]
+    return [*held, *([Held("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
 
 
 def write_drafters_card(

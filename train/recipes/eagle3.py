@@ -24,8 +24,8 @@ from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.draft_models.draft_vocabulary import places
 from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.eagle3.reading import Reading, require_target
-from outrider.draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from outrider.inference.drafters.eagle3 import Eagle3Source
@@ -36,7 +36,7 @@ from outrider.train.parts.drafter import frozen_dtype, parameters_of, pick_token
 from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, MovedNorms, batches_of
 from outrider.train.parts.target_states import RowsInTurn, with_states
 from outrider.train.settings.drafters import Eagle3Config
-from outrider.train.students.eagle3 import HeadOnTarget, head_plan, judge_steps, reading_of, supervised
+from outrider.train.students.eagle3 import Guesses, HeadOnTarget, head_plan, judge_steps, predictions, reading_of
 
 FEATURES = "features"  # in out_dir, while a training with features=auto runs
 
@@ -77,8 +77,7 @@ def prepare(
             own = None if tokens is None else tokens.to(state.device)
             head = heads.new_head(reading, stack, own, Streams(config.fit.seed).number("weights", bits=63))
         else:
-            require_target(reading, target.config, stored.source)
-            head = heads.make_head(reading, stored.weights(torch.float32, state.device), stored.source)
+            head = stored.load(torch.float32, state.device)
         return Eagle3Student(stack, head, config)
 
     taught: TrainRows = rows
@@ -124,31 +123,26 @@ class Eagle3Student(HeadOnTarget):
 
         states: the output of `states` for them; None: the target runs.
         """
-        kept = supervised(labels)
         known = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
-        aux, target = known[:, :, :-1].flatten(2), known[:, :, -1]
-        guesses = self.guesses(input_ids, positions, documents, aux, kept, self.steps)
-        shares = self.valid(positions, kept, self.steps) * self.counts
-        return {"loss_sum": self.loss(guesses, target.flatten(0, 1)[kept], labels.flatten()[kept], shares)}
+        own = self.head.draft_tokens if self.objective == "cross_entropy" else None
+        wanted = predictions(places(labels, own, self.head.reading.vocabulary), documents, self.steps)
+        guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), wanted)
+        return {"loss_sum": self.loss(guesses, known[:, :, -1], labels, self.counts[guesses.steps])}
 
-    def loss(self, guesses: Tensor, target: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-        """The loss summed over predictions, each weighted by its share: guesses [n, S, H], shares [n, S].
+    def loss(self, guesses: Guesses, target: Tensor, labels: Tensor, shares: Tensor | None) -> Tensor:
+        """The loss summed over n predictions, weighted by `shares` [n].
 
-        target [n, H_t]: the target's states after its final norm where it predicts the n tokens. labels [n].
+        target [B, T, H_t]: the target's states after its final norm. labels [B, T].
         """
-        head, steps = self.head, guesses.shape[1]
-        rows, weight = head.normed(guesses).flatten(0, 1), head.lm_head.weight
+        head = self.head
+        rows, weight = head.normed(guesses.hidden), head.lm_head.weight
         if self.objective == "cross_entropy":
-            if head.draft_tokens is not None:
-                labels = places(labels, head.draft_tokens, head.reading.vocabulary)
-            counted = (shares * (labels != IGNORE)[:, None]).flatten()
-            wanted = labels.clamp(min=0).repeat_interleave(steps)
-            return rows_cross_entropy(rows, weight, wanted, shares=counted)
-        states, matrix = head_product(self.stack.head, target)
-        return rows_divergence(
-            rows, weight, states, matrix, self.objective, target_rule=self.stack.spec.logits,
-            tokens=head.draft_tokens, shares=shares.flatten(),
-        )  # fmt: skip
+            wanted = places(labels.flatten()[guesses.labels], head.draft_tokens, head.reading.vocabulary)
+            return linear_cross_entropy(rows, weight, wanted, shares=shares)
+        kept, owners = guesses.labels.unique_consecutive(return_inverse=True)
+        taught, given = head_product(self.stack.head, target.flatten(0, 1)[kept]), {"owners": owners, "shares": shares}
+        rule, tokens = self.stack.spec.logits, head.draft_tokens
+        return linear_divergence(rows, weight, *taught, None, self.objective, target_rule=rule, tokens=tokens, **given)
 
 
 def evaluation_of(

@@ -1,8 +1,9 @@
 """The EAGLE-3 head in training: its reading, the module that its recipe trains, what is watched, and its memory."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig
 from outrider.base.errors import UserError
 from outrider.base.progress import counted
 from outrider.draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
-from outrider.draft_models.eagle3.checkpoint import StoredHead, shapes_of
+from outrider.draft_models.eagle3.checkpoint import StoredHead, head_shapes
 from outrider.draft_models.eagle3.dialects import require_said
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
@@ -21,6 +22,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Band
 from outrider.inference.loading.memory_plan import planned_device
 from outrider.train.core.training import Batch, Metrics, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of, require_context
@@ -40,10 +42,37 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
     if set(reading.windows) != {None}:
         raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
                         "all of them are trained here")  # fmt: skip
-    empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
-    require_said(reading, shapes_of(empty), config.dialect, target)
+    require_said(reading, head_shapes(reading), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
     return reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class SomeQueries(Band):
+    """The mask of the queries at the positions `last` [B, N] of packed rows. A block also says where its keys end."""
+
+    last: Tensor
+
+    @classmethod
+    def of(cls, band: Band, documents: Tensor, places: Tensor) -> Self:
+        """Those at `places` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
+        first, (parts,) = band.first.gather(1, places), packed_band(documents.gather(1, places)).blocks
+        lows, highs = first.amin(0).tolist(), places.amax(0).tolist()
+        blocks = [(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, _ in parts]
+        return cls(first, (tuple(blocks),), last=places)
+
+    def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
+        keys = torch.arange(start, more[0], device=self.last.device)
+        seen = (keys >= self.first[:, begin:end, None]) & (keys <= self.last[:, begin:end, None])
+        return F.pad(seen[:, None], (self.front, 0), value=True)
+
+
+class Guesses(NamedTuple):
+    """Predictions, ordered by the positions of their labels."""
+
+    hidden: Tensor  # [n, H]: the outputs of the head
+    labels: Tensor  # [n]: flat indices of the labels into [B, T]
+    steps: Tensor  # [n]
 
 
 class HeadOnTarget(nn.Module):
@@ -56,7 +85,6 @@ class HeadOnTarget(nn.Module):
     """
 
     counts: Tensor
-    entries: type[Steps] = Steps
 
     def __init__(self, stack: LayerStack, head: Eagle3, config: Eagle3Config) -> None:
         super().__init__()
@@ -94,29 +122,38 @@ class HeadOnTarget(nn.Module):
         given = {name: batch[name].to(self.stack.device) for name in ("input_ids", "positions", "documents")}
         return self.states(**given)
 
-    def guesses(
-        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, kept: Tensor, steps: int
-    ) -> Tensor:
-        """The head's outputs [n, steps, H]: [i, t] is that of step t where it predicts the label of position kept[i].
+    def guesses(self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, wanted: Tensor) -> Guesses:
+        """The head's predictions that are `wanted`, bool [B, T, steps] (see `predictions`), of packed rows [B, T].
 
-        aux [B, T, k · H_t]: the target's aux hidden states. kept [n]: flat indices into [B, T]. If a document has no
-        such position the values are meaningless (see `valid`).
+        aux [B, T, k · H_t]: the target's aux hidden states. Step 0 runs at all positions, to which later steps attend,
+        and a later one where it or one after it is wanted.
         """
-        head, length = self.head, positions.shape[1]
+        head, (count, length, steps) = self.head, wanted.shape
         head.reserve(length + steps)
-        mask = packed_band(documents)
-        cache, found = self.entries(), []
-        features = head.features(aux.float()).float()
+        if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
+            documents = (documents + (length + 1) * torch.arange(count)[:, None]).view(1, -1)
+        band, needed = packed_band(documents), (wanted.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)
+        mask, where = band, torch.arange(len(needed), device=needed.device).view_as(documents)
+        # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
+        embedding = F.embedding(input_ids, (head.embed_tokens or self.stack.embed_tokens).weight).float()
+        features = head.features(aux.float()).float().view(*where.shape, -1)
+        cache, outputs, chosen, labels = Steps(), list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(steps):
-            tokens = F.pad(input_ids[:, step + 1 :], (0, min(step + 1, length)))
-            run = partial(self._step, cache, step, mask, positions)
+            if step and (pick := picked(needed[where, step])) is not None:
+                features, where = F.embedding(pick, features.flatten(0, 1)), where.flatten()[pick]
+                cache.picks[step], mask = pick, SomeQueries.of(band, documents, where % documents.shape[1])
+            cache.tokens[step] = (where + 1 + step) % len(needed)
+            run = partial(self._step, cache, step, mask, positions.flatten()[where])
             if self.recomputed and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-            # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
-            embedding = (head.embed_tokens or self.stack.embed_tokens).weight
-            features = run(F.embedding(tokens, embedding), features)
-            found.append(features.flatten(0, 1)[(kept - 1 - step).clamp(min=0)])
-        return torch.stack(found, 1)
+            features, embedding = run(embedding, features), embedding[:, :0]
+            there = wanted.flatten(0, 1)[where, step]
+            chosen.append(there.flatten().nonzero()[:, 0] + sum(map(len, outputs)))
+            labels.append(where[there] + 1 + step)
+            outputs.append(features.flatten(0, 1))
+        at = torch.cat([torch.full_like(some, step) for step, some in enumerate(labels)])
+        label, order = torch.cat(labels).sort(stable=True)
+        return Guesses(F.embedding(torch.cat(chosen)[order], torch.cat(outputs)), label, at[order])
 
     def _step(
         self, cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
@@ -125,11 +162,7 @@ class HeadOnTarget(nn.Module):
         masks = dict.fromkeys(self.head.windows, mask)
         return self.head.run(embedding, features, masks, self.head.rotary(positions + step), cache)
 
-    def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
-        """bool [n, steps]: whether a step's prediction for kept[i] lies in its document, whose positions begin at 0."""
-        return positions.flatten()[kept][:, None] > torch.arange(steps, device=positions.device)
-
-    def loss(self, guesses: Tensor, target: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+    def loss(self, guesses: Guesses, target: Tensor, labels: Tensor, shares: Tensor | None) -> Tensor:
         """The loss of predictions (see `recipes.eagle3`)."""
         raise NotImplementedError
 
@@ -142,20 +175,43 @@ class HeadOnTarget(nn.Module):
         where there is no prediction.
         """
         input_ids, labels, positions, documents = (batch[name].to(self.stack.device) for name in BATCH)
-        kept, known = supervised(labels), self.states(input_ids, positions, documents)
-        guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), kept, steps)
-        target, wanted = known[:, :, -1].flatten(0, 1)[kept], labels.flatten()[kept]
-        valid = self.valid(positions, kept, steps)
-        accept = acceptance_by_target(self.stack.logits_after_norm, target)
-        choices, _ = judge(self.stack.logits_after_norm, target, None)
-        sums, by_place = list[Tensor](), torch.full((labels.numel(), steps), torch.nan, device=labels.device)
-        for step, there in enumerate(valid.unbind(1)):
-            said, accepted = judge(self.head.logits, guesses[:, step], accept)
-            assert accepted is not None
-            by_place[kept, step] = accepted.masked_fill(~there, torch.nan).to(by_place.dtype)
-            loss = self.loss(guesses[:, step, None], target, wanted, there[:, None].float())
-            sums.append(torch.stack([there.sum(), loss.double(), ((said == choices) & there).sum()]))
+        known = self.states(input_ids, positions, documents)
+        wanted = predictions(labels, documents, steps)
+        guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), wanted)
+        kept, owners = guesses.labels.unique_consecutive(return_inverse=True)
+        target, logits = known[:, :, -1].flatten(0, 1)[kept], self.stack.logits_after_norm
+        said, accepted = judge(self.head.logits, guesses.hidden, acceptance_by_target(logits, target[owners]))
+        assert accepted is not None
+        by_place = accepted.new_full((labels.numel(), steps), torch.nan)
+        by_place[guesses.labels, guesses.steps] = accepted
+        right, sums = said == judge(logits, target, None)[0][owners], list[Tensor]()
+        for step in range(steps):
+            now = guesses.steps == step
+            loss = self.loss(Guesses(*(values[now] for values in guesses)), known[:, :, -1], labels, None)
+            sums.append(torch.stack([now.sum(), loss.double(), (right & now).sum()]))
         return torch.stack(sums).cpu(), by_place.unflatten(0, labels.shape)
+
+
+NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
+
+
+def predictions(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
+    """bool [B, T, steps]: whether there is something to predict at a position i of packed rows [B, T] in step t: a
+    label at position i + 1 + t of its document."""
+
+    def ahead(values: Tensor, beyond: int) -> Tensor:
+        return F.pad(values, (0, steps), value=beyond).unfold(1, steps + 1, 1)[..., 1:]
+
+    return (ahead(labels, IGNORE) != IGNORE) & (ahead(documents, -2) == documents[..., None])
+
+
+def picked(needed: Tensor) -> Tensor | None:
+    """The flat indices [B, N] of the needed positions, bool [B, T], and of others in rows with fewer; None: all."""
+    most, length = max(1, int(needed.sum(1).max())), needed.shape[1]
+    if most > NEARLY_ALL * length:
+        return None
+    begun = length * torch.arange(len(needed), device=needed.device)[:, None]
+    return begun + needed.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
 BATCH = ("input_ids", "labels", "positions", "documents")
@@ -185,11 +241,6 @@ def drafts_of(accepted: Tensor) -> Tensor:
     count = max(0, accepted.shape[1] - WATCHED_DRAFT)
     by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
     return torch.stack(by_step, -1)
-
-
-def supervised(labels: Tensor) -> Tensor:
-    """Flat indices [n] of the supervised positions of labels [B, T]."""
-    return (labels != IGNORE).flatten().nonzero()[:, 0]
 
 
 def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:

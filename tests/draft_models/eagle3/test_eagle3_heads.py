@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from outrider.base.errors import UserError
-from outrider.draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
+from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps, join
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.settings import ReadingChanges, Written
@@ -80,7 +80,7 @@ def test_it_gives_what_its_description_says(tmp_path: Path, dialect: str) -> Non
     source = write_head(tmp_path, facts, weights)
     stored = open_head(source, TARGET)
     assert (stored.dialect, stored.reading.taps) == (dialect, facts.taps)
-    head = load_head(source, TARGET, dtype=torch.float32)
+    head = stored.load(torch.float32)
     embedding = weights.get("embed_tokens.weight")
     if embedding is None:
         embedding = torch.randn(VOCABULARY, TARGET_WIDTH)
@@ -98,7 +98,7 @@ def test_it_gives_what_its_description_says(tmp_path: Path, dialect: str) -> Non
 
 def refused(tmp_path: Path, dialect: str, weights: dict[str, Tensor], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
-        load_head(write_head(tmp_path, DIALECTS[dialect], weights, **changes), TARGET, dtype=torch.float32)
+        open_head(write_head(tmp_path, DIALECTS[dialect], weights, **changes), TARGET).load(torch.float32)
     return str(caught.value)
 
 
@@ -195,7 +195,7 @@ def test_a_switch_that_is_left_out_is_seen_in_the_tensors(tmp_path: Path, dialec
 def test_the_activation_is_that_of_the_config(tmp_path: Path) -> None:
     facts = DIALECTS["specforge"]
     where = write_head(tmp_path, facts, head_weights(facts), hidden_act="gelu")
-    found: Any = load_head(where, TARGET, dtype=torch.float32).layers[0]
+    found: Any = open_head(where, TARGET).load(torch.float32).layers[0]
     assert type(found.mlp.act_fn) is type(ACT2FN["gelu"])
 
 
@@ -227,8 +227,7 @@ def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> N
             open_head(where, TARGET, changes=changes)
     found = open_head(where, TARGET, changes=sound)
     assert found.reading == open_head(write_head(tmp_path / "sound", facts, weights), TARGET).reading
-    head = load_head(where, TARGET, dtype=torch.float32, changes=sound)
-    assert torch.equal(head.state_dict()["fc_norm.0.weight"], weights["fc_norm.0.weight"].float())
+    assert torch.equal(found.load(torch.float32).state_dict()["fc_norm.0.weight"], weights["fc_norm.0.weight"].float())
 
 
 WRITTEN = get_args(Written)
@@ -239,7 +238,7 @@ def loaded(tmp_path: Path, dialect: str) -> Eagle3:
     exotic = DIALECTS["eagle"]
     plain = replace(exotic, on=frozenset(), config={**exotic.config, "bias": False})
     facts = plain if dialect == "plain" else DIALECTS[dialect]
-    return load_head(write_head(tmp_path / dialect, facts, head_weights(facts)), TARGET, dtype=torch.bfloat16)
+    return open_head(write_head(tmp_path / dialect, facts, head_weights(facts)), TARGET).load(torch.bfloat16)
 
 
 def refusal(path: Path, head: Eagle3, dialect: str) -> str:
@@ -266,8 +265,7 @@ def test_a_dialect_gives_back_what_was_written(tmp_path: Path, dialect: str) -> 
         written.add(other)
         stored = open_head(str(tmp_path / "out" / other), TARGET)
         assert (stored.dialect, stored.reading) == (other, head.reading)
-        again = load_head(str(tmp_path / "out" / other), TARGET, dtype=torch.bfloat16)
-        torch.testing.assert_close(again.state_dict(), head.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(stored.load(torch.bfloat16).state_dict(), head.state_dict(), rtol=0, atol=0)
     assert written == able
 
 
@@ -317,47 +315,42 @@ DOCUMENTS = torch.tensor([[0] * 6 + [1] * 5 + [-1] * 2, [0] * 13])
 SCALING = 0.3
 
 
-def made(dtype: torch.dtype) -> list[list[Tensor]]:
+def made() -> list[list[Tensor]]:
     """Queries, keys and values of each step, large enough that weights are far from equal."""
     generator = torch.Generator().manual_seed(0)
 
     def some(heads: int) -> Tensor:
-        values = 3 * torch.randn(2, heads, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-        return values.to(dtype).requires_grad_()
+        values = torch.randn(2, heads, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+        return (3 * values).requires_grad_()
 
     return [[some(HEADS), some(KEY_HEADS), some(KEY_HEADS)] for _ in range(STEPS)]
 
 
-def plain(parts: list[list[Tensor]], seen: Tensor) -> Tensor:
-    """Over the keys of all steps side by side, under a mask of all of them; seen [B, 1, T, T]: of step 0's."""
-    found = []
+def plain(parts: list[list[Tensor]]) -> Tensor:
+    """Over the keys of all steps side by side, under a mask of all of them."""
+    seen, found = packed_mask(DOCUMENTS), []
     for step, (query, _, _) in enumerate(parts):
-        keys, values = (torch.cat([part[i].double() for part in parts[: step + 1]], 2) for i in (1, 2))
+        keys, values = (torch.cat([part[i] for part in parts[: step + 1]], 2) for i in (1, 2))
         own = torch.eye(LENGTH, dtype=torch.bool).expand(*seen.shape[:2], -1, -1)
         mask = torch.cat([seen, *[own] * step], -1)
         keys, values = (part.repeat_interleave(HEADS // KEY_HEADS, 1) for part in (keys, values))
-        scores = (query.double() @ keys.mT * SCALING).masked_fill(~mask, -torch.inf)
+        scores = (query @ keys.mT * SCALING).masked_fill(~mask, -torch.inf)
         found.append((scores.softmax(-1) @ values).transpose(1, 2))
     return torch.stack(found)
 
 
-def joined(parts: list[list[Tensor]], mask: Tensor | Band | None) -> Tensor:
-    steps, found = Steps(), []
+def joined(parts: list[list[Tensor]]) -> Tensor:
+    steps, found, mask = Steps(), [], packed_band(DOCUMENTS, kind=type("Small", (Band,), {"BLOCK": 5}))
     for step, (query, key, value) in enumerate(parts):
         steps.now = step
         found.append(steps.attend(nn.Identity(), query, (key, value), mask, 0, SCALING))
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("kind", ["whole", "blocks", "causal"])
-def test_values_and_gradients_are_those_of_one_softmax(kind: str) -> None:
-    documents = torch.zeros_like(DOCUMENTS) if kind == "causal" else DOCUMENTS
-    seen = packed_mask(documents)
-    blocks = packed_band(documents, kind=type("Small", (Band,), {"BLOCK": 5}))
-    mask = {"whole": seen, "blocks": blocks, "causal": None}[kind]
+def test_values_and_gradients_are_those_of_one_softmax() -> None:
     found = []
-    for given in (lambda parts: plain(parts, seen), lambda parts: joined(parts, mask)):
-        parts = made(torch.float64)
+    for given in (plain, joined):
+        parts = made()
         out = given(parts)
         out.sin().sum().backward()
         found.append([out, *(tensor.grad for step in parts for tensor in step)])
@@ -368,7 +361,8 @@ def test_values_and_gradients_are_those_of_one_softmax(kind: str) -> None:
 def test_sixteen_bits_do_not_round_the_joint_score() -> None:
     """Two entries of one key share the weight evenly, also where their score is too large for its fractions."""
     key = 4 * torch.randn(1, 1, LENGTH, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    mask = torch.eye(LENGTH, dtype=torch.bool)[None, None]
+    mask = packed_band(torch.arange(LENGTH)[None])
     one = torch.ones_like(key)
-    found = join(nn.Identity(), key, (key, 0 * one), [(key, one)], mask, scaling=0.3)
+    own = key.transpose(1, 2)[..., None, :], one.transpose(1, 2)[..., None, :]
+    found = join(nn.Identity(), key, (key, 0 * one), own, mask, scaling=0.3)
     torch.testing.assert_close(found, 0.5 * one.transpose(1, 2), rtol=0, atol=0.01)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, load_head
+from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import boundaries_of, compare, judge
@@ -23,7 +23,7 @@ from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 
 
 def examinee_in(clinic: Clinic, where: str) -> Examinee:
-    head = load_head(where, clinic.target.config, dtype=torch.float32)
+    head = open_head(where, clinic.target.config).load(torch.float32)
     Eagle3Plugin().prepare(head, clinic.stack)
     return examine_head(head, where, clinic.target, clinic.stack, ReadingChanges())
 
@@ -98,7 +98,7 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
     key, value = option.removeprefix("reading.").split("=")
     read: Any = {"[1,2,3]": TAPS, "true": True, "false": False}.get(value, value)
     changes = ReadingChanges(**{key: read})
-    cured = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
+    cured = open_head(where, clinic.target.config, changes=changes).load(torch.float32)
     Eagle3Plugin().prepare(cured, clinic.stack)
     scores = join([score(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)])
     assert scores.agree.mean(1).tolist() == found["better"]["agree"]
@@ -178,7 +178,7 @@ def test_a_reading_that_cannot_be_is_refused(
 ) -> None:
     where = write(tmp_path / "head", clinic.head, clinic.stack)
     with pytest.raises(UserError, match=said):
-        load_head(where, clinic.target.config, dtype=torch.float32, changes=ReadingChanges(**changes))
+        open_head(where, clinic.target.config, changes=ReadingChanges(**changes)).load(torch.float32)
 
 
 def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, 
     ids = torch.tensor(TOKENS)
     where = write(tmp_path / "head", clinic.head, clinic.stack, lambda config, weights: weights.update(d2t=ids))
     with pytest.raises(UserError, match=r"d2t and t2d name other tokens.*reading.draft_ids=index"):
-        load_head(where, clinic.target.config, dtype=torch.float32)
+        open_head(where, clinic.target.config).load(torch.float32)
     changes = ReadingChanges(draft_ids="index")
-    head = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
+    head = open_head(where, clinic.target.config, changes=changes).load(torch.float32)
     assert torch.equal(head.draft_tokens, ids)  # type: ignore[arg-type]
     assert Eagle3Plugin(changes).known_tokens(where) == list(TOKENS)
 

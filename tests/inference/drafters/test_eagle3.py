@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.draft_models.eagle3.checkpoint import load_head
+from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import Runtime
@@ -64,7 +64,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
         facts = DIALECTS[dialect]
         weights = {name: w.double() if w.is_floating_point() else w for name, w in head_weights(facts).items()}
         where = write_head(folder / dialect, facts, weights)
-        head = load_head(where, TARGET, dtype=torch.float64)
+        head = open_head(where, TARGET).load(torch.float64)
         if not head.reading.own_embedding:
             head.use_embedding(stack.embed_tokens.weight)
         return Case(model, stack, head, facts, weights)

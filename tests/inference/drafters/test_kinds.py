@@ -15,7 +15,7 @@ from outrider.base.errors import UserError
 from outrider.base.run_dirs import FOLDERS as SOURCES
 from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
-from outrider.draft_models.eagle3.checkpoint import load_head
+from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.drafter import Drafter
@@ -251,7 +251,7 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     """In passes of fixed shape, for texts as long as were planned."""
     target = open_target(str(tiny_models / TARGET))
     where, place, runtime = str(tiny_models / EAGLE3), Place(4, 100), Graphed()
-    head = load_head(where, target.config, dtype=torch.float32)
+    head = open_head(where, target.config).load(torch.float32)
     stack = target.stack(dtype=torch.float32)
     HEADS.prepare(head, stack)
     runtime.prepare(100, ())
