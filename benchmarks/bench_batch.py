@@ -15,7 +15,6 @@ import argparse
 import itertools
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,10 +23,10 @@ from typing import Any
 from unittest import mock
 
 import gguf
-import numpy as np
 import torch
 from categories import read_categories
 from matplotlib.figure import Figure
+from record_raw import of_requests
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable, write_json
@@ -139,15 +138,12 @@ def measure(options: argparse.Namespace, arms: Mapping[str, EngineProcess], prom
 def figures(turns: Sequence[Json], plain: Mapping[int, Sequence[int]]) -> Json:
     """The figures of one arm with so many in flight. plain: the target's text after every prompt."""
     said = [(place, text) for turn in turns for place, text in turn["texts"].items()]
-    seconds = {name: [one for turn in turns for one in turn[name]] for name in ("first", "whole")}
-    return {
-        "tokens_per_second": statistics.median(turn["rate"] for turn in turns),
-        "requests": len(said),
-        "tokens": sum(len(text) for _, text in said),
-        "identical": sum(text == plain[place] for place, text in said),
-        **{f"{name}_seconds": {"median": statistics.median(every), "p95": float(np.quantile(every, 0.95))}
-           for name, every in seconds.items()},
-    }  # fmt: skip
+    return {**of_requests(counted(turns)), "identical": sum(text == plain[place] for place, text in said)}
+
+
+def counted(turns: Sequence[Json]) -> list[Json]:
+    """`turns`, of every text its number of tokens."""
+    return [{**turn, "texts": {place: len(text) for place, text in turn["texts"].items()}} for turn in turns]
 
 
 def show(arms: Mapping[str, Mapping[int, Json]], path: Path) -> None:
@@ -181,8 +177,7 @@ def record(options: argparse.Namespace) -> None:
                    for count in options.in_flight} for name in opened}  # fmt: skip
     asked = {name: getattr(options, name) for name in ("target", "prompts", "new_tokens", "draft_tokens", "threads")}
     about = {"machine": describe_machine("cpu"), "made_with": provenance(), **asked, "versions": said}
-    raw = [{**turn, "texts": {place: len(text) for place, text in turn["texts"].items()}} for turn in turns]
-    write_json(options.out, {**about, "prompt_tokens": [*map(len, prompts)], "arms": arms, "turns": raw})
+    write_json(options.out, {**about, "prompt_tokens": [*map(len, prompts)], "arms": arms, "turns": counted(turns)})
     show(arms, options.out.with_suffix(".png"))
 
 

@@ -10,7 +10,8 @@ weights: transformers' `generate`, its prompt lookup, and its assisted generatio
 early exit, put together as a model; each of those with K tokens and with its defaults. bench_batch.py has llama.cpp.
 
 The result of every prompt is saved. The same command resumes a run that was stopped, or whose --minutes are over. A run
-replaces the entry of its dtype in --out and keeps the others.
+replaces the entry of its dtype in --out and keeps the others. What the entry is made of lies beside it
+(record_raw.py).
 """
 
 import argparse
@@ -22,36 +23,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from categories import read_categories
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from record_raw import entry_of, packed, raw_file, read_raw, write_raw
 from record_tables import tables
-from transformers_arms import as_model, assisted_arms, widened
+from transformers_arms import assisted_arms
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
-from outrider.base.streams import Streams
 from outrider.commands import build, explain, register, reported
 from outrider.commands.options import compose_defaults
-from outrider.draft_models.early_exit.checkpoint import from_pretrained
-from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
+from outrider.draft_models.small_lm.model import load_whole_lm
 from outrider.inference.evaluate.compare import evaluate_checkpoint
 from outrider.inference.loading.targets import Models, TargetSetup
 from outrider.inference.measure.bench import Peers
-from outrider.inference.measure.results import REPORT_FILE, Arm, PromptResult, read_results
-from outrider.inference.measure.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
-from outrider.inference.measure.statistics import decode_statistics
-from outrider.inference.report.report import lossless_section
+from outrider.inference.measure.results import REPORT_FILE, RUN_FILE, Arm, read_results
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS
 
 HERE = Path(__file__).parent
 PEERS = HERE / "transformers_arms.py"  # whose code decides what is measured
 # Options of evaluate-checkpoint that this command sets itself or does not use.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
                   "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
-Figures = dict[str, Any]
 ArmsFor = Callable[[int], Mapping[str, Arm]]  # new tokens of these
 
 
@@ -80,18 +75,15 @@ def evaluation(options: argparse.Namespace) -> EvaluateConfig:
 
 def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetSetup, models: Models) -> ArmsFor:
     """transformers' own assisted generation by the drafters of `config`."""
-    placed: dict[str, Any] = {"dtype": setup.dtype, "device": setup.device}
-    helpers: dict[str, dict[str, Any]] = {}
+    helpers: dict[str, Any] = {}
     if config.checkpoint is not None:
-        early_exit = from_pretrained(
-            config.checkpoint, setup.target.config, setup.target.fingerprint, **placed
-        ).requires_grad_(False)
-        helpers["assisted_early_exit"] = {"assistant": as_model(setup.target.source, early_exit, **placed)}
+        drafter = from_pretrained(config.checkpoint, setup.target.config, setup.target.fingerprint, dtype=setup.dtype)
+        helpers["assisted_early_exit"] = as_causal_lm(drafter, setup.target, setup.dtype)
     if config.small_lm is not None:
-        small, known = load_causal_lm(config.small_lm, role="small_lm", dtype=setup.dtype), known_tokens(config)
-        if known is not None:
-            small = widened(small, torch.tensor(known), setup.config.vocab_size)
-        helpers["assisted_small_lm"] = {"assistant": small.requires_grad_(False).eval().to(setup.device)}
+        rows = setup.config.vocab_size
+        helpers["assisted_small_lm"] = load_whole_lm(config.small_lm, setup.target.tokenizer, setup.dtype, rows)
+    for helper in helpers.values():
+        helper.requires_grad_(False).eval().to(setup.device)
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
         settings = setup.text(new_tokens, config.sampling).for_generate()
@@ -105,11 +97,6 @@ def left_of(arms: Mapping[str, Arm], without: Sequence[str]) -> dict[str, Arm]:
     for name in without:
         require(name in arms, "without", name, f"peers, among {sorted(arms)}")
     return {name: arm for name, arm in arms.items() if name not in without}
-
-
-def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
-    """The tokens that the small LM knows, if it does not know all."""
-    return None if config.small_lm is None else KINDS["small_lm"].load_plugin().known_tokens(config.small_lm)
 
 
 def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
@@ -129,58 +116,24 @@ def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
 # ---------------------------------------------------------------------------------------------------------- the record
 
 
-def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Figures:
-    """The figures of one arm by `results`: speeds of decoding without prefill; ratios as medians over prompts with 95 %
-    intervals. τ is None for an arm that does not report its passes."""
-    mine = [result.generations[arm] for result in results]
-    streams = Streams(seed).within(arm, "bootstrap")
-    rounds = [each for generation in mine for each in generation.rounds]
-    statistics = decode_statistics(mine) if any(each.drafted for each in rounds) else {}
-    return {
-        "prompts": len(results),
-        "tokens": sum(len(generation.tokens) for generation in mine),
-        "identical": sum(result.identical(arm) for result in results),
-        "tokens_per_second": tokens_per_second(results, arm),
-        "tau": sum(len(each.tokens) for each in rounds) / len(rounds) if rounds else None,
-        **statistics,
-        "prefill_seconds": prefill_seconds(results, arm, streams),
-        "speedup": speedups_over_baselines(results, arm, streams),
-        "end_to_end": speedups_over_baselines(results, arm, streams, end_to_end),
-    }
-
-
-def all_figures(results: Sequence[PromptResult], seed: int) -> dict[str, Figures]:
-    """`figures` of every arm by name, over all prompts and `by_category`, and its judgement, if it was judged."""
-    categories = sorted({result.category for result in results})
-    groups = {name: [result for result in results if result.category == name] for name in categories}
-    found = {}
-    for arm in results[0].generations:
-        judged = lossless_section(results, arm, sampled=False)["judged"][arm]
-        parts = {name: figures(group, arm, seed) for name, group in groups.items()}
-        found[arm] = {**figures(results, arm, seed), "judged": judged, "by_category": parts}
-    return found
-
-
-def entry_of(folder: Path, options: argparse.Namespace, seed: int, peers: Peers) -> dict[str, Any]:
-    """The measurements in `folder` and their conditions, JSON-able."""
-    report: Any = read_json(folder / REPORT_FILE, "report", "measure again in another --work")
-    reports = report.get("reports", [report])
+def raw_of(folder: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """The measurements in `folder` and their conditions (see record_raw.py)."""
+    kept: Any = [read_json(folder / name, name, "measure in another --work") for name in (REPORT_FILE, RUN_FILE)]
+    reports = kept[0].get("reports", kept[:1])
     measured = [one for _, one in sorted(read_results(folder).items()) if one.turns]
-    results = [turn for one in measured for turn in one.turns]
     facts = ("target", "digests", "trained_seconds", "dtype", "machine", "made_with", "max_new_tokens")
-    return {
+    conditions = {
         **{name: reports[0][name] for name in facts},
         "threads": dict(Counter(one.threads for one in measured)),
-        "peers": dict(peers.identity),
-        "prompts": len(results),
+        "peers": kept[1]["settings"]["peers"],
         "prompts_asked": reports[0]["prompts_given"],
-        "prompt_tokens": sum(len(result.prompt) for result in results),
         "prompt_files": options.prompts,
         "per_category": options.per_category,
         "note": options.note,
+        "seed": seed,
         "methods": {one["method"]: one["settings"] for one in reports},
-        "arms": all_figures(results, seed),
     }
+    return {"conditions": conditions, "prompts": [packed(turn) for one in measured for turn in one.turns]}
 
 
 def write_entry(path: Path, name: str, entry: Mapping[str, Any]) -> None:
@@ -191,17 +144,20 @@ def write_entry(path: Path, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def record(options: argparse.Namespace) -> None:
-    """Measure the remaining prompts, write the entry and print the tables. Raises `UserError`."""
+    """Measure the remaining prompts, write raw data and entry and print the tables. Raises `UserError`."""
     config = evaluation(options)
     prompts = read_categories(options.prompts, options.per_category)
-    peers = arms_of_peers(options, config)
-    with suppress(SystemExit):  # a method that is not lossless is in the record as such
-        evaluate_checkpoint(config, prompts, peers=peers)
-    entry = entry_of(Path(config.out_dir), options, config.seed, peers)
-    out = options.out or options.work / "record.json"
-    write_entry(out, entry["dtype"], entry)
+    prompts.sort(key=lambda prompt: prompt.category)  # --minutes takes them evenly spread over all
+    if not options.again:
+        with suppress(SystemExit):  # a method that is not lossless is in the record as such
+            evaluate_checkpoint(config, prompts, peers=arms_of_peers(options, config))
+    out, name = options.out or options.work / "record.json", "_".join(filter(None, (config.dtype, options.label)))
+    require_writable(out.parent)
+    write_raw(raw_file(out), name, raw_of(Path(config.out_dir), options, config.seed))
+    entry = entry_of(read_raw(raw_file(out))[name])
+    write_entry(out, name, entry)
     print(tables(entry))
-    print(f"prompts={entry['prompts']} of {entry['prompts_asked']} entry={entry['dtype']} out={out}")
+    print(f"prompts={entry['prompts']} of {entry['prompts_asked']} entry={name} out={out}")
 
 
 def main() -> None:
@@ -215,6 +171,8 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' drafts")
     parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
+    parser.add_argument("--label", default="", help="what the entry's name has after its dtype, as float32_LABEL")
+    parser.add_argument("--again", action="store_true", help="measure nothing: make the entry of what --work has")
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
     with reported(resumes=True):
         record(parser.parse_args())

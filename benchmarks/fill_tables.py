@@ -1,6 +1,6 @@
-"""Write the figures of a report into the tables of README.md and docs/, or compare them.
+"""Write the figures of results/ into the tables of README.md, docs/ and results/, or compare them.
 
-    python benchmarks/fill_tables.py benchmarks/results/demo_cpu.json README.md docs/results.md
+    python benchmarks/fill_tables.py [--check]
 
 A page marks its table with two comments. The header of the table names its columns:
 
@@ -9,19 +9,17 @@ A page marks its table with two comments. The header of the table names its colu
     …
     <!-- demo table: end -->
 
-Every row under the header is replaced, baselines first, and so is every figure of the form "`eesd_beta` τ 3.64"
-elsewhere on the page. The tables of the record (bench_real.py) are between "float32 table: begin" and "float32 table:
-end", likewise for each dtype. The marks "float32 summary" hold the same tables without categories. The marks "all
-dtypes" hold a table of both dtypes. The tables of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts:
-end", those of bench_trainers.py between "5 minutes trainers: begin" and its end. The verdicts on a paper's claims
-(paper.py) are between "gsd tables: begin" and "gsd tables: end", likewise for each paper. --check writes nothing, and
-ends with status 1 if a page differs from the report.
+Every row under the header is replaced, baselines first. The tables of the record (bench_real.py) are between "float32
+table: begin" and "float32 table: end", likewise for each entry. The marks "float32 summary" hold the same tables
+without categories. The marks "fresh dtypes" hold a table of both dtypes, of the entries float32_fresh and
+bfloat16_fresh. The tables of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts: end", those of
+bench_trainers.py between "5 minutes trainers: begin" and its end. The verdicts on a paper's claims (paper.py) are
+between "gsd tables: begin" and "gsd tables: end", likewise for each paper.
 
-    python benchmarks/fill_tables.py --check
-
-compares all that pages have with all JSON files of results/: every marked table, every figure of README.md and
-docs/results.md (see figures.py), and every median with its interval, such as 1.54× [1.44, 2.07], of all pages. The
-papers' verdicts and intervals are first made again from their counts.
+--check writes nothing, and ends with status 1 if anything differs. It compares all that pages have with all JSON files:
+every marked table, every figure of the pages in COMPLETE (see figures.py), and every median with its interval, such as
+1.54× [1.44, 2.07], of all pages. The JSON files are compared with what they are made of: the papers' verdicts
+and intervals with their counts, a record's figures with its raw data (record_raw.py).
 """
 
 import argparse
@@ -29,7 +27,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from figures import INTERVAL, RESULTS, check, intervals, records
 from papers.judging import judge_entry
 from papers.keeping import counts_file, read_kept
 from papers.writing import markdown, measured
+from record_raw import entry_of, of_requests, raw_file, read_raw
 from record_tables import by_dtype, layouts, summary, tables, trainers
 
 from outrider.base.words import Columns, filled
@@ -52,51 +52,48 @@ COLUMNS: Columns = {
     "HM": COUNTED["HM"],
     "drafted/round": METHODS["drafted a pass"],
 }
-BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
-TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
-MARK = re.compile(r"<!-- (.+?) (?:table|summary|layouts|dtypes|tables): begin -->")
+SHAPES: Mapping[str, Callable[[Any], str]] = {
+    "table": tables, "summary": summary, "layouts": layouts, "trainers": trainers,
+}  # fmt: skip
+PLACE = re.compile(r"(<!-- ([^>]+): begin -->\n)(.*?)(<!-- \2: end -->)", re.DOTALL)
 ROOT = Path(__file__).parents[1]
-COMPLETE = ("README.md", "docs/results.md")  # every figure has a source
+COMPLETE = ("README.md", "docs/results.md", "docs/deploy.md", "benchmarks/results/smollm2.md")  # all is sourced
 
 
-def fill(page: str, reports: Sequence[Report]) -> str:
-    """`page` with the figures of `reports`. Raises `ValueError` for a column or a method that they do not have."""
-    tau = {report["method"]: report["tau"] for report in reports}
+def makers(known: Mapping[str, Any]) -> dict[str, Callable[[str], str]]:
+    """All tables of the JSON files by their marks, each from what is there now. known: see `figures.records`."""
+    found: dict[str, Callable[[str], str]] = {"demo table": lambda old: under_header(known["demo_cpu"]["reports"], old)}
+    alike: dict[str, list[Any]] = {}
+    for content in known.values():
+        if "paper" in content:
+            for shape, make in {"tables": markdown, "summary": measured}.items():
+                found[f"{content['paper']} {shape}"] = partial(_ignoring, make, content)
+        for name, entry in content["entries"].items() if "entries" in content and "paper" not in content else ():
+            found |= {f"{name} {shape}": partial(_ignoring, make, entry) for shape, make in SHAPES.items()}
+            alike.setdefault(name.partition("_")[2], []).append(entry)
+    return found | {f"{label} dtypes": partial(_ignoring, by_dtype, own) for label, own in alike.items()}
+
+
+def _ignoring(make: Callable[[Any], str], content: Any, _: str) -> str:
+    return make(content)
+
+
+def under_header(reports: Sequence[Report], table: str) -> str:
+    """`table` with the rows of `reports`. Raises `ValueError` for a column that they do not have."""
+    header, rule, *_ = table.splitlines()
+    return "\n".join([header, rule, *rows([name.strip() for name in header.strip("|").split("|")], reports), ""])
+
+
+def filled_page(page: str, known: Mapping[str, Any]) -> str:
+    """`page` with all tables that it marks. Raises `ValueError` for a table or column that no JSON file has."""
+    own = makers(known)
 
     def table(found: re.Match[str]) -> str:
-        header, rule, *_ = found[2].splitlines()
-        columns = [name.strip() for name in header.strip("|").split("|")]
-        return found[1] + "\n".join([header, rule, *rows(columns, reports)]) + found[3]
+        if found[2] not in own:
+            raise ValueError(f"{found[2]}: no JSON file has this table")
+        return found[1] + own[found[2]](found[3]) + found[4]
 
-    def figure(found: re.Match[str]) -> str:
-        if found[1] not in tau:
-            raise ValueError(f"{found[0]}: the report has {', '.join(tau)}")
-        return f"`{found[1]}` τ {tau[found[1]]:.2f}"
-
-    return TAU.sub(figure, BLOCK.sub(table, page))
-
-
-def fill_record(page: str, entries: Mapping[str, Any]) -> str:
-    """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
-    shapes = {"table": tables, "summary": summary, "layouts": layouts, "dtypes": by_dtype, "trainers": trainers}
-    places_of = {**entries, "all": entries}
-    names = "|".join(map(re.escape, places_of))
-    places = re.compile(rf"(<!-- ({names}) ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
-    filled, count = places.subn(lambda found: found[1] + shapes[found[3]](places_of[found[2]]) + found[5], page)
-    if not count:
-        raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")
-    return filled
-
-
-def fill_paper(page: str, record: Mapping[str, Any]) -> str:
-    """`page` with all tables of a paper, or its summary. Raises `ValueError` where it has no place for them."""
-    name = record["paper"]
-    shapes = {"tables": markdown, "summary": measured}
-    places = rf"(<!-- {name} ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- {name} \2: end -->)"
-    filled, count = re.subn(places, lambda found: found[1] + shapes[found[2]](record) + found[4], page, flags=re.DOTALL)
-    if not count:
-        raise ValueError(f"no place for {name}; expected <!-- {name} tables: begin -->")
-    return filled
+    return PLACE.sub(table, page)
 
 
 def rows(names: Sequence[str], reports: Sequence[Report]) -> list[str]:
@@ -106,15 +103,6 @@ def rows(names: Sequence[str], reports: Sequence[Report]) -> list[str]:
     plain, *others = arms_and_methods(reports)
     table = filled({name: COLUMNS[name] for name in names}, [{**plain, "method": "autoregressive"}, *others])
     return table.markdown()[2:]
-
-
-def filled_from(content: Mapping[str, Any], page: str) -> str:
-    """`page` with the tables of a JSON file of this content. Raises `ValueError` where it has no place for them."""
-    if "paper" in content:
-        return fill_paper(page, content)
-    if "entries" in content:
-        return fill_record(page, content["entries"])
-    return fill(page, content.get("reports", [content]))
 
 
 def pages() -> dict[str, str]:
@@ -128,31 +116,37 @@ def check_all(texts: Mapping[str, str], known: Mapping[str, Any]) -> list[str]:
     sources, wrong = json.loads((RESULTS / "figures.json").read_text()), []
     have = set(intervals([*known.values()]))
     for page, text in texts.items():
-        reports = {name for mark in MARK.findall(text) for name in reports_with(mark, known)}
-        wrong += [f"{page}: {name}.json has other tables" for name in reports if filled_from(known[name], text) != text]
+        wrong += [f"{page}: JSON files have other tables"] if filled_page(text, known) != text else []
         wrong += [f"{page}: {one}" for one in check(text, sources.get(page, ()), known, complete=page in COMPLETE)]
         lost = (found[0] for found in INTERVAL.finditer(text) if found.groups() not in have)
         wrong += [f"{page}: no JSON file has {one}" for one in lost]
     return wrong
 
 
-def reports_with(mark: str, known: Mapping[str, Any]) -> list[str]:
-    """The JSON files that a marked table is of."""
-    named = {"demo": "demo_cpu", "all": "smollm2_mixed"}.get(mark, f"paper_{mark}")
-    found = [named] if named in known else [name for name, one in known.items() if mark in one.get("entries", {})]
-    if not found:
-        raise ValueError(f"{mark}: no JSON file has this table")
-    return found
+def differences(known: Mapping[str, Any], raw: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The entries of JSON files that are not what they are made of, a sentence each. raw: see `raw_data`."""
+    return [f"{name}.json: {entry} is not what its data say" for name, entry, said, again in again_of(known, raw)
+            if not alike(json.loads(json.dumps(again)), said)]  # fmt: skip
 
 
-def verdicts_again(known: Mapping[str, Any]) -> list[str]:
-    """The entries of papers whose figures, verdicts or intervals are not those of their counts."""
-    wrong = []
-    for name, label, entry in [(p["paper"], *e) for p in known.values() if "paper" in p for e in p["entries"].items()]:
-        made = judge_entry(entry, read_kept(counts_file(RESULTS / "any.json", name, label)))
-        if not alike(json.loads(json.dumps(made)), entry):
-            wrong.append(f"paper_{name}.json: {label} is not what its counts say")
-    return wrong
+def again_of(known: Mapping[str, Any], raw: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any, Any]]:
+    """The name of a file and of an entry, the entry, and the same made again."""
+    for name, content in known.items():
+        for label, entry in content["entries"].items() if "paper" in content else ():
+            yield name, label, entry, judge_entry(entry, read_kept(counts_file(RESULTS / "-", content["paper"], label)))
+        for label in {**raw[name], **content["entries"]} if name in raw else ():
+            yield name, label, content["entries"].get(label), raw[name].get(label) and entry_of(raw[name][label])
+        every = content["turns"] if isinstance(content.get("turns"), list) else []
+        for arm, count in {(turn["arm"], turn["in_flight"]): 0 for turn in every}:
+            turns = [turn for turn in every if (turn["arm"], turn["in_flight"]) == (arm, count)]
+            said = content["arms"][arm][f"{count}"]
+            yield name, f"{arm} {count}", said, {**said, **of_requests(turns)}
+
+
+def raw_data(known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The raw data of the records that have them, by record and entry."""
+    found = {name: read_raw(raw_file(RESULTS / f"{name}.json")) for name in known}
+    return {name: own for name, own in found.items() if own}
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -167,26 +161,13 @@ def alike(one: Any, other: Any) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = "report.json of evaluate-checkpoint, a record, or a paper's results; without it, --check compares all"
-    parser.add_argument("report", type=Path, nargs="?", help=what)
-    parser.add_argument("pages", type=Path, nargs="*", help="Markdown files")
     parser.add_argument("--check", action="store_true", help="compare, do not write")
-    options = parser.parse_args(arguments)
-    if options.report is None and options.check:
-        known = records()
-        sys.exit("\n".join(check_all(pages(), known) + verdicts_again(known)) or None)
-    if not options.pages:
-        parser.error("expected a report and pages, or --check alone")
-    content, differ = json.loads(options.report.read_text()), []
-    for page in options.pages:
-        old = page.read_text()
-        new = filled_from(content, old)
-        if new != old:
-            differ.append(str(page))
-            if not options.check:
-                page.write_text(new)
-    if options.check and differ:
-        sys.exit(f"{', '.join(differ)}: other figures than {options.report}")
+    options, known = parser.parse_args(arguments), records()
+    if options.check:
+        sys.exit("\n".join(check_all(pages(), known) + differences(known, raw_data(known))) or None)
+    for page, text in pages().items():
+        if (filled := filled_page(text, known)) != text:
+            (ROOT / page).write_text(filled)
 
 
 if __name__ == "__main__":

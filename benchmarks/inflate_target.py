@@ -31,6 +31,7 @@ one's.
 """
 
 import argparse
+import copy
 import math
 import re
 import shutil
@@ -42,25 +43,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, require_writable, write_json
+from outrider.base.files import require_writable, save_parts, write_json
 from outrider.base.words import listed
 from outrider.commands import reported
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE
 from outrider.draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_meta, save_pretrained
-from outrider.draft_models.formats.convert import fetched, find_original, write_safetensors
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original, Stored
 from outrider.draft_models.small_lm.model import TRAINING_FILE
+from outrider.draft_models.targets.model_files import empty_model, load_causal_lm
 from outrider.draft_models.targets.model_spec import RESCALING_ROPE, key_heads
-from outrider.draft_models.targets.open_target import open_target, read_config, stored_dtype
+from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
 
 RECORD = "inflated.json"
 LIKE_LLAMA = ("llama", "mistral", "qwen2")
-SHARD = 5 * 10**8  # bytes of a file of weights; about twice as much and twice the largest tensor are in memory
 
 
 @dataclass(frozen=True)
@@ -193,10 +192,6 @@ class Inflation:
         one = torch.zeros(1, dtype=torch.long)
         return self._places.get(outputs, torch.arange(shape[0])), self._places[inputs] if len(shape) == 2 else one
 
-    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The wide shape of tensor `name`."""
-        return tuple(map(len, self.ends(name, shape)))[: len(shape)]
-
     def apply(self, name: str, tensor: Tensor, *, silent: bool = False) -> Tensor:
         """The wide tensor, in float32; integers stay. silent: that of a layer which adds 0."""
         if not tensor.is_floating_point():
@@ -207,7 +202,7 @@ class Inflation:
         made = self.widened(scaled.reshape(len(scaled), -1), outputs, inputs)
         if part_of(name) in WRITTEN:
             made[:, inputs < 0] = 0
-        return made.reshape(self.shape(name, tensor.shape))
+        return made if tensor.ndim > 1 else made[:, 0]
 
 
 def part_of(name: str) -> str:
@@ -237,57 +232,26 @@ def _rotary(rope: Mapping[str, Any], head_dim: int, limit: int) -> LlamaRotaryEm
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inflated:
-    """A model that is inflated as it is written, one file of weights after the other."""
-
-    inner: Original
-    change: Inflation
-
-    @property
-    def source(self) -> str:
-        return self.inner.source
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        return self.inner.files
-
-    @property
-    def quantised(self) -> bool:
-        return self.inner.quantised
-
-    def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of all layers; those of layers that add 0 are made of the first one's."""
-        given = {name: one for name, one in self.inner.tensors().items() if not name.endswith("inv_freq")}
-        found = {name: self._wide(name, one) for name, one in given.items()}
-        for layer in range(self.change.narrow.layers, self.change.wide.layers):
-            for name, one in given.items():
-                if (other := re.sub(r"(^|\.)layers\.0\.", rf"\g<1>layers.{layer}.", name)) != name:
-                    found[other] = self._wide(name, one, silent=True)
-        return found
-
-    def _wide(self, name: str, stored: Stored, silent: bool = False) -> Stored:
-        def read() -> Tensor:
-            return self.change.apply(name, stored.read(), silent=silent)
-
-        return Stored(stored.dtype, self.change.shape(name, stored.shape), read)
-
-    def describe(self, folder: Path) -> None:
-        """Everything else, with the sizes of the wide shape in config.json."""
-        self.inner.describe(folder)
-        described, wide = (
-            read_mapping(folder / CONFIG_FILE, "description of a model", "fetch it again"),
-            self.change.wide,
-        )
-        given: Any = described.get("rms_norm_eps", 1e-6)
-        described |= {
-            "hidden_size": wide.width, "intermediate_size": wide.mlp, "num_hidden_layers": wide.layers,
-            "num_attention_heads": wide.heads, "num_key_value_heads": wide.key_heads, "head_dim": wide.head_dim,
-            "rms_norm_eps": self.change.epsilon(given),
-        }  # fmt: skip
-        if isinstance(kinds := described.get("layer_types"), list):
-            described["layer_types"] = [*kinds, *["full_attention"] * (wide.layers - len(kinds))]
-        write_json(folder / CONFIG_FILE, described)
+def made_of(given: PreTrainedModel, change: Inflation, dtype: torch.dtype) -> PreTrainedModel:
+    """The wide model, in `dtype`; layers that add 0 are made of the first one's weights."""
+    config, wide = copy.deepcopy(given.config), change.wide
+    sizes = {
+        "hidden_size": wide.width, "intermediate_size": wide.mlp, "num_hidden_layers": wide.layers,
+        "num_attention_heads": wide.heads, "num_key_value_heads": wide.key_heads, "head_dim": wide.head_dim,
+        "rms_norm_eps": change.epsilon(config.rms_norm_eps),
+    }  # fmt: skip
+    if kinds := getattr(config, "layer_types", None):
+        sizes["layer_types"] = [*kinds, *["full_attention"] * (wide.layers - len(kinds))]
+    config.update(sizes)
+    made, weights, found = empty_model(config), dict(given.named_parameters()), dict[str, Tensor]()
+    for name, _ in made.named_parameters():
+        silent = name not in weights
+        one = weights[re.sub(r"\blayers\.\d+\.", "layers.0.", name) if silent else name]
+        found[name] = change.apply(name, one, silent=silent).to(dtype)
+    made.load_state_dict(found, strict=False, assign=True)
+    made.tie_weights()
+    made.generation_config = given.generation_config
+    return made
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
@@ -305,13 +269,12 @@ def inflate_model(
     config = read_config(source, role=role)
     if config.model_type not in LIKE_LLAMA:
         raise UserError(f"{role}={source}: model_type={config.model_type!r}: expected one of {', '.join(LIKE_LLAMA)}")
-    inner = find_original(source) or FolderModel(source, fetched(source, None, SAFETENSORS), SAFETENSORS)
     change = inflation(shape_of(config), wide).require_fits(f"{role}={source}")
     rope: Any = config.rope_parameters
     limit = config.max_position_embeddings
     require_frequencies(rope, change.narrow.head_dim, wide.head_dim, limit, f"{role}={source}")
-    kept = dtype or stored_dtype(config)
-    write_safetensors(Inflated(inner, change), to, dtype=kept, shard_bytes=SHARD, remedy="give --out elsewhere")
+    given = load_causal_lm(source, role=role, dtype=stored_dtype(config)).requires_grad_(False)
+    save_parts(to, made_of(given, change, dtype or given.dtype), load_tokenizer(source, role=role))
     return change
 
 

@@ -111,9 +111,8 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ["work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "exits", "judge", "shuffle"]
-    if options.paper != "aded":  # what it keeps across prompts depends on how many there are
-        free.append("num_prompts")
+    free = ["work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "exits", "judge", "shuffle",
+            "num_prompts"]  # fmt: skip
     asked = {key: value for key, value in vars(options).items() if key not in free}
     asked |= {"digests": digests_of(options)}
     path = options.work / "options.json"

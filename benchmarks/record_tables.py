@@ -1,6 +1,6 @@
-"""The figures of arms (see bench_real.py) as Markdown. Light: filling a page needs no torch."""
+"""The figures of arms (see bench_real.py) as Markdown. Light: needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.base.words import figure
@@ -13,6 +13,7 @@ CALLED = {
     "vanilla_survival": "small LM, chains (`small_lm/survival`)", "opt_tree_auto": "small LM, trees (`opt_tree_auto`)",
     "eesd_survival": "early exit, chains (`eesd_survival`)",
     "eesd_tree_auto": "early exit, trees (`early_exit/opt_tree_auto`)", "prompt_lookup": "`prompt_lookup`",
+    "eesd_copies": "early exit, chains with copies", "small_copies": "small LM, chains with copies",
     "fused_small_lm": "small LM and n-grams, one tree (last in 11c898d5)", "ngrams": "n-grams (`ngrams`)",
 }  # fmt: skip
 
@@ -33,18 +34,18 @@ def summary(entry: Mapping[str, Any]) -> str:
     return "\n".join(part for part in [said(entry), table(asked), judgement(asked)] if part)
 
 
-def by_dtype(entries: Mapping[str, Any]) -> str:
-    """The arms of a record's float32 entry beside those of its bfloat16 entry, slowest in bfloat16 first."""
-    arms = {entry["dtype"]: entry["arms"] for entry in entries.values()}
+def by_dtype(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The arms of the float32 entry among `entries` beside those of the bfloat16 entry, slowest in bfloat16 first."""
+    arms = {entry["dtype"]: entry["arms"] for entry in entries}
     full, half = arms["float32"], arms["bfloat16"]
     lines = [
         "| method | identical to `generate`, float32 | tokens/s | over no drafter [95 %] | with prefill | bfloat16: "
         "tokens/s | over no drafter [95 %] | with prefill |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in by_speed(half):
+    for name in by_speed({**full, **half}):
         f = full.get(name)
-        cells = [f"{f['identical']}/{f['prompts']}" if f else "–", *map(_rate, (f, half[name]))]
+        cells = [f"{f['identical']}/{f['prompts']}" if f else "–", *map(_rate, (f, half.get(name)))]
         lines.append(f"| {CALLED.get(name, name)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

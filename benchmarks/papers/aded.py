@@ -6,22 +6,15 @@ means the twelve likeliest successors; Table t of papers.md has other readings (
 up to n · l = 96 nodes. The tree here has 64, as many as REST's; another row has 96.
 """
 
-import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.table import map_table
-from outrider.inference.core.drafter import Stopwatch
-from outrider.inference.drafters.ngram.ngrams import TrigramDrafter
-from outrider.inference.measure.replay import RecordedSelector, RecordedSession
 from outrider.inference.settings.method import MethodConfig, NgramConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from papers.claims import Claim, Counts, Row, Table
-from papers.measuring import Asked, Bench, counts_of, key_of, replayed
+from papers.claims import Claim, Row, Table
 from papers.peers import lookahead, rest
 
 ARXIV = "2407.12021"
@@ -128,11 +121,10 @@ def main_table(options: Any, groups: Sequence[str]) -> Table:
 
 
 def adaptation() -> Table:
-    adapted, built, kept = "adapted", "as built", "adapted, and kept from prompt to prompt"
+    adapted, built = "adapted", "as built"
     rows = (
         Row(adapted, drafting(EARLY)),
         Row(built, drafting(replace(EARLY, adapt=False))),
-        Row(kept, measure=in_session),
     )
     claims = [Claim("adaptation lifts τ", "tau", (built, adapted))]
     claims += [Claim(f"also from token {name[5:]} on", name, (built, adapted), of=claims[0].says) for name in STRETCHES]
@@ -141,31 +133,8 @@ def adaptation() -> Table:
         ("tau", *STRETCHES),
         rows,
         tuple(claims),
-        note="Stretches of 64 tokens. C1 = 2.414, as in the paper. In the third row, which is ours, every prompt comes "
-        "after all prompts before it, and what was learnt stays.",
+        note="Stretches of 64 tokens. C1 = 2.414, as in the paper.",
     )
-
-
-def in_session(bench: Bench, row: Row, asked: Asked) -> Counts:
-    """The counts of a prompt in one session with all prompts before it, whose texts the n-grams still know."""
-    table, alike = bench.drafters["ngrams"], Row("", drafting(EARLY))
-    streams, watch = Streams(0, asked.id).within(key_of(alike)), Stopwatch(time.perf_counter)
-    drafter = Remembering(table, EARLY, streams.number("search", bits=64))
-    for each in itertools.takewhile(lambda one: one.id != asked.id, bench.session):
-        text = (*each.ids, *(each.answer or ()))
-        session = RecordedSession(0, len(text) + 1, len(text) + 1)
-        session.prefill(text)
-        drafter.begin(session, RecordedSelector(text[-1:]), watch)
-    return counts_of(replayed(bench, drafter, asked))
-
-
-class Remembering(TrigramDrafter):
-    """A drafter whose next text begins with what it learnt of the texts before."""
-
-    def _reset(self) -> None:
-        learnt = self.overlay.known
-        super()._reset()
-        self.overlay.known = learnt
 
 
 def categories_table(groups: Sequence[str]) -> Table:

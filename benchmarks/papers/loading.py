@@ -59,7 +59,7 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
         others[where] = loaded["early_exit"]
     runtime = make_runtime("auto", setup.device)
     answers = options.work / "answers.json"
-    bench = Bench(stack, drafters, setup.config.vocab_size, options.tokens, setup.eos, runtime, others, (), answers)
+    bench = Bench(stack, drafters, setup.config.vocab_size, options.tokens, setup.eos, runtime, others, answers)
     asked = [answered(bench, setup, prompt) for prompt in prompts]
 
     def more() -> list[Asked]:
@@ -70,7 +70,7 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
 
     if (prepares := getattr(paper, "prepare_rows", None)) is not None:
         prepares(bench, more, options, tables)
-    return replace(bench, session=tuple(asked), timed_tokens=options.timed_tokens), asked
+    return replace(bench, timed_tokens=options.timed_tokens), asked
 
 
 def answered(bench: Bench, setup: TargetSetup, prompt: Prompt) -> Asked:
@@ -90,7 +90,7 @@ def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:
     asked = [Asked(turn.id, turn.category, turn.prompt, turn.answer) for turn in turns]
     drafters = {"ngrams": others[options.table[0]]}
     vocabulary_size = 1 + max(max(turn.answer) for turn in turns)
-    return Bench(None, drafters, vocabulary_size, options.tokens, others=others, session=tuple(asked)), asked
+    return Bench(None, drafters, vocabulary_size, options.tokens, others=others), asked
 
 
 def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:

@@ -64,7 +64,7 @@ class Asked:
 class Bench:
     """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
 
-    others: further models, by where they lie (see `Row.other`). session: all prompts, in the order of the command.
+    others: further models, by where they lie (see `Row.other`).
     answers: the file that keeps what the target says to them. timed_tokens: of an answer that is timed; 0: all.
     """
 
@@ -75,7 +75,6 @@ class Bench:
     eos: Collection[int] = ()
     runtime: Runtime = field(default_factory=Runtime)
     others: Mapping[str, Any] = field(default_factory=dict)
-    session: tuple[Asked, ...] = ()
     answers: Path | None = None
     timed_tokens: int = 0
 

@@ -1,14 +1,19 @@
 """The record: every arm on every prompt, kept prompt by prompt, one entry a dtype."""
 
+import copy
 import json
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.tiny import VOCABULARY, open_stack, random_prompt, save_exit, save_target
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.lossless import Deviation
+from outrider.inference.measure.results import PromptResult
+from tests.tiny import save_exit, save_target
 
 
 def models(folder: Path) -> list[str]:
@@ -27,7 +32,8 @@ def kept(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.thorough
 def test_a_record_has_every_arm_and_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_real
-    from fill_tables import fill_record
+    from fill_tables import differences, filled_page
+    from record_raw import raw_file, read_raw
 
     options = models(tmp_path)
     for name in ("one", "two"):
@@ -45,9 +51,15 @@ def test_a_record_has_every_arm_and_is_not_measured_again(tmp_path: Path, monkey
 
     entry = record()
     before = kept(work / "float32")
-    assert [line["turns"][0]["prompt_id"] for line in before] == ["one/1", "two/1", "one/2", "two/2"]
+    assert [line["turns"][0]["prompt_id"] for line in before] == ["one/1", "one/2", "two/1", "two/2"]
     assert record()["arms"].keys() == entry["arms"].keys()
     assert kept(work / "float32") == before
+    raw = read_raw(raw_file(work / "record.json"))
+    assert differences({"record": {"entries": {"float32": entry}}}, {"record": raw}) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(bench_real, "evaluate_checkpoint", lambda *_, **__: pytest.fail("nothing is measured again"))
+        record("--again", "--out", str(tmp_path / "again.json"), "--label", "x")
+    assert json.loads((tmp_path / "again.json").read_text())["entries"] == {"float32_x": entry}
     with pytest.raises(SystemExit):
         record("--draft-tokens", "4")  # other peers
     assert set(entry["arms"]) == {
@@ -62,10 +74,62 @@ def test_a_record_has_every_arm_and_is_not_measured_again(tmp_path: Path, monkey
         assert low <= arm["speedup"]["median"] <= high
     assert entry["arms"]["eesd_fixed"]["tau"] > 1
     page = "a\n<!-- float32 table: begin -->\nold\n<!-- float32 table: end -->\nb\n"
-    filled = fill_record(page, {"float32": entry})
-    assert filled == fill_record(filled, {"float32": entry})
+    known = {"record": {"entries": {"float32": entry}}}
+    filled = filled_page(page, known)
+    assert filled == filled_page(filled, known)
     assert "old" not in filled
     assert all(f"\n| {name} | 4/4 | " in filled for name in entry["arms"])
+
+
+def results() -> list[PromptResult]:
+    """Of 12 prompts in two categories, two of them turns of one conversation; the texts of one arm may differ."""
+    draw, found = random.Random(0), []
+    for place in range(12):
+        text = tuple(draw.choices(range(99), k=8))
+        other, arms = text if place % 3 else (*text[:7], 99), dict[str, Generation]()
+        for arm, step, said in (("autoregressive", 1, text), ("vanilla", 3, text), ("other", 2, other)):
+            rounds = (Round(said[at : at + step], step, min(step, 8 - at) - 1, 3, 0.1) for at in range(1, 8, step))
+            arms[arm] = Generation(said, draw.random(), draw.random(), tuple(rounds))
+        judged = {"vanilla": Deviation(8, (draw.random(), 0.1), draw.random(), 1, 3)} if place % 2 else {}
+        found.append(PromptResult(f"p{place}", "ab"[place % 2], tuple(range(place + 1)), arms, "autoregressive",
+                                  deviations=judged, conversation="both" if place in (3, 5) else None))  # fmt: skip
+    return found
+
+
+CHANGES: dict[str, Callable[[Any, Any], None]] = {
+    "identical": lambda entry, _: entry["arms"]["other"].update(identical=9),
+    "tau": lambda entry, _: entry["arms"]["other"]["by_category"]["a"].update(tau=1.5),
+    "the end of an interval": lambda entry, _: entry["arms"]["vanilla"]["end_to_end"]["ci95"].__setitem__(0, 0.1),
+    "a second of decoding": lambda _, raw: raw["prompts"][5]["arms"]["vanilla"].update(decode_seconds=0.5),
+    "a second of prefill": lambda _, raw: raw["prompts"][0]["arms"]["other"].update(prefill_seconds=0.5),
+    "a text": lambda _, raw: raw["prompts"][1]["arms"]["other"].update(text="0" * 12),
+    "a drafted token": lambda _, raw: raw["prompts"][2]["arms"]["vanilla"]["rounds"][0].__setitem__(1, 9),
+}
+
+
+def test_raw_data_make_the_figures_of_the_results(tmp_path: Path) -> None:
+    """Turns of a conversation are one unit. One changed figure or second is found, and an entry that is gone."""
+    from fill_tables import differences
+    from record_raw import entry_of, figures_of_arms, packed, read_raw, write_raw
+
+    data: Any = {"conditions": {"seed": 3, "made_with": "x"}, "prompts": [packed(one) for one in results()]}
+    for file in (tmp_path / "one", tmp_path / "two"):
+        for name in ("e", "f", "e"):
+            write_raw(file, name, data)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    raw, entry, arms = read_raw(tmp_path / "one"), entry_of(data), figures_of_arms(results(), 3)
+    assert entry == {**data["conditions"], "prompts": 12, "prompt_tokens": 78, "arms": arms}
+    assert (arms["other"]["identical"], arms["other"]["speedup"]["prompts"]) == (8, 11)
+    fastest = max(arms, key=lambda arm: float(arms[arm]["tokens_per_second"]))
+    assert [name for name, arm in arms.items() if arm["over_fastest"]["ci95"] == [1.0, 1.0]] == [fastest]
+    record = json.loads(json.dumps({"entries": {"e": entry, "f": entry}}))
+    assert differences({"r": record}, {"r": raw}) == []
+    assert differences({"r": record}, {"r": {"e": raw["e"]}}) == ["r.json: f is not what its data say"]
+    assert len(differences({"r": {"entries": {}}}, {"r": raw})) == 2
+    for changed, change in CHANGES.items():
+        other, own = copy.deepcopy(record), copy.deepcopy(raw)
+        change(other["entries"]["e"], own["e"])
+        assert differences({"r": other}, {"r": own}) == ["r.json: e is not what its data say"], changed
 
 
 def test_a_judgement_says_whose_faults_it_found() -> None:
@@ -75,24 +139,3 @@ def test_a_judgement_says_whose_faults_it_found() -> None:
             for name, faults in (("vanilla", ["off"]), ("gsd", ["off"]), ("eesd", []))}  # fmt: skip
     assert "off (vanilla, gsd)" in judgement(arms)
     assert judgement({"vanilla": {"judged": None}}) == ""
-
-
-@torch.no_grad()
-def test_a_model_over_some_tokens_proposes_the_same_over_all(tmp_path: Path) -> None:
-    """Its rows are those of a whole model; any other token is read as its last one, and never proposed."""
-    from transformers_arms import widened
-
-    whole, _ = open_stack(save_target(tmp_path / "whole"))
-    narrow, _ = open_stack(save_target(tmp_path / "narrow"))
-    tokens = torch.arange(3, VOCABULARY, 2)
-    rows = torch.cat([tokens, torch.tensor([0])])
-    for each in (narrow.model.embed_tokens, narrow.lm_head):
-        each.weight = torch.nn.Parameter(each.weight[rows])
-    model = widened(narrow, tokens, VOCABULARY)
-    text = torch.tensor([random_prompt(12)])
-    read = torch.where(torch.isin(text, tokens), text, 0)
-    assert not torch.equal(read, text)
-    mine, theirs = model(text).logits, whole(read).logits
-    torch.testing.assert_close(mine[..., tokens], theirs[..., tokens])
-    others = [token for token in range(VOCABULARY) if token not in tokens]
-    assert bool((mine[..., others].amax(-1) < mine[..., tokens].amin(-1)).all())

@@ -28,18 +28,28 @@ def test_pages_have_the_figures_of_the_record() -> None:
     assert check_all(pages(), records()) == [], "run benchmarks/fill_tables.py --check"
 
 
-def test_verdicts_are_made_of_the_committed_counts() -> None:
-    """So are all figures of the papers; anybody may judge again, by another rule too."""
-    from figures import records
-    from fill_tables import verdicts_again
+def test_json_files_are_made_of_the_committed_data() -> None:
+    """Verdicts and figures of the papers of their counts, those of records of their raw data; anybody may make others.
+    So one figure or one second that is changed is found."""
+    from figures import RESULTS, records
+    from fill_tables import differences, raw_data
 
     known = records()
-    assert verdicts_again(known) == [], "run benchmarks/paper.py PAPER --judge"
+    raw = raw_data(known)
+    assert differences(known, raw) == [], "run benchmarks/paper.py PAPER --judge, or bench_real.py … --again"
     other = {**known["paper_gsd"]["entries"]["smollm2"], "prompts": 1}
-    assert verdicts_again({"paper_gsd": {"paper": "gsd", "entries": {"smollm2": other}}})
+    assert differences({"paper_gsd": {"paper": "gsd", "entries": {"smollm2": other}}}, {})
+    turn, *turns = known["batch_cpu"]["turns"]
+    first, *others = turn["first"]
+    changed = {**known["batch_cpu"], "turns": [{**turn, "first": [first + 1.0, *others]}, *turns]}
+    assert len(differences({"batch_cpu": changed}, {})) == 1
+    assert all(file.stat().st_size < 2**20 for file in RESULTS.glob("*.raw.json.gz"))
+    timed = {name for name, record in known.items() if "paper" not in record for entry in record.get("entries", {})
+             if any("end_to_end" in arm for arm in record["entries"][entry].get("arms", {}).values())}  # fmt: skip
+    assert all(f"`{name}.json`" in (RESULTS / "README.md").read_text() for name in timed - {*raw})
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])  # those that are to be complete
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])  # of those that are to be complete
 def test_a_changed_figure_is_found(name: str) -> None:
     """In a sentence, in a table of JSON, and in one that is compared figure by figure."""
     from figures import records
@@ -81,6 +91,6 @@ def test_an_interval_that_no_file_has_is_found() -> None:
     assert found == [("1.26", "1.10", "1.45")]
     known = records()
     for ratio, wrong in (("1.54× [1.44, 2.07]", 0), ("1.54× [1.44, 2.08]", 1)):
-        assert len(check_all({"docs/deploy.md": f"| x | {ratio} |"}, known)) == wrong
+        assert len(check_all({"docs/train.md": f"| x | {ratio} |"}, known)) == wrong
     with pytest.raises(ValueError, match="nobody"):
-        check_all({"docs/deploy.md": "<!-- nobody table: begin -->"}, known)
+        check_all({"docs/train.md": "<!-- nobody table: begin -->\n<!-- nobody table: end -->"}, known)

@@ -8,15 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import outrider
 from outrider.base.errors import UserError
-from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
-from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import load_drafters, prepare
-from outrider.inference.measure.arms import make_arms
-from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.tiny import byte_tokenizer, random_prompt, save_exit, save_target, shake_norms_and_biases, unproven
 
 TOLERANCE = 1e-5
@@ -124,29 +120,17 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return where
 
 
-METHODS = {
-    f"{source}, {name}": MethodConfig(source=source, **shape)
-    for source in (EARLY_EXIT, SMALL_LM)
-    for name, shape in {
-        "chain of 4": {"stop": StopConfig(rule="fixed", max_draft=4)},
-        "tree of 12": {"structure": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6)},
-    }.items()
-}
+METHODS = {source: MethodConfig(source=source, stop=StopConfig(max_draft=4)) for source in (EARLY_EXIT, SMALL_LM)}
 
 
-@torch.inference_mode()
 def rounds_of(where: Mapping[str, Path]) -> dict[str, list[tuple[int, ...]]]:
     """By method: tokens, drafted, accepted and depth of every round."""
-    given: dict[str, Any] = {"checkpoint": str(where[EARLY_EXIT]), "small_lm": str(where[SMALL_LM])}
-    config = EvaluateConfig(**given, target=str(where[TARGET]), methods=METHODS)
-    target = open_target(config.target)
-    stack = target.stack(dtype=torch.float32)
-    drafters = load_drafters(config, target, dtype=torch.float32, device="cpu")
-    prepare(stack, drafters)
-    arms = make_arms(stack, drafters, METHODS, None, TextSettings(TOKENS))
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for name, arm in arms.items():
-        rounds = [r for prompt in PROMPTS for r in arm(prompt, Streams(0)).rounds]
+    found = {}
+    for name, method in METHODS.items():
+        exits, given = method.source == EARLY_EXIT, {SMALL_LM: str(where[SMALL_LM])}
+        source, given = (EARLY_EXIT, {TARGET: str(where[TARGET])}) if exits else (TARGET, given)
+        model = outrider.load(where[source], method=method, dtype="float32", runtime="eager", template="none", **given)
+        rounds = [r for prompt in PROMPTS for r in model.rounds(prompt, max_new_tokens=TOKENS)]
         found[name] = [(*r.tokens, r.drafted, r.accepted, r.depth) for r in rounds]
     return found
 
@@ -154,30 +138,31 @@ def rounds_of(where: Mapping[str, Path]) -> dict[str, list[tuple[int, ...]]]:
 @pytest.mark.parametrize("wrong", ["", EARLY_EXIT, pytest.param(SMALL_LM, marks=pytest.mark.thorough)])
 def test_acceptance_is_equal_round_by_round(drafted: dict[str, Path], tmp_path: Path, wrong: str) -> None:
     """wrong: a drafter whose query heads are under other keys than they were. The text stays, its rounds do not."""
-    from inflate_target import Inflation, Shape, inflate, inflate_early_exit, inflate_model, inflate_small_lm
+    from inflate_target import Inflation, Shape, inflate, inflate_early_exit, inflate_small_lm, shape_of
 
     shape, small, out = Shape(192, 6, 12, 4, 32, 224), Shape(160, 5, 8, 4, 64, 128), tmp_path / "out"
-    kinds = {
-        name: type("Wrong", (Inflation,), {"heads": first_keys}) if name == wrong else Inflation for name in drafted
-    }
-    change = inflate_model(str(drafted[TARGET]), out / TARGET, shape, None, TARGET)
-    own = kinds[EARLY_EXIT](change.narrow, change.wide)
-    inflate_early_exit(drafted[EARLY_EXIT], out / EARLY_EXIT, str(drafted[TARGET]), str(out / TARGET), own)
-    inflate_small_lm(drafted[SMALL_LM], out / SMALL_LM, shape if wrong else small, inflation=kinds[SMALL_LM])
-    assert difference(drafted[TARGET], out / TARGET) < TOLERANCE
-    before, after = rounds_of(drafted), rounds_of({name: out / name for name in drafted})
-    assert before["autoregressive"] == after["autoregressive"]
+    given: dict[str, Any] = {"early_exit": drafted[EARLY_EXIT], "small_lm": drafted[SMALL_LM]}
+    inflate(str(drafted[TARGET]), shape, out, small_shape=small, **given)
+    where, faulty = {name: out / name for name in drafted}, type("Wrong", (Inflation,), {"heads": first_keys})
+    before, after = str(drafted[TARGET]), str(where[TARGET])
+    if wrong:
+        where[wrong] = out / "wrong"
+        if wrong == SMALL_LM:
+            inflate_small_lm(drafted[SMALL_LM], where[wrong], shape, inflation=faulty)
+        else:
+            change = faulty(shape_of(open_target(before).config), shape)
+            inflate_early_exit(drafted[EARLY_EXIT], where[wrong], before, after, change)
+    assert difference(drafted[TARGET], where[TARGET]) < TOLERANCE
+    first, second = rounds_of(drafted), rounds_of(where)
     for name in METHODS:
-        assert (before[name] == after[name]) == (not wrong or not name.startswith(wrong)), name
-        assert sum(accepted for *_, accepted, _ in before[name]) >= 2, name
-    if not wrong:
-        inflate(str(drafted[TARGET]), shape, tmp_path / "all", small_shape=small,
-                early_exit=drafted[EARLY_EXIT], small_lm=drafted[SMALL_LM])  # fmt: skip
-        assert rounds_of({name: tmp_path / "all" / name for name in drafted}) == after
-        with pytest.raises(UserError, match="trained for another target"):
-            inflate_early_exit(drafted[EARLY_EXIT], tmp_path / "no", str(out / TARGET), str(out / TARGET), change)
-        with pytest.raises(UserError, match="not empty"):
-            inflate(str(drafted[TARGET]), shape, out)
+        texts = [[token for *text, _, _, _ in rounds[name] for token in text] for rounds in (first, second)]
+        assert texts[0] == texts[1]
+        assert (first[name] == second[name]) == (name != wrong), name
+        assert sum(accepted for *_, accepted, _ in first[name]) >= 2, name
+    with pytest.raises(UserError, match="trained for another target"):
+        inflate_early_exit(drafted[EARLY_EXIT], tmp_path / "no", after, after, Inflation(shape, shape))
+    with pytest.raises(UserError, match="not empty"):
+        inflate(str(drafted[TARGET]), shape, out)
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,7 @@ def test_peers_say_what_they_lack(tmp_path: Path, suffixes: bool, recorded: bool
     from papers.aded import tables
 
     table_of([1, 2, 3, 1, 2, 3], suffixes).save(tmp_path / "table")
-    given = SimpleNamespace(table=[str(tmp_path / "table")], code_table=None, frequent_table=None,
-                            transcripts="t" if recorded else None)  # fmt: skip
+    given = SimpleNamespace(table=[str(tmp_path / "table")], code_table=None, transcripts="t" if recorded else None)
     found = {row.name: row.never for row in tables(options=given, categories=["code"])["table_1"].rows}
     assert bool(found["REST, all prompts"]) != suffixes
     assert bool(found["Lookahead, all prompts"]) == recorded

@@ -254,7 +254,7 @@ def test_judging_again_needs_no_models(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_pages_show_every_figure_and_verdict() -> None:
-    from fill_tables import fill_paper
+    from fill_tables import filled_page
     from papers.claims import Claim, Row, Table
     from papers.judging import described, judge_entry
     from papers.writing import markdown, plot
@@ -289,10 +289,10 @@ def test_pages_show_every_figure_and_verdict() -> None:
     for said in ("no time", "b beats a: here **holds**", "d: there **holds**", "`here` 6 prompts × up to 8 tokens"):
         assert said in text
     page = "before\n<!-- x tables: begin -->\nold\n<!-- x tables: end -->\n"
-    filled = fill_paper(page, {"paper": "x", "entries": record})
+    filled = filled_page(page, {"paper_x": {"paper": "x", "entries": record}})
     assert filled == f"before\n<!-- x tables: begin -->\n{text}<!-- x tables: end -->\n"
-    with pytest.raises(ValueError, match="y"):
-        fill_paper(page, {"paper": "y", "entries": record})
+    with pytest.raises(ValueError, match="x tables"):
+        filled_page(page, {"paper_y": {"paper": "y", "entries": record}})
     drawn = plot({"entries": record})
     assert drawn is not None
     places = drawn.axes[0].lines[0].get_xydata().tolist()

@@ -237,30 +237,6 @@ def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None
         assert table.rows or table.never
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
-    """The first prompt is decoded as without one, its repetition by what it taught."""
-    from papers.aded import EARLY, drafting, in_session
-    from papers.claims import Row
-    from papers.measuring import Asked, Bench, continued, counts_of
-
-    from outrider.draft_models.ngrams.table import TrigramTable
-    from outrider.draft_models.targets.settings import TABLE
-
-    table = TrigramTable.open(tiny_models / TABLE)
-    text = tuple(random_prompt(60, 3))
-    asked = [Asked("first", "c", text[:4], text[4:]), Asked("other", "c", (7, 8), (9, 10, 11)),
-             Asked("again", "c", (5, *text[:4]), text[4:])]  # fmt: skip
-    bench = Bench(None, {"ngrams": table}, 260, 64, session=tuple(asked))
-    row = Row("kept", measure=in_session)
-    alone = [counts_of(continued(bench, Row("a", drafting(EARLY)), one)) for one in asked]
-    first, _, again = (in_session(bench, row, one) for one in asked)
-    assert first == alone[0]
-    assert again["rounds"] < alone[2]["rounds"] / 2
-    assert in_session(bench, row, asked[2]) == again
-
-
 def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
     from papers.loading import with_example
 
@@ -293,8 +269,3 @@ def test_counts_of_a_drafter_made_again_in_its_place_are_not_taken(tmp_path: Pat
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "two"}\n')
     with pytest.raises(UserError, match="digests"):
         paper.require_same(given)
-    aded = argparse.Namespace(**{**vars(given), "paper": "aded", "work": tmp_path / "aded"})
-    (tmp_path / "aded").mkdir()
-    paper.require_same(aded)
-    with pytest.raises(UserError, match="num_prompts"):
-        paper.require_same(argparse.Namespace(**{**vars(aded), "num_prompts": 3}))

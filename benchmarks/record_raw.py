@@ -1,0 +1,147 @@
+"""What the entries of a record (bench_real.py) are made of, prompt by prompt, in FILE.raw.json.gz beside FILE.json.
+
+By entry, its conditions and its prompts. A prompt has its id and category, the unit that is resampled, its number of
+tokens, the deviations of arms that were judged, and of every arm a digest of the text, the number of its tokens, the
+seconds of prefill and of decoding, and of every round the tokens emitted, drafted and accepted, and the draft's depth.
+"""
+
+import gzip
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.base.files import digest_of, write_atomically
+from outrider.base.settings import construct
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.lossless import Deviation, judge
+from outrider.inference.measure.results import PromptResult
+from outrider.inference.measure.speed import (
+    end_to_end,
+    prefill_seconds,
+    speedup,
+    speedups_over_baselines,
+    tokens_per_second,
+)
+from outrider.inference.measure.statistics import decode_statistics
+
+Json = dict[str, Any]
+
+
+def raw_file(record: Path) -> Path:
+    """Where the raw data of a record lie."""
+    return record.with_suffix(".raw.json.gz")
+
+
+def read_raw(path: Path) -> dict[str, Json]:
+    """The raw data by entry; none where there is no such file."""
+    found: dict[str, Json] = json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
+    return found
+
+
+def write_raw(path: Path, name: str, raw: Json) -> None:
+    """Write the raw data of an entry, in the place of earlier ones of this name; the same data make the same file."""
+    write_atomically(path, gzip.compress(json.dumps({**read_raw(path), name: raw}).encode(), mtime=0))
+
+
+# ---------------------------------------------------------------------------------------------------------- one prompt
+
+
+def packed(result: PromptResult) -> Json:
+    """A prompt's result, JSON-able, without its texts."""
+    arms = {
+        name: {
+            "text": digest_of([*made.tokens])[:12],
+            "tokens": len(made.tokens),
+            "prefill_seconds": made.prefill_seconds,
+            "decode_seconds": made.decode_seconds,
+            "rounds": [[len(r.tokens), r.drafted, r.accepted, r.depth] for r in made.rounds],
+        }
+        for name, made in result.generations.items()
+    }
+    judged = {name: asdict(one) for name, one in result.deviations.items()}
+    own = {"id": result.prompt_id, "category": result.category, "unit": digest_of(result.unit)[:12]}
+    return {**own, "tokens": len(result.prompt), "reference": result.reference, "arms": arms, "deviations": judged}
+
+
+def unpacked(raw: Json) -> PromptResult:
+    """The result that was `packed`, with texts of the same lengths, which are equal where they were."""
+
+    def made(one: Json) -> Generation:
+        rounds = tuple(Round((0,) * emitted, *counts, seconds=0.0) for emitted, *counts in one["rounds"])
+        text = (int(one["text"], 16),) * one["tokens"]
+        return Generation(text, one["prefill_seconds"], one["decode_seconds"], rounds)
+
+    return PromptResult(
+        raw["id"], raw["category"], (0,) * raw["tokens"], {name: made(one) for name, one in raw["arms"].items()},
+        raw["reference"], deviations={name: construct(Deviation, one) for name, one in raw["deviations"].items()},
+        group=raw["unit"],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- all prompts
+
+
+def entry_of(raw: Json) -> Json:
+    """An entry of a record, from its raw data alone: bench_real.py writes it, fill_tables.py compares it."""
+    conditions, results = raw["conditions"], [unpacked(one) for one in raw["prompts"]]
+    counts = {"prompts": len(results), "prompt_tokens": sum(len(result.prompt) for result in results)}
+    return {**conditions, **counts, "arms": figures_of_arms(results, conditions["seed"])}
+
+
+def figures_of_arms(results: Sequence[PromptResult], seed: int) -> dict[str, Json]:
+    """`figures` of every arm by name, over all prompts and `by_category`; its judgement, if it was judged; its speed
+    over that of the arm that decodes most tokens a second."""
+    groups = {name: [one for one in results if one.category == name] for name in sorted({r.category for r in results})}
+    fastest = max(results[0].generations, key=lambda arm: tokens_per_second(results, arm) or 0.0)
+    found = {}
+    for arm in results[0].generations:
+        judged = [result.deviations[arm] for result in results if arm in result.deviations]
+        found[arm] = {
+            **figures(results, arm, seed),
+            "over_fastest": speedup(results, arm, fastest, Streams(seed).within(arm, "bootstrap")),
+            "judged": asdict(judge(judged)) if judged else None,
+            "by_category": {name: figures(group, arm, seed) for name, group in groups.items()},
+        }
+    return found
+
+
+def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Json:
+    """The figures of one arm by `results`: speeds of decoding without prefill; ratios as medians over prompts with 95 %
+    intervals. τ is None for an arm that does not report its passes."""
+    mine = [result.generations[arm] for result in results]
+    streams = Streams(seed).within(arm, "bootstrap")
+    rounds = [each for generation in mine for each in generation.rounds]
+    counted = decode_statistics(mine) if any(each.drafted for each in rounds) else {}
+    return {
+        "prompts": len(results),
+        "tokens": sum(len(generation.tokens) for generation in mine),
+        "identical": sum(result.identical(arm) for result in results),
+        "tokens_per_second": tokens_per_second(results, arm),
+        "tau": sum(len(each.tokens) for each in rounds) / len(rounds) if rounds else None,
+        **counted,
+        "prefill_seconds": prefill_seconds(results, arm, streams),
+        "speedup": speedups_over_baselines(results, arm, streams),
+        "end_to_end": speedups_over_baselines(results, arm, streams, end_to_end),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def of_requests(turns: Sequence[Mapping[str, Any]]) -> Json:
+    """The figures of an arm of bench_batch.py with so many requests in flight, of its turns there."""
+    counts = [count for turn in turns for count in turn["texts"].values()]
+    seconds = {name: [one for turn in turns for one in turn[name]] for name in ("first", "whole")}
+    return {
+        "tokens_per_second": statistics.median(turn["rate"] for turn in turns),
+        "requests": len(counts),
+        "tokens": sum(counts),
+        **{f"{name}_seconds": {"median": statistics.median(every), "p95": float(np.quantile(every, 0.95))}
+           for name, every in seconds.items()},
+    }  # fmt: skip
