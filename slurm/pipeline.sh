@@ -13,13 +13,14 @@
 # EESD_SBATCH, CALIBRATE_SBATCH, EVALUATE_SBATCH) for one.
 set -euo pipefail
 
+source slurm/quoted.sh
 target='' out='' template='' stages=(generate eesd calibrate evaluate)
 declare -A given=([generate]='' [eesd]='' [calibrate]='' [evaluate]='') # options of each stage, one a line
 for argument in "$@"; do
   stage=${argument%%.*}
   case $argument in
-  target=*) target=${argument#*=} ;;
-  out_dir=*) out=${argument#*=} ;;
+  target=*) target=$(unquoted "${argument#*=}") ;;
+  out_dir=*) out=$(unquoted "${argument#*=}") ;;
   template=*) template=${argument#*=} ;;
   generate.*=* | eesd.*=* | calibrate.*=* | evaluate.*=*) given[$stage]+=${argument#*.}$'\n' ;;
   *)
@@ -54,7 +55,7 @@ for stage in eesd calibrate; do
     [ -z "$template" ] || grep -q '^experiment=' <<<"${given[$stage]}" || default "$stage" data.template "$template"
     continue
   fi
-  default "$stage" $answers.path "$out/responses/responses-*.jsonl"
+  default "$stage" $answers.path "$(quoted "$out/responses/responses-*.jsonl")"
   [ -z "$asked" ] || default "$stage" $answers.template "$asked"
 done
 [ -z "$template" ] || default evaluate template "$template"
@@ -73,7 +74,9 @@ submit() { # STAGE SCRIPT ARGUMENTS…
   echo "$stage $before"
 }
 train=slurm/train.sbatch
-submit generate $train data_prep/generate_responses.py target="$target" out_dir="$out/responses" resume=true
-submit eesd $train train/eesd.py target="$target" out_dir="$out/eesd" resume=true
-submit calibrate $train train/calibrate.py checkpoint="$out/eesd" out_dir="$out/calibrate" resume=true
-submit evaluate slurm/evaluate.sbatch checkpoint="$out/eesd" out_dir="$out/evaluate" resume=true
+in_out() { quoted "$out/$1"; }
+submit generate $train data_prep/generate_responses.py target="$(quoted "$target")" out_dir="$(in_out responses)" \
+  resume=true
+submit eesd $train train/eesd.py target="$(quoted "$target")" out_dir="$(in_out eesd)" resume=true
+submit calibrate $train train/calibrate.py checkpoint="$(in_out eesd)" out_dir="$(in_out calibrate)" resume=true
+submit evaluate slurm/evaluate.sbatch checkpoint="$(in_out eesd)" out_dir="$(in_out evaluate)" resume=true

@@ -213,6 +213,16 @@ def test_pipeline(cluster: Cluster) -> None:
             assert not word.endswith((".py", ".sbatch")) or (ROOT / word).exists()
 
 
+def test_a_path_is_what_was_typed_whatever_is_in_it(cluster: Cluster) -> None:
+    for name in ("a,b (c)=[d]", "it's", "${x}", 'a "b"', "back\\"):
+        cluster.record.write_text("")
+        cluster.run("pipeline.sh", f"target=./{name}", f"out_dir='o/{name}'")  # as Hydra's value, or as it is
+        words = [call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch")]
+        answers, drafter = compose_and_build("generate_responses", words[0]), compose_and_build("eesd", words[1])
+        assert (answers.target, answers.out_dir) == (f"./{name}", f"o/{name}/responses")
+        assert drafter.data.path == (f"o/{name}/responses/responses-*.jsonl",)
+
+
 def test_pipeline_stages_are_what_the_commands_take(cluster: Cluster) -> None:
     """Whatever data a stage is given; an experiment's own is left alone."""
     generated = "eesd.data.mix.generated.path=mine.jsonl"
