@@ -69,6 +69,7 @@ class ModelDrafter(Drafter):
     ):
         self.model, self.structure, self.allowance, self.copies = model, structure, allowance, copies
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
+        structure.max_depth = min(structure.max_depth, getattr(model, "pass_tokens", structure.max_depth))
 
     @property
     def totals(self) -> Mapping[str, float]:
@@ -131,7 +132,6 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
         drafting, allowance = self.draft_model(bare(model), method), None if tuning is None else tuning.allowance()
-        structure.max_depth = min(structure.max_depth, getattr(drafting, "pass_tokens", structure.max_depth))
         return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
 
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
@@ -19,7 +21,7 @@ from outrider.train.parts.on_policy import OnPolicy, row_generator
 from outrider.train.parts.parallel import DraftBand, Parallel
 from outrider.train.recipes.small_lm import SmallLMStudent, finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
-from outrider.train.students.small_lm import drafter_config, small_lm_plan
+from outrider.train.students.small_lm import drafter_config, parallel_of, small_lm_plan
 from tests.faults import plant
 from tests.tiny import VOCABULARY, open_stack, save_target
 from tests.train.jobs import FIT, finetuning, require_lossless, save_responses
@@ -172,6 +174,17 @@ def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:
         held = small_lm_plan(run, settings, drafter_config(run.drafter, settings, load_tokenizer(str(target)))).held
         sizes.append(sum(one.size for one in held if one.what.startswith("activations")))
     assert 2 < sizes[1] / sizes[0] < 4
+
+
+def test_the_mask_is_a_token_that_no_text_has(corpus: DataConfig) -> None:
+    """Also of a tokenizer whose ids have gaps, and of one with more tokens than the target has rows."""
+    run = finetuning(Path("t"), corpus, Path("o"), parallel=2)
+    for vocabulary, added, rows, mask in (({"a": 0, "b": 2}, (), 4, 3), ({"a": 0, "<x>": 1, "<p>": 4}, (1, 4), 3, 1)):
+        ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 4, "embedding_rows": rows}
+        known: Any = SimpleNamespace(get_vocab=vocabulary.copy, added_tokens_decoder=dict.fromkeys(added), **ends)
+        found = parallel_of(run, PreTrainedConfig(), known, rows)
+        assert found is not None
+        assert found.mask == mask
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, corpus: DataConfig) -> None:

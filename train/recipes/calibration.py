@@ -25,21 +25,13 @@ from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens, position_limits
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.kinds import Kind
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.train.core.driver import train
 from outrider.train.core.training import Batch, Metrics, Trained, Training
 from outrider.train.parts.calibration_scores import brier, judge, later_half, plot_reliability, predict, temper
 from outrider.train.parts.capture import EXAMPLES, Drafting, capture_splits, only_tested, require_answers_of
 from outrider.train.settings.drafters import CalibrateConfig
-from outrider.train.students.calibration import (
-    capture_plan,
-    find_target,
-    kind_to_calibrate,
-    load_decoder,
-    texts_of,
-    warn_of_template,
-    with_its_heldout,
-)
+from outrider.train.students import calibration as students
 
 
 @rehearsable
@@ -48,33 +40,34 @@ def calibrate(config: CalibrateConfig) -> None:
 
     Raises `UserError` before the target is loaded if checkpoint, target or directory are unusable.
     """
-    kind = kind_to_calibrate(config)
-    train(config, partial(capture_plan, config, kind), partial(prepare, config, kind), config.checkpoint)
+    kind = students.kind_to_calibrate(config)
+    train(config, partial(students.capture_plan, config, kind), partial(prepare, config, kind), config.checkpoint)
 
 
 def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Training[CalibrationModel]":
     """The training, on examples that this captures first. Raises `UserError`."""
-    config = with_its_heldout(config, kind)
-    target = find_target(config, kind)
+    config = students.with_its_heldout(config, kind)
+    target = students.find_target(config, kind)
     if config.answers == "recorded":
         require_answers_of(target, config.data)
     plugin = kind.load_plugin().reading(config.reading)
     digest = plugin.digest(config.checkpoint)
     assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
-    warn_of_template(config, plugin.trained(config.checkpoint).data, target)
+    students.warn_of_template(config, plugin.trained(config.checkpoint).data, target)
     fingerprint = from_main(state, lambda: target.fingerprint)
     known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
     dtype, ends = pick_dtype(config.dtype, target.config, state.device), end_tokens(target)
     model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
     def load() -> Drafting:
-        decode = load_decoder(config, kind, target, model, dtype, state.device)
-        draft_model = partial(plugin.draft_model, model, MethodConfig(kind.name))
+        decode = students.load_decoder(config, kind, target, model, dtype, state.device)
+        method = MethodConfig(kind.name, stop=StopConfig(max_draft=config.max_draft))
+        draft_model = partial(plugin.draft_model, model, method)
         return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
 
     settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
     settings |= {"drafter": digest, "target": digest_of(known)[:16], "dtype": str(dtype), "ends": sorted(ends)}
-    texts = texts_of(config, target, position_limits({kind.name: model}))
+    texts = students.texts_of(config, target, position_limits({kind.name: model}))
     captured = capture_splits(Path(config.out_dir), settings, texts, load, TimeLimit(config.minutes), state)
     learned, heldout = captured["train"], only_tested(captured["heldout"])
     heldout = {name: value.to(state.device) for name, value in heldout.items()}

@@ -80,7 +80,8 @@ def parallel_of(
     if not config.parallel:
         return None
     added = {*tokenizer.added_tokens_decoder} - {*special_tokens(tokenizer).values()}
-    unused = len(tokenizer) if len(tokenizer) < rows else max(added, default=rows)
+    beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    unused = beyond if beyond < rows else max((one for one in added if one < rows), default=rows)
     mask = getattr(drafter, MASK_TOKEN, unused)
     if mask >= rows:
         raise UserError(f"parallel={config.parallel}: expected 0, as every token of {config.target} may be text")

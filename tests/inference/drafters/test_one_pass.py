@@ -1,6 +1,7 @@
 """Drafts of several tokens in one pass: what they say is what the model says of the text and masks after it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource, 
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import Chain, make_tree
 from outrider.inference.stopping.rules import FixedLength
+from outrider.train.parts.capture import Drafting, Text, capture
+from outrider.train.parts.heldout import Decoding
 from tests.faults import plant
 from tests.known_targets import PROMPT, Target, targets
 
@@ -62,6 +65,18 @@ def largest_error(target: Target, tree: bool, count: int = 14) -> float:
 @pytest.mark.parametrize("tree", [False, True])
 def test_what_is_drafted_is_what_the_model_says_after_masks(make: Callable[..., Target], tree: bool) -> None:
     assert largest_error(make("qwen3"), tree) < 1e-9
+
+
+def test_no_draft_is_deeper_than_its_pass(make: Callable[..., Target]) -> None:
+    """Also in an evaluation of a training, and in what a calibration head learns from."""
+    target, small = make("qwen3"), make("qwen3").small("small_lm")
+    with patch.multiple(small.config, create=True, pard_token=MASK, parallel_tokens=2):
+        captured = capture(
+            Drafting(partial(speculative, target.stack), lambda: source_of(small, 9), 14, 6), Text(PROMPT)
+        )
+        found = Decoding([PROMPT], 14, ())(target.stack, source_of(small, 9))
+    assert captured["position"].max() == 2
+    assert {"accept_1", "accept_2"} == {*found} - {"tau"}
 
 
 FAULTS = {  # of the class, and what stands there instead
