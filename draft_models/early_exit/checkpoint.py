@@ -83,6 +83,9 @@ def save_pretrained(
         files = open_tensors(fingerprint.target, fingerprint.revision)
         config = AutoConfig.for_model(fingerprint.architecture).from_dict({**fingerprint.config})
         trained_on = parts_below(files, config, drafter.exit_layer)
+    where = Path(fingerprint.target)
+    if where.exists() and not where.is_absolute():  # elsewhere it would look like a name on the Hub
+        fingerprint = dataclasses.replace(fingerprint, target=f"./{where}")
     weights = {
         name: placed(tensor.detach(), "cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
     }

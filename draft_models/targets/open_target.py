@@ -210,10 +210,14 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """The dtype called `name`; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
 
-    "fast" is `fast_dtype` on a CPU, and the same as "auto" elsewhere. For "int8": the dtype the int8 model computes in.
+    "fast" is `fast_dtype` on a CPU, and the same as "auto" elsewhere. For "int8": the dtype the int8 model computes in,
+    bfloat16 if `device` supports it natively, else float32; in float16 a sum over codes may overflow. If there is no
+    GPU to ask, as in a plan, native support is assumed.
     """
+    if name == "int8" and device.type == "cuda" and torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     if name == "int8":
-        return _int8_floats(device)
+        return fast_dtype(device)
     if name == "fast" and device.type == "cpu":
         return fast_dtype(device)
     if name not in ("auto", "fast"):
@@ -224,16 +228,6 @@ def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> tor
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
     """The dtype of a checkpoint's weights according to its config; float32 if the config does not state it."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-
-
-def _int8_floats(device: torch.device) -> torch.dtype:
-    """bfloat16 if `device` supports it natively, else float32; in float16 a sum over codes may overflow.
-
-    If there is no GPU to ask, as in a plan, native support is assumed.
-    """
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    return fast_dtype(device)
 
 
 def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:

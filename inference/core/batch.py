@@ -26,6 +26,7 @@ from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
 
 Made = TypeVar("Made")
+Outcome = tuple[Tensor, ...] | Exception  # of a pass
 PIECE = 256  # tokens of a prompt that other texts wait for, and that run in one call
 
 
@@ -93,14 +94,18 @@ class JointView:
         return torch.cat([request.view.wanted(own) for own, request in parts], dim=1)
 
 
-def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
+def run_jointly(requests: list[Request]) -> list[Outcome]:
     """The outputs of passes of one kind, computed by one pass over the rows of all.
 
-    It is split in half if memory is short, or if the layers cannot run several texts.
+    It is split in half if memory is short, or if the layers cannot run several texts. A text that fails alone has its
+    error. Raises other errors of a pass of several texts.
     """
     first, half = requests[0], len(requests) // 2
     if not half:
-        return [first.pass_(first.x, first.view)]
+        try:
+            return [first.pass_(first.x, first.view)]
+        except Exception as error:
+            return [error]
     view, outputs = JointView(requests), None
     with suppress(torch.OutOfMemoryError, KeysChangedError):
         outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
@@ -191,20 +196,19 @@ class Batch(Runtime):
                 groups.setdefault(text.waits.kind, []).append(text)
         for group in groups.values():
             try:
-                outputs = run_jointly([text.waits for text in group if text.waits is not None])
+                outcomes = run_jointly([text.waits for text in group if text.waits is not None])
             except Exception as error:
-                for text in group:
-                    self._resume(text, error=error)
-            else:
-                for text, own in zip(group, outputs, strict=True):
-                    self._resume(text, own)
+                outcomes = [error for _ in group]
+            for text, own in zip(group, outcomes, strict=True):
+                self._resume(text, own)
 
-    def _resume(self, text: Text, *given: object, error: Exception | None = None) -> None:
-        """Run a text until it waits, has decoded a round, or ends. given: what it waited for; error: to raise in it."""
+    def _resume(self, text: Text, *given: Outcome) -> None:
+        """Run a text until it waits, has decoded a round, or ends. given: the outcome of the pass it waited for."""
         assert text.run is not None
+        error: Exception | None = None
+        go_on = text.run.throw if given and isinstance(given[0], Exception) else text.run.switch
         try:
-            text.waits = text.run.switch(*given) if error is None else text.run.throw(error)
-            error = None
+            text.waits = go_on(*given)
         except Exception as ended_by:
             error = ended_by
         if text.run.dead:

@@ -333,12 +333,12 @@ class Forced(TokenSelector):
 
 def regrets(scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """How far the least likely of tokens [n, k] is below the best of scores [n, V], in the unit of each row [n]."""
-    return _bounded((scores.amax(-1) - scores.gather(-1, tokens).amin(-1)) / noise)
+    return _units(scores.amax(-1) - scores.gather(-1, tokens).amin(-1), noise)
 
 
 def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The errors of states [rows, n] and logits [1, t], in units of `noise`."""
-    return _bounded(off[0] / noise[0]), _bounded(off[1] / noise[1])
+    return _units(off[0], noise[0]), _units(off[1], noise[1])
 
 
 def _highest(ratios: tuple[Tensor, Tensor], before: int) -> tuple[float, int, int]:
@@ -349,6 +349,6 @@ def _highest(ratios: tuple[Tensor, Tensor], before: int) -> tuple[float, int, in
     return float(part.max()), row + at // part.shape[1], position + at % part.shape[1]
 
 
-def _bounded(ratios: Tensor) -> Tensor:
-    """Ratios limited to finite numbers, for JSON."""
-    return ratios.double().nan_to_num(nan=WORST).clamp(max=WORST)
+def _units(errors: Tensor, noise: Tensor) -> Tensor:
+    """Errors in units of `noise`, limited to finite numbers, for JSON; none is 0 also where there is no noise."""
+    return (errors / noise).where(errors != 0, 0.0).double().nan_to_num(nan=WORST).clamp(max=WORST)

@@ -94,7 +94,7 @@ class Decoder:
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self._worker = Worker(Batch(self.runtime), batch)  # computes whatever is of this target
         self.last: Passes | None = None
-        self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
+        self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
         self._tuned = False
 
@@ -309,7 +309,7 @@ class Decoder:
     ) -> Iterator[Round]:
         setup, sampled = self.setup, sampling.temperature > 0
         source, revision = setup.target.source, setup.target.revision
-        asked = (sampling.repetition_penalty, stops)
+        asked = sampling.repetition_penalty is None, not stops  # what it replaces
         if asked not in self._inherited:  # cached, as `inherit` reads the target's files
             self._inherited[asked] = inherit(
                 source, revision, sampling, stops, eos=setup.eos, vocabulary=setup.config.vocab_size, ignore=False

@@ -87,7 +87,11 @@ def entry(
                 if not words and not is_whole(name):
                     print("\n".join([*usage(name), "--help says all options"]), file=sys.stderr)
                     sys.exit(USER_ERROR_STATUS)
-                _quieten()
+                os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
+                for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
+                    os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
+                # A warning that DeepSpeed has without a GPU.
+                logging.getLogger("DeepSpeed").addFilter(lambda one: "Setting accelerator" not in one.getMessage())
                 if words[:1] == ["--settings"] and words[1:]:
                     made = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
                     sys.argv[1:] = construct(list[str], made["words"])  # the options that its records name
@@ -114,14 +118,6 @@ def script(name: str, run: str, *, complete: Callable[[Sequence[str]], list[str]
         getattr(import_module(module), function)(config)
 
     return entry(name, COMMANDS[name].load_settings(), complete=complete)(call)
-
-
-def _quieten() -> None:
-    """Leave errors and progress to us: Hydra's, the libraries' bars, and a warning that DeepSpeed has without a GPU."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
-    for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
-        os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
 
 
 def config_for(script: str, words: Sequence[str]) -> Any:
@@ -190,7 +186,9 @@ def reported(resumes: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemError) as error:
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise  # compiled code that is interrupted raises one from the interrupt
         how = "\ngo on with the same command, and resume=true where it is an option" if resumes else ""
         print(f"interrupted{how}", file=sys.stderr)
         sys.exit(INTERRUPTED_STATUS)

@@ -56,7 +56,7 @@ class Piece:
     reason: str | None = None
 
 
-Event = tuple[int, Piece | UserError] | None  # a text's number and its next piece or error; None: the end of all
+Event = tuple[int, Piece | UserError]  # a text's number, and its next piece or the error that ends all
 
 
 class RefusedError(UserError):
@@ -71,10 +71,11 @@ class Answers:
     """The `count` texts of one request, for one reader in the event loop that submitted it. events: not yet read."""
 
     def __init__(self, count: int, seconds: float):
-        """seconds: after which the reader is told that they are late."""
-        self._loop, self._left, self._seconds = asyncio.get_running_loop(), count, seconds
-        self._deadline, self.events = self._loop.time() + seconds, deque[Event]()
-        self._come = asyncio.Event()
+        """seconds: after which they are cancelled, and the reader is told that they are late."""
+        self._loop, self._left = asyncio.get_running_loop(), count
+        self.events, self._come = deque[Event](), asyncio.Event()
+        late = RefusedError(f"no whole answer within timeout={seconds} s", status=504)
+        self._timer = self._loop.call_later(seconds, self.cancel, late)
         self.futures: list[Future[None]] = []
         self.cancelled = False
         self.watch: asyncio.Task[None] | None = None  # cancels them; held here, as the loop holds no task
@@ -86,26 +87,24 @@ class Answers:
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(self._come.set)
 
-    def cancel(self) -> None:
-        """Cancel the texts: running ones after their current round, the others at once. Any thread may call it."""
+    def cancel(self, error: RefusedError | None = None) -> None:
+        """Cancel the texts: running ones after their current round, the others at once. Any thread may call it.
+
+        error: what the reader is told after the pieces that are there.
+        """
         self.cancelled = True
+        self._timer.cancel()
         for future in self.futures:
             future.cancel()
-        self.put(None)
+        self.put((0, error or RefusedError("given up: the client left, or the server ends", status=503)))
 
     async def read(self) -> AsyncIterator[tuple[int, Piece]]:
         """The pieces of all texts as they come. Raises the error of a text, and `RefusedError` if no more come."""
         while self._left:
-            try:
-                while not self.events:
-                    async with asyncio.timeout_at(self._deadline):
-                        await self._come.wait()
-                    self._come.clear()
-            except TimeoutError:
-                raise RefusedError(f"no whole answer within timeout={self._seconds} s", status=504) from None
-            if (event := self.events.popleft()) is None:
-                raise RefusedError("given up: the client left, or the server ends", status=503)
-            index, piece = event
+            while not self.events:
+                await self._come.wait()
+                self._come.clear()
+            index, piece = self.events.popleft()
             if isinstance(piece, UserError):
                 raise piece
             self._left -= piece.reason is not None

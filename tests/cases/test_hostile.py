@@ -437,10 +437,15 @@ def test_a_member_that_cannot_be_unpacked_is_refused(content: bytes, method: int
 # ----------------------------------------------------------------------------------------------- exit status
 
 
+INTERRUPTED = SystemError("compiled code returned a result with an exception set")
+INTERRUPTED.__cause__ = KeyboardInterrupt()
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(ValueError("a bug"), 3), (MemoryError(), 3), (RecursionError(), 3), (torch.OutOfMemoryError("full"), 3),
-     (OSError("no number"), 3), (BrokenPipeError(32, "pipe"), 3), (KeyboardInterrupt(), 130), (UserError("bad"), 2),
+    [(ValueError("a bug"), 3), (SystemError("a bug"), 3), (INTERRUPTED, 130), (MemoryError(), 3),
+     (RecursionError(), 3), (torch.OutOfMemoryError("full"), 3), (OSError("no number"), 3),
+     (BrokenPipeError(32, "pipe"), 3), (KeyboardInterrupt(), 130), (UserError("bad"), 2),
      (PermissionError(13, "denied"), 2), (SystemExit(1), 1)],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )  # fmt: skip
@@ -457,9 +462,7 @@ def test_a_verdicts_status_is_no_crashs(
     assert said or status == 1
 
 
-def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["audit", "no_such=1"], ["audit", "target"], ["audit"], ["audit", "--target", "x"], ["no-such"]):
         assert status_of(cli.main, "outrider", *words) == 2
     with patch.object(cli, "import_module", side_effect=ImportError("no torch")):

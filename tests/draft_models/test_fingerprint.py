@@ -26,6 +26,7 @@ from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.loading.targets import open_target_of
 from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_exit, save_target
 
@@ -191,6 +192,20 @@ def test_the_same_target_in_other_words_is_the_same(trained: Callable[..., Path]
 
 def warnings(captured: Any) -> list[str]:
     return [line for line in captured.err.splitlines() if line.startswith("warning: ")]
+
+
+def test_a_relative_target_is_found_from_elsewhere_and_is_no_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target(tmp_path / "models/t")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    save_exit(tmp_path / "runs/exit", Path("models/t"), EXIT)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert open_target_of("../runs/exit", None, None).source == str(tmp_path / "models/t")
+    (tmp_path / "models").rename(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"target=\./models/t: no such directory.*give target="):
+        open_target_of("../runs/exit", None, None)
 
 
 def test_layers_that_were_not_there_are_named_when_they_are(

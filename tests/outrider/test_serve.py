@@ -17,6 +17,7 @@ from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -25,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import outrider
+from outrider.api import decoder
 from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
 from outrider.inference.audit.audit import audit
@@ -222,8 +224,8 @@ def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
     assert until("abca", ("cab",)) == ("ab", "ca", False)
 
 
-ENDS = [([(1, Piece("", reason="stop"))], 5, 2), ([(1, Piece("", reason="stop")), None], 5, 1),
-        ([(1, UserError("late"))], 4, 1), ([None], 4, 1)]  # fmt: skip
+LEFT = (0, UserError("gone"))
+ENDS = [([(1, Piece("", reason="stop"))], 5, 2), ([(1, Piece("", reason="stop")), LEFT], 5, 1), ([LEFT], 4, 1)]
 
 
 @pytest.mark.parametrize(("end", "events", "writes"), ENDS)
@@ -241,6 +243,25 @@ def test_pieces_that_are_there_are_sent_together(model: Any, end: list[Any], eve
     lines = "".join(found).split("\n\n")[:-1]
     contents = [json.loads(line[6:])["choices"][0]["delta"]["content"] for line in lines[:3]]
     assert (contents, len(lines), len(found)) == (["a", "b", "c"], events, writes)
+
+
+def test_a_reader_is_told_of_the_time_also_while_pieces_come() -> None:
+    async def read() -> None:
+        answers = Answers(1, 0.05)
+        answers.put((0, Piece("a")))
+        async for _ in answers.read():
+            answers.put((0, Piece("a")))
+            await asyncio.sleep(0)
+
+    with pytest.raises(UserError, match=r"timeout=0\.05"):
+        asyncio.run(asyncio.wait_for(read(), 60))
+
+
+def test_what_requests_replace_in_the_targets_settings_is_read_once(model: Any) -> None:
+    with patch.object(decoder, "inherit", side_effect=decoder.inherit) as read, patch.object(model, "_inherited", {}):
+        for number in range(3):
+            said(model, repetition_penalty=1 + number, stop_strings=[f"{number}, which it never says"])
+    assert read.call_count == 1
 
 
 def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:

@@ -295,16 +295,17 @@ Fault = Callable[[Pass, Tensor, JointView], Outputs]
 
 
 class Planted(Batch):
-    """Passes of several texts are run by `fault`."""
+    """Passes of several texts are run by `fault`, and with `alone` those of one too."""
 
-    def __init__(self, fault: Fault):
+    def __init__(self, fault: Fault, alone: bool = False):
         super().__init__()
-        self.fault = fault
+        self.fault, self.alone = fault, alone
 
     def session(self, target: Any, split: int | None, capacity: int, context: int | None = None) -> Session:
         def together(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: Any) -> Outputs:
             def run(x: Tensor, view: Any) -> Outputs:
-                return self.fault(pass_, x, view) if isinstance(view, JointView) else pass_(x, view)
+                faulty = self.alone or isinstance(view, JointView)
+                return self.fault(pass_, x, view) if faulty else pass_(x, view)
 
             return core._wait(True, kind, run, x, view)
 
@@ -407,6 +408,19 @@ def test_a_pass_that_fails_ends_its_texts_and_one_too_large_for_memory_is_halved
     found = decode_together(asked, 10, Planted(broken))
     assert different(asked, found) == [one for one in asked if one.kind == "eagle3"]
     assert [str(own.ended) for own in found if own.ended != [None]] == ["[RuntimeError('broken')]"] * 2
+
+
+def test_a_text_that_is_too_large_for_memory_fails_alone(asked: list[Asked]) -> None:
+    def scarce(pass_: Pass, x: Tensor, view: Any) -> Outputs:
+        if any(
+            one.layout.base > 60 for one in ([r.view for r in view.requests] if hasattr(view, "requests") else [view])
+        ):
+            raise torch.OutOfMemoryError("full")
+        return pass_(x, view)
+
+    found = decode_together(asked, 10, Planted(scarce, alone=True))
+    assert different(asked, found) == asked[:1]  # the only one of so many tokens
+    assert [str(one.ended) for one in found if one.ended != [None]] == ["[OutOfMemoryError('full')]"]
 
 
 def test_a_text_that_is_dropped_or_has_ended_drafts_no_more(make: Callable[..., Target]) -> None:

@@ -61,6 +61,7 @@ SAMPLING = SamplingConfig(temperature=0.9)
 
 def test_the_same_added_to_all_logits_is_no_error(tmp_path: Path) -> None:
     model, prompt, text = open_stack(save_target(tmp_path), torch.bfloat16)[0], random_prompt(9), random_prompt(5)
+    model.model.layers[0].self_attn.k_proj.weight.data.zero_()  # of keys that are 0 nothing is rounded
     reference = make_reference(model, prompt, text)
     content = list(zip(reference.states[::2], reference.states[1::2], strict=True))
     forced = Forced(TokenSelector(), reference)
