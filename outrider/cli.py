@@ -106,14 +106,6 @@ def usage(name: str = "") -> list[str]:
     return [line for line in others.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
 
 
-def overview() -> str:
-    """The list of commands as text."""
-    width = max(len(command.typed) for command in COMMANDS.values())
-    lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
-    more = "outrider COMMAND shows its usual lines, outrider COMMAND --help all its options"
-    return "\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more])
-
-
 def print_anything() -> None:
     """Let stdout and stderr replace the characters that their encoding lacks, so that no terminal ends a command."""
     for stream in (sys.stdout, sys.stderr):
@@ -146,7 +138,10 @@ def main() -> None:
     print_anything()
     typed, *rest = sys.argv[1:] or ["--help"]
     if typed in ("--help", "-h"):
-        say(overview())
+        width = max(len(command.typed) for command in COMMANDS.values())
+        lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
+        more = "outrider COMMAND shows its usual lines, outrider COMMAND --help all its options"
+        say("\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more]))
         return
     if typed == "--version":
         say(f"outrider {package_version()}")

@@ -230,7 +230,11 @@ def _merged(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     with Stage(title, int(sizes.sum()), "n-grams") as stage:
         for begin, end in ranges(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
-            parts = [_read_run(runs, slice(row[begin], row[end])) for row in runs.bounds]
+            own = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
+            parts = [
+                Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)
+                for keys, tokens, counts in own
+            ]
             if parts:  # else no document is long enough for an n-gram
                 yield merge_all(parts)
             stage.advance(int(sizes[begin:end].sum()))
@@ -244,11 +248,6 @@ def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         end = max(begin + 1, int(np.searchsorted(ends, before + most, "right")))
         yield begin, end
         begin = end
-
-
-def _read_run(runs: Runs, part: slice) -> Grams:
-    keys, tokens, counts = (np.array(array[part]) for array in runs.grams)
-    return Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)
 
 
 # -------------------------------------------------------------------------------------------------------- merging

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from outrider.base.errors import UserError
+from outrider.base.files import digest_of
 from outrider.data_prep.text.chat import MARK, adds_bos, apply_template, name_of, render_answers, tokenize
 from outrider.data_prep.text.records import Counts, Record, warn_of_text
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows, tokenizer_digest
@@ -102,8 +101,8 @@ def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template:
 def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     """Digests of the tokenizer and the template, which determine the ids of a record's prompts (see `Written`)."""
     named = template if "messages" in record else "none"
-    rendered = json.dumps([named, named == "tokenizer" and tokenizer.chat_template], sort_keys=True)
-    return _digest_of(tokenizer, len(tokenizer)), hashlib.sha256(rendered.encode()).hexdigest()[:16]
+    rendered = digest_of([named, named == "tokenizer" and tokenizer.chat_template])[:16]
+    return _digest_of(tokenizer, len(tokenizer)), rendered
 
 
 @lru_cache(maxsize=2)

@@ -108,15 +108,10 @@ def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None)
     files = {name: list(_windows(text, prompt_chars)) for name, text in texts.items()}
     files = {name: windows for name, windows in files.items() if windows}
     found: list[Prompt] = []
-    depth = 0
-    while limit is None or len(found) < limit:
+    for depth in range(max(map(len, files.values()), default=0) if limit is not None else 1):
         level = [(name, *windows[depth]) for name, windows in files.items() if depth < len(windows)]
-        if limit is not None:
-            level = _evenly(level, limit - len(found))
+        level = level if limit is None else _evenly(level, limit - len(found))
         found += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
-        depth += 1
-        if limit is None or not level:
-            break
     return found
 
 

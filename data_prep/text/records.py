@@ -1,7 +1,5 @@
 """Records of any layout → a common normal form."""
 
-import hashlib
-import json
 import re
 import reprlib
 import unicodedata
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
 
 from outrider.base.errors import UserError, require, warn, warn_once
-from outrider.base.files import parse_json
+from outrider.base.files import digest_of, parse_json
 from outrider.base.settings import construct
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 
@@ -211,7 +209,7 @@ def text_digest(record: Mapping[str, object]) -> str:
     """A digest of the texts in a record of generate-responses: its tokens are used only if the texts are unchanged."""
     messages = record.get("messages")
     texts = [one["content"] for one in messages] if isinstance(messages, list) else []
-    return hashlib.sha256(json.dumps(texts or record["text"]).encode()).hexdigest()[:16]
+    return digest_of(texts or record["text"])[:16]
 
 
 def warn_of_text(identity: str, why: str) -> None:

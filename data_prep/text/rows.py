@@ -300,7 +300,16 @@ def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
 
 def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
-    key = _cache_key(config, tokenizer, seq_len, split)
+    parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
+    parts |= {
+        "format": FORMAT,
+        "content": content_digest(config),
+        "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template],
+        "seq_len": seq_len,
+        "split": split,
+        "embedding_rows": rows_of(tokenizer),  # which decides what is left out
+    }
+    key = digest_of(parts)
     folder = config.cache / "rows" / key[:32]
     if not _is_complete(folder, key, seq_len):
         try:
@@ -319,19 +328,6 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
         print(f"data source={config.source} split={split} {counts}", flush=True)
         warn_of_unused(found.counts, found.first)
     return folder
-
-
-def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:
-    parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
-    parts |= {
-        "format": FORMAT,
-        "content": content_digest(config),
-        "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template],
-        "seq_len": seq_len,
-        "split": split,
-        "embedding_rows": rows_of(tokenizer),  # which decides what is left out
-    }
-    return digest_of(parts)
 
 
 # -------------------------------------------------------------------------------------------------- mixing

@@ -61,7 +61,10 @@ class SourceConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "path", _as_tuple(self.path))
+        items = () if self.path is None else (self.path,) if isinstance(self.path, str) else self.path
+        texts = isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items)
+        self.require("path", texts, "a string or a list of strings")
+        object.__setattr__(self, "path", tuple(items))
         if self.source in ("python_stdlib", "mix"):
             self.require("path", not self.path, f"nothing with source={self.source}")
         elif self.source == "hub":
@@ -136,13 +139,6 @@ def matching(pattern: str) -> list[Path]:
         return [path]
     root = next(filter(os.path.exists, path.parents))
     return [root / found for found in glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)]
-
-
-def _as_tuple(path: object) -> tuple[str, ...]:
-    items = () if path is None else (path,) if isinstance(path, str) else path
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
-        raise UserError(f"path={path!r}: expected a string or a list of strings")
-    return tuple(items)
 
 
 def prompt_file(name: str, key: str = "prompts") -> Path:

@@ -251,7 +251,14 @@ def save_head(
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
     require_said(head.reading, head_shapes(head.reading), dialect, target)
-    tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    ids = stored.pop(DRAFT_TOKENS, None)
+    if ids is not None or dialect == "specforge":  # which requires d2t and t2d
+        places = torch.arange(head.reading.draft_vocabulary)
+        ids = places if ids is None else ids
+        stored[D2T] = ids - places
+        stored[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+    tensors = {their_name(name, dialect): tensor for name, tensor in stored.items()}
     config = written_config(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
     if made_here:
@@ -259,18 +266,6 @@ def save_head(
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)
-
-
-def _tensors(head: Eagle3, dialect: Written) -> dict[str, Tensor]:
-    """The tensors by their names here; with d2t and t2d if it has a draft vocabulary or `dialect` requires them."""
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    ids = stored.pop(DRAFT_TOKENS, None)
-    if ids is not None or dialect == "specforge":
-        places = torch.arange(head.reading.draft_vocabulary)
-        ids = places if ids is None else ids
-        stored[D2T] = ids - places
-        stored[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    return stored
 
 
 # The tensors of a head that no Llama has.

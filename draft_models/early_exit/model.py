@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.base.errors import UserError
+from outrider.base.errors import require
 from outrider.draft_models.targets.model_files import decoder_layers, final_norm, number_layer, spec_of
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.stack import call_layer, normed_product
@@ -15,11 +15,8 @@ from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
     """The target layers that training needs: the first `exit_layer`, and the last to initialise the exit layer."""
-    if not 1 <= exit_layer < config.num_hidden_layers:
-        raise UserError(
-            f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < {config.num_hidden_layers} (the target's layers); "
-            "the paper uses 5–10 % of them"
-        )
+    expected = f"1 ≤ exit_layer < {config.num_hidden_layers} (the target's layers); the paper uses 5–10 % of them"
+    require(1 <= exit_layer < config.num_hidden_layers, "exit_layer", exit_layer, expected)
     return [*range(exit_layer), config.num_hidden_layers - 1]
 
 

@@ -100,6 +100,8 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     kind = "mistral" if name == "llama" and _WINDOW in own else family.kind
     keys = {_WINDOW: "sliding_window"} if kind == "mistral" else family.keys
     known = {field.name for field in fields(CONFIG_MAPPING[kind])}
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
+    ends = [*dict.fromkeys(one for one in ends if one is not None)]
     values: dict[str, object] = {
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}),
         **_mapped(file, kind, keys),
@@ -108,7 +110,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int, None),
-        "eos_token_id": _end_tokens(file),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),  # of a text, and of a turn if it differs
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int, None),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],  # which serving engines use
     }
@@ -191,13 +193,6 @@ def _vocabulary_size(file: GgufFile) -> int:
     if place is None or len(place.shape) != 2 or 0 in place.shape:
         raise UserError(f"{file.path}: holds no matrix 'token_embd.weight'; expected a whole model; fetch it again")
     return place.shape[0]
-
-
-def _end_tokens(file: GgufFile) -> int | list[int] | None:
-    """The end-of-text id, and the end-of-turn id if it differs."""
-    found = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
-    ends = list(dict.fromkeys(one for one in found if one is not None))
-    return ends if len(ends) > 1 else ends[0] if ends else None
 
 
 def _dtype(file: GgufFile) -> str:

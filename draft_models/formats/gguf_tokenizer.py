@@ -37,7 +37,9 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     try:
         tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
         _add_tokens(tokenizer, file, tokens)
-        special = _special(file, tokens)
+        ids = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
+        given = [(name, index) for name, index in ids.items() if index is not None]
+        special = {name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in given}
         tokenizer.post_processor = _post_processor(file, kind, special, tokens)
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
@@ -165,16 +167,6 @@ def _post_processor(
         pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
         special_tokens=[(token, ids[token]) for token in {*bos, *eos}],
     )
-
-
-def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    """The special tokens by transformers' names."""
-    found = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
-    return {
-        name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index)
-        for name, index in found.items()
-        if index is not None
-    }
 
 
 def _token(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:

@@ -224,12 +224,8 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return flat.unflatten(0, query.shape[:2])
 
 
-def _contiguous_attention(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """`grouped_attention` with a contiguous result, as transformers' layers expect it."""
-    return grouped_attention(*args, **options)[0].contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, _contiguous_attention)
+# transformers' layers expect a contiguous result.
+AttentionInterface.register(ATTENTION, lambda *all, **more: (grouped_attention(*all, **more)[0].contiguous(), None))
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
 
 

@@ -1,8 +1,6 @@
 """The identity of a drafter's target: config, tokenizer, and digests of its tensors."""
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
+from outrider.base.files import digest_of
 from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described
@@ -77,7 +76,6 @@ def fingerprint_target(
 ) -> Fingerprint:
     """The fingerprint of a target. Reads a few MB, and fetches missing files unless `fetch` is off."""
     names = _sampled(files, config)
-    template = json.dumps(tokenizer.chat_template, sort_keys=True).encode()
     return Fingerprint(
         target=files.source,
         revision=files.revision,
@@ -87,7 +85,7 @@ def fingerprint_target(
         vocab_size=config.vocab_size,
         weights=files.digest(names),
         tokenizer=tokenizer_digest(tokenizer)[:16],
-        chat_template=None if tokenizer.chat_template is None else hashlib.sha256(template).hexdigest()[:16],
+        chat_template=None if tokenizer.chat_template is None else digest_of(tokenizer.chat_template)[:16],
         **model_identity(files, fetch=fetch),
     )
 

@@ -94,12 +94,15 @@ def _one_of_each_kind(model: PreTrainedModel, few: int = FEW_TOKENS) -> PreTrain
     """A float32 copy of `model` with the first layer of every kind, in their order, and its first `few` tokens.
 
     Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
-    consist of the same modules with the same switches.
+    consist of the same modules with the same switches: bools, strings and None.
     """
     first: dict[tuple[LayerCall, str, str], int] = {}
     by_layer = settings_by_layer(model.config).values()
     for index, (layer, call) in enumerate(zip(decoder_layers(model), spec_of(model).calls, strict=True)):
-        made_of = [(type(module), _switches(module)) for module in layer.modules()]
+        made_of = [
+            (type(module), sorted(one for one in vars(module).items() if type(one[1]) in (bool, str, type(None))))
+            for module in layer.modules()
+        ]
         first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
     embed = model.get_input_embeddings()
     outer = [*embed.parameters(), *model.get_output_embeddings().parameters()]
@@ -110,11 +113,6 @@ def _one_of_each_kind(model: PreTrainedModel, few: int = FEW_TOKENS) -> PreTrain
     own.num_embeddings, own.padding_idx = len(own.weight), None
     copied.config.get_text_config().vocab_size = len(own.weight)
     return copied
-
-
-def _switches(module: nn.Module) -> list[tuple[str, object]]:
-    """The attributes of a module that are a bool, a string or None."""
-    return sorted((name, value) for name, value in vars(module).items() if value is None or type(value) in (bool, str))
 
 
 def prove_rows(lm: WholeModel) -> None:

@@ -62,7 +62,11 @@ class Shard:
 
     def save(self, folder: Path, number: int) -> None:
         """Write it as shard `number`. Raises `UserError` if it cannot be written; the shard then does not exist."""
-        top_k = _top_k_tensors(self.responses)
+        top_k: dict[str, torch.Tensor] = {}
+        for record, top in self.responses:
+            if top is not None:
+                parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())
+                top_k |= {f"{record['id']}.{name}": part for name, part in zip(_TENSORS, parts, strict=True)}
         if top_k:
             write_atomically(_file(folder, "responses", number, "safetensors"), save(top_k))
         if self.skipped:
@@ -210,15 +214,6 @@ def _count(record: Mapping[str, object], key: str, where: str) -> int:
     if type(value) is not int or value < 0:
         raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")
     return value
-
-
-def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for record, top in responses:
-        if top is not None:
-            parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())
-            tensors |= {f"{record['id']}.{name}": part for name, part in zip(_TENSORS, parts, strict=True)}
-    return tensors
 
 
 def _read_top_k(path: Path) -> dict[str, TopK]:

@@ -136,7 +136,9 @@ def generate(
     context = context_length(target.config)
     asked = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
     server = Server(*asked) if config.server else None
-    kernels = "a server's" if server else kernels_here(state.device, dtype)
+    # Other kernels round differently. Those here are determined by the machine, not by timing.
+    packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
+    kernels = "a server's" if server else packed
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
     if (first := identity["kernels"]) != kernels:
         raise UserError(f"one process multiplies by kernels {first!r}, another by {kernels!r}: use like machines")
@@ -249,16 +251,6 @@ def respond(
     if unanswered:
         print(f"unanswered={unanswered} prompts, by the server's fault; resume=true asks for them again", flush=True)
     return tokens / max(seconds(), 1e-9)
-
-
-def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
-    """The matrix kernels used here. A resumed run and all processes must use the same: others round differently.
-
-    They are determined by the machine, not by timing.
-    """
-    if not can_pack(device, dtype):
-        return "PyTorch's"
-    return "blocked" + (", steps by AMX" if has_amx() else "")
 
 
 def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: Server | None = None) -> Facts:

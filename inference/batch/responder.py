@@ -109,7 +109,8 @@ class Responder:
             shown = [{"role": "assistant", "content": self._text(whole)}]
             task.parted = "" if task.template == OWN else parting(whole, shown, self.tokenizer, "none")
             return False
-        before, through = map(self._verbatim, (task.prompt, [*task.prompt, *answer.said]))
+        texts = task.prompt, [*task.prompt, *answer.said]
+        before, through = (str(self.tokenizer.decode(one, clean_up_tokenization_spaces=False)) for one in texts)
         verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
         written, asked = task.documents[-1].ids, task.messages
         task.messages = [*asked, {"role": "assistant", "content": verbatim}]
@@ -128,9 +129,6 @@ class Responder:
             return False
         task.parted = task.parted or parting(task.documents[-1].ids, task.messages, self.tokenizer, task.template)
         return True
-
-    def _verbatim(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _text(self, tokens: Iterable[int]) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -65,9 +65,6 @@ class GenerateConfig(TargetConfig):
             "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
         )
         _ = self.sampling  # runs its own checks
-        self._check_server()
-
-    def _check_server(self) -> None:
         if self.server is None:
             for name in _OF_SERVERS:
                 require_default(self, name, "it is read with server=URL")

@@ -54,7 +54,13 @@ class Sampler:
         alike = [step for step in ours if type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor]
         self._batched = [step for step in steps if step in alike]
         steps += [p for p in processors if p not in steps]
-        self._steps = steps if self.greedy else [*steps, *_warpers(config)]
+        warpers = (
+            (transformers.TemperatureLogitsWarper, float(config.temperature), config.temperature != 1),
+            (transformers.TopKLogitsWarper, config.top_k, config.top_k > 0),
+            (transformers.TopPLogitsWarper, config.top_p, config.top_p < 1),
+            (transformers.MinPLogitsWarper, config.min_p, config.min_p > 0),
+        )
+        self._steps = steps if self.greedy else [*steps, *(made(value) for made, value, acts in warpers if acts)]
         self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
 
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
@@ -160,16 +166,3 @@ def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
 
 def _running_sums(weights: Tensor) -> Tensor:
     return weights.to(torch.float64, copy=True).cumsum_(-1)  # in place: twice as much memory takes seven times as long
-
-
-def _warpers(config: SamplingConfig) -> list[transformers.LogitsProcessor]:
-    warpers: list[transformers.LogitsProcessor] = []
-    if config.temperature != 1:
-        warpers.append(transformers.TemperatureLogitsWarper(float(config.temperature)))
-    if config.top_k:
-        warpers.append(transformers.TopKLogitsWarper(config.top_k))
-    if config.top_p < 1:
-        warpers.append(transformers.TopPLogitsWarper(config.top_p))
-    if config.min_p:
-        warpers.append(transformers.MinPLogitsWarper(config.min_p))
-    return warpers

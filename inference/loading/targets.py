@@ -141,10 +141,15 @@ def find_target(config: EvaluateConfig) -> OpenTarget:
 
 
 def open_target_of(checkpoint: str, target: str | None, revision: str | None) -> OpenTarget:
-    """The target of an early exit: `target` if given, else the recorded one. Raises `UserError`."""
+    """The target of an early exit: `target` if given, else the recorded one. Raises `UserError`.
+
+    A recorded path that is relative is looked for here, then in the folders above `checkpoint`.
+    """
     made = EARLY_EXIT.load_plugin().trained(checkpoint)
+    places = (folder / str(made.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
+    known = next((str(place) for place in places if place.exists()), made.target)
     try:
-        return open_target(str(target or made.target), revision or made.revision)
+        return open_target(str(target or known), revision or made.revision)
     except UserError as error:
         if target is not None:
             raise

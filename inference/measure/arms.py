@@ -50,7 +50,8 @@ def make_arms(
     An arm uses the random streams within its name, one per purpose.
     """
     ours = _Ours(stack, text, runtime, clock, choosing)
-    arms: dict[str, Arm] = {AUTOREGRESSIVE: ours.autoregress}
+    plainly = partial(autoregressive, stack)
+    arms: dict[str, Arm] = {AUTOREGRESSIVE: lambda prompt, own: ours.run(plainly, prompt, own.within(AUTOREGRESSIVE))}
     for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
         if tuning is not None and isinstance(runtime, Batch):
@@ -76,20 +77,16 @@ class _Ours:
     clock: Clock
     choosing: Choosing
 
-    def autoregress(self, prompt: Sequence[int], streams: Streams) -> Generation:
-        """Plain decoding: an `Arm`."""
-        return self._run(partial(autoregressive, self.stack), prompt, streams.within(AUTOREGRESSIVE))
-
     def draft(
         self, name: str, make: Callable[..., Drafter], rule: Verification, prompt: Sequence[int], streams: Streams
     ) -> Generation:
         """Decoding with the drafters of `make` (see `new_drafter`); with all arguments up to `rule` bound, an `Arm`."""
         own = streams.within(name)
         drafter = make(own)
-        generation = self._run(partial(speculative, self.stack, drafter), prompt, own, rule)
+        generation = self.run(partial(speculative, self.stack, drafter), prompt, own, rule)
         return replace(generation, totals=dict(drafter.totals))
 
-    def _run(
+    def run(
         self,
         decode: Callable[..., Iterator[Round]],
         prompt: Sequence[int],

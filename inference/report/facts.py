@@ -4,7 +4,6 @@ text contains the prompts.
 Contamination, prompts that occur in a drafter's training text, makes its figures unrepresentative.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import torch
 import transformers
 
 from outrider.base.errors import UserError, reason, require
+from outrider.base.files import digest_of
 from outrider.base.machine import describe_machine
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import construct
@@ -37,21 +37,19 @@ Run = tuple[str, ...]
 def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
     """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
     versions must not be mixed."""
-    asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
-    target = {
-        key: value for key, value in asdict(setup.target.fingerprint).items() if key not in ("target", "revision")
-    }
+    asked = [[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts]
+    fingerprint = asdict(setup.target.fingerprint).items()
     drafters: dict[str, object] = {}
     for kind in KINDS.values():
         drafters |= kind.load_plugin().identity(config.where(kind))
     return {
         **config.deciding(),
-        "target": target,
+        "target": {key: value for key, value in fingerprint if key not in ("target", "revision")},
         **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(setup.eos),
         "generation_config": setup.inherited.taken,
-        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "prompts": digest_of(asked)[:16],
         "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
         "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
     }
@@ -97,13 +95,8 @@ def digests(settings: Report) -> dict[str, str]:
     found = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
     for kind in KINDS.values():
         found |= {f"{kind.name} {name}": settings[name] for name in kind.load_plugin().identity(None)}
-    return {
-        name: value
-        if isinstance(value, str)
-        else hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-        for name, value in found.items()
-        if value is not None
-    }
+    known = [(name, value) for name, value in found.items() if value is not None]
+    return {name: value if isinstance(value, str) else digest_of(value)[:16] for name, value in known}
 
 
 def doctor_lines(report: Report) -> list[str]:

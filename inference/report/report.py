@@ -36,19 +36,11 @@ from outrider.inference.measure.statistics import (
     structure_statistics,
     verdict,
 )
+from outrider.inference.report import wording
 from outrider.inference.report.facts import doctor_lines
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.tables import identical_text, judged_table, methods_tables
-from outrider.inference.report.wording import (
-    busy_sentences,
-    conditions,
-    is_lossless,
-    recommendation,
-    resolution,
-    sentences,
-    target_differs,
-)
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.sizing.policy import Tuning
 
@@ -190,15 +182,15 @@ def markdown(reports: Sequence[Report]) -> str:
     first, judged, doctor = reports[0], judged_table(reports), doctor_lines(reports[0])
     lines = [
         f"# {first['drafter']} on {first['target']}",
-        *(f"**{busy}**" for busy in busy_sentences(first)),
-        f"**Verdict:** {recommendation(reports)}",
-        conditions(reports),
+        *(f"**{busy}**" for busy in wording.busy_sentences(first)),
+        f"**Verdict:** {wording.recommendation(reports)}",
+        wording.conditions(reports),
         *("\n".join(table.markdown()) for table in methods_tables(reports)),
-        "\n".join(sentences(reports)),
+        "\n".join(wording.sentences(reports)),
     ]
     if judged.rows:
         said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-        lines += [said, "\n".join(judged.markdown()), resolution(first)]
+        lines += [said, "\n".join(judged.markdown()), wording.resolution(first)]
     lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
     return "\n\n".join(lines) + "\n"
 
@@ -235,9 +227,9 @@ def write_reports(
 
 
 def _verdict(report: Report) -> str:
-    if target_differs(report):
+    if wording.target_differs(report):
         return "target differs"
-    if not is_lossless(report):
+    if not wording.is_lossless(report):
         return "not lossless"
     return verdict(report["speedup_without_loops"], (report.get("load") or {}).get("busy"))
 

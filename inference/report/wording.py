@@ -1,10 +1,9 @@
 """The sentences about a report, for all pages."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from outrider.base.words import figure, in_shell, in_words, option
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
@@ -73,7 +72,10 @@ def _recommended(ranked: Sequence[Report]) -> str:
     if best["verdict"] == "faster":
         return f"`{best['method']}` is the fastest: {found}{_rivals(best, ranked)}"
     if best["verdict"] == "slower":
-        return f"nothing pays here: the best, `{best['method']}`, has {found}{_needed(best)}"
+        even, rate = best["break_even_acceptance"], best["acceptance_rate"]
+        never = " (so never pays)" if even is not None and even > 1 else ""
+        needed = f"; it would need an acceptance of {even:.2f}{never} and has {rate:.2f}" if (even or 0) > rate else ""
+        return f"nothing pays here: the best, `{best['method']}`, has {found}{needed}"
     wanted = f"all of it must be above {1 + MARGIN}; more prompts narrow it"
     return f"undecided: the best, `{best['method']}`, has {found}, and {wanted}"
 
@@ -97,14 +99,6 @@ def _slower_plain(report: Report) -> str:
         f"compare with generate. threads=1 helps on a machine that others use (here {_threads(report)}), "
         f"dtype=bfloat16 on a processor that has it (here {report['dtype']})."
     )
-
-
-def _needed(report: Report) -> str:
-    """The acceptance at which a method that is slower would break even."""
-    even, rate = report["break_even_acceptance"], report["acceptance_rate"]
-    if even is None or even <= rate:
-        return ""
-    return f"; it would need an acceptance of {even:.2f}{' (so never pays)' if even > 1 else ''} and has {rate:.2f}"
 
 
 def conditions(reports: Sequence[Report]) -> str:
@@ -172,18 +166,13 @@ def sentences(reports: Sequence[Report]) -> list[str]:
             f"plain decoding: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
             f"({100 * token['host_share']:.1f} %) are not the model's pass."
         )
-    lines += [*map(method_sentence, reports), *drafter_sentences(first)]
-    if first.get("skipped"):
-        lines.append(f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}.")
-    return lines
-
-
-def drafter_sentences(report: Report) -> list[str]:
-    """Sentences on draft vocabularies and training times."""
-    lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
-    if trained := report.get("trained_seconds"):
+    lines += map(method_sentence, reports)
+    lines += [vocabulary_sentence(kind, known) for kind, known in first.get("draft_vocabularies", {}).items()]
+    if trained := first.get("trained_seconds"):
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
         lines.append(f"Trained, evaluations on the way included: {said}.")
+    if first.get("skipped"):
+        lines.append(f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}.")
     return lines
 
 
@@ -205,17 +194,13 @@ def method_sentence(report: Report) -> str:
         shares = ", ".join(f"{share:.2f}" for share in report["acceptance_by_candidates"])
         structure += f"; accepted by the first 1, 2, … candidates {shares}"
     if report["auto"]:
-        structure += "".join(f"; chose {_chosen(name, size)}" for name, size in report["auto"]["chosen"].items())
+        for name, size in report["auto"]["chosen"].items():
+            mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
+            structure += f"; chose {name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
     return (
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
         f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."
     )
-
-
-def _chosen(name: str, size: Mapping[str, Any]) -> str:
-    """The sizes chosen for "auto", in words."""
-    mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
-    return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
 
 
 def resolution(report: Report) -> str:

@@ -95,10 +95,8 @@ class Graph(Tree):
         super().__init__(settings, number(settings.nodes), number(settings.max_depth))
 
     def ranking(self, source: Source) -> ToProbs:
-        return super().ranking(source) or self._softened
-
-    def _softened(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        return plain_probs(logits / self.settings.temperature, rows)
+        warmth = self.settings.temperature
+        return super().ranking(source) or (lambda logits, rows: plain_probs(logits / warmth, rows))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> GraphTree:
         if self.steps(limit) < 1:

@@ -47,7 +47,9 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     try:
         if holder.exists():
             print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
-        write_json(holder, _this_process())
+        started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
+        process = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "slurm_job": job}
+        write_json(holder, {**process, "command": shown(shlex.join(sys.argv))})
         yield
     finally:
         with suppress(OSError):
@@ -89,16 +91,6 @@ def require_rehearsal(folder: Path, mark: str) -> None:
         raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
 
 
-def _this_process() -> dict[str, str | int | None]:
-    return {
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-        "command": shown(shlex.join(sys.argv)),
-    }
-
-
 def _held_by(holder: Path) -> str:
     """The process that the holder's file names, in words."""
     try:
@@ -116,12 +108,9 @@ def changes(
 
     An option newer than `before` must have its default now; an option that is gone must have been unset.
     """
-
-    def is_new(key: str, old: object, new: object) -> bool:
-        return old is ABSENT and not differences(default_at(config, key), new)
-
-    found = [one for one in differences(before, json.loads(json.dumps(now))) if not is_new(*one)]
-    return [(key, old, new) for key, old, new in found if not (config and new is ABSENT and old in ([], {}, None))]
+    found = differences(before, json.loads(json.dumps(now)))
+    kept = [one for one in found if one[1] is not ABSENT or differences(default_at(config, one[0]), one[2])]
+    return [(key, old, new) for key, old, new in kept if not (config and new is ABSENT and old in ([], {}, None))]
 
 
 def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:

@@ -35,7 +35,8 @@ class Option:
 
 def help_text(name: str, schema: type, overrides: list[str]) -> str:
     """The output of `--help` for the command whose config is conf/<name>.yaml, with `overrides` applied."""
-    lines = [f"Options are key=value; a group is chosen with group=choice. {first_sentence(schema)}", ""]
+    purpose = re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
+    lines = [f"Options are key=value; a group is chosen with group=choice. {purpose}", ""]
     for group, choices in groups_of(name).items():
         lines += textwrap.wrap(f"{group}: {', '.join(choices)}", _WIDTH, subsequent_indent=" " * 4)
     lines.append("")
@@ -132,8 +133,3 @@ def words(shape: Any) -> str:
 def _either(values: Sequence[object]) -> str:
     *others, last = map(typed, values)
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def first_sentence(schema: type) -> str:
-    """The purpose of the settings: the first sentence of their docstring."""
-    return re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]

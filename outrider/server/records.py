@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.settings import Count
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.workers import Job, Piece, RefusedError
 
@@ -120,9 +119,11 @@ def read(
         raise RefusedError("stop: an empty text, which is everywhere", "stop")
     if others := {*(request.stop_token_ids or ())} - model.ends:
         raise RefusedError(f"stop_token_ids: {sorted(others)} are no end tokens of the model", "stop_token_ids")
+    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    sampling = replace(config.sampling, **given | ({"top_k": 0} if request.top_k == -1 else {}))
     seed = seed if request.seed is None else request.seed
     return request, [
-        Job(tuple(ids), _sampling(request, config), _length(request, len(ids), model, config), stops, seed + choice,
+        Job(tuple(ids), sampling, _length(request, len(ids), model, config), stops, seed + choice,
             request.speculate is not False, request.likeliest)
         for ids in prompts
         for choice in choices
@@ -150,14 +151,6 @@ def _plain(message: Message, where: str) -> dict[str, str]:
     if any(part.keys() != {"type", "text"} or part["type"] != "text" for part in parts):
         raise RefusedError(f"{where}content: only texts are supported", f"{where}content")
     return {"role": message.role, "content": "".join(part["text"] for part in parts)}
-
-
-def _sampling(request: ApiRequest, config: ServeConfig) -> SamplingConfig:
-    """How tokens are chosen: as the request says, else by the server's options."""
-    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
-    if request.top_k == -1:
-        given["top_k"] = 0
-    return replace(config.sampling, **given)
 
 
 def _length(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:

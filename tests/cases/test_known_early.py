@@ -313,7 +313,7 @@ def test_calibrate_finds_no_heldout_record_before_it_decodes(tmp_path: Path, mon
     jobs.save_for_calibration(tmp_path)
     config = jobs.calibrating(tmp_path, tmp_path / "out")
     monkeypatch.setattr(
-        "outrider.train.recipes.calibration.load_decoder", lambda *_: pytest.fail("it was about to decode")
+        "outrider.train.students.calibration.load_decoder", lambda *_: pytest.fail("it was about to decode")
     )
     with pytest.raises(UserError, match="no usable heldout record"):
         calibrate(replace(config, data=replace(config.data, heldout_fraction=1e-6)))

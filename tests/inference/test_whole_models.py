@@ -8,24 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BloomConfig,
-    CodeGenConfig,
-    FalconConfig,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXConfig,
-    MambaConfig,
-    MptConfig,
-    OPTConfig,
-    PhiConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Starcoder2Config,
-)
+import transformers
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
@@ -72,22 +55,25 @@ from tests.tiny import (
 
 COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-GPT2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **COMMON)
+GPT2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **COMMON)
 RUN = {
     "gpt2": GPT2,
-    "gpt_neox": GPTNeoXConfig(**SHAPE, **COMMON),
-    "phi": PhiConfig(**SHAPE, **COMMON),
-    "opt, norms behind": OPTConfig(
+    "gpt_neox": transformers.GPTNeoXConfig(**SHAPE, **COMMON),
+    "phi": transformers.PhiConfig(**SHAPE, **COMMON),
+    "opt, norms behind": transformers.OPTConfig(
         hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
         do_layer_norm_before=False, max_position_embeddings=128, **COMMON,
     ),
 }  # fmt: skip
 REFUSED = {
-    "recurrent": (MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, **COMMON), "do not keep every key"),
-    "sliding": (Starcoder2Config(**SHAPE, sliding_window=8, **COMMON), "do not keep every key"),
-    "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, **COMMON), "does not take a 4-D mask"),
-    "alibi, no positions": (MptConfig(d_model=64, n_heads=4, n_layers=2, **COMMON), "by the given mask"),
-    "bidirectional": (BertConfig(**SHAPE, **COMMON), "by the given mask"),
+    "recurrent": (
+        transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, **COMMON),
+        "do not keep every key",
+    ),
+    "sliding": (transformers.Starcoder2Config(**SHAPE, sliding_window=8, **COMMON), "do not keep every key"),
+    "alibi": (transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, **COMMON), "does not take a 4-D mask"),
+    "alibi, no positions": (transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, **COMMON), "by the given mask"),
+    "bidirectional": (transformers.BertConfig(**SHAPE, **COMMON), "by the given mask"),
 }
 
 
@@ -97,9 +83,9 @@ def _not_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_lm, "why_not_by_layers", lambda config: "as if it could not be")
 
 
-def save_plain(path: Path, config: PreTrainedConfig, scale: float = 5.0) -> Path:
+def save_plain(path: Path, config: transformers.PreTrainedConfig, scale: float = 5.0) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale if parameter.ndim == 2 else 1.0)
@@ -202,11 +188,11 @@ def test_refused_where_trees_cannot_run(tmp_path: Path, name: str) -> None:
 def test_the_check_notices_what_a_forward_ignores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: str, scale: float
 ) -> None:
-    lm = WholeModel(AutoModelForCausalLM.from_pretrained(save_plain(tmp_path, GPT2, scale)))
+    lm = WholeModel(transformers.AutoModelForCausalLM.from_pretrained(save_plain(tmp_path, GPT2, scale)))
     prove_rows(lm)
     forward = type(lm.model).forward
 
-    def without(self: PreTrainedModel, **options: object) -> object:
+    def without(self: transformers.PreTrainedModel, **options: object) -> object:
         return forward(self, **{**options, ignored: None})
 
     if ignored == "keep":
@@ -269,10 +255,10 @@ def test_fit_vocabulary() -> None:
 CPU = torch.device("cpu")
 OF_TARGET: dict[str, Any] = {**COMMON, "pad_token_id": None}
 ROTARY = {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256}
-TARGETS: dict[str, PreTrainedConfig] = {
-    "falcon": FalconConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **OF_TARGET),
-    "codegen": CodeGenConfig(**ROTARY, **OF_TARGET),
-    "gptj": GPTJConfig(**ROTARY, **OF_TARGET),
+TARGETS: dict[str, transformers.PreTrainedConfig] = {
+    "falcon": transformers.FalconConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **OF_TARGET),
+    "codegen": transformers.CodeGenConfig(**ROTARY, **OF_TARGET),
+    "gptj": transformers.GPTJConfig(**ROTARY, **OF_TARGET),
 }
 LOOKUP = {"lookup": MethodConfig("prompt_lookup")}
 
@@ -288,7 +274,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def of(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("runtime", ["eager", "graphed"])
@@ -346,7 +332,7 @@ def test_the_report(target: tuple[Path, LayerStack], tmp_path: Path, config: Cal
 @pytest.mark.parametrize("name", [*TARGETS, "mamba", "opt"])
 def test_a_drafter_that_needs_layers_is_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
     """There are no weights here. The error names the family."""
-    others = {"mamba": MambaConfig(), "opt": OPTConfig(do_layer_norm_before=False)}
+    others = {"mamba": transformers.MambaConfig(), "opt": transformers.OPTConfig(do_layer_norm_before=False)}
     (TARGETS | others)[name].save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     said, data = {"target": str(tmp_path), "out_dir": str(tmp_path / "out")}, DataConfig()
@@ -372,7 +358,7 @@ def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
 
 
 def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:
-    path = save_plain(tmp_path, BloomConfig(hidden_size=64, n_layer=2, n_head=4, **OF_TARGET))
+    path = save_plain(tmp_path, transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, **OF_TARGET))
     with pytest.raises(UserError, match=r"neither by layers nor by its own forward \(its forward does not take a 4-D"):
         load_stack(open_target(str(path), by_layers=False), None, torch.float32, CPU, by_layers=False)
 
@@ -382,7 +368,7 @@ def test_a_window_that_is_applied_unasked_is_refused(tmp_path: Path) -> None:
     kinds = [[["global", "local"], 1]]
     shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128}
     for window, refused in ((20, True), (128, False)):
-        config = GPTNeoConfig(**shape, attention_types=kinds, window_size=window, **OF_TARGET)
+        config = transformers.GPTNeoConfig(**shape, attention_types=kinds, window_size=window, **OF_TARGET)
         target = open_target(str(save_plain(tmp_path / str(window), config)), by_layers=False)
         if refused:
             with pytest.raises(UserError, match=r"neither by layers nor .* a branch of a tree|token \d+ of a text of"):

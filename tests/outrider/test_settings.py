@@ -9,49 +9,37 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
+from outrider.base import settings as base
 from outrider.base.errors import UserError
 from outrider.base.run_dirs import check_identity
-from outrider.base.settings import (
-    ABSENT,
-    Count,
-    Named,
-    Positive,
-    Settings,
-    Share,
-    construct,
-    decides,
-    default_at,
-    free,
-    only,
-)
 
 
 @dataclass(frozen=True)
-class Inner(Settings):
-    size: Count = 1
-    where: str = free("here")
+class Inner(base.Settings):
+    size: base.Count = 1
+    where: str = base.free("here")
 
 
 @dataclass(frozen=True)
 class Given:
     """A record, which is no settings."""
 
-    size: Count
+    size: base.Count
 
 
 @dataclass(frozen=True)
-class Outer(Settings):
+class Outer(base.Settings):
     kind: Literal["plain", "deep", "wide"] = "plain"
-    depth: Annotated[Count | Literal["auto"], only(kind=("deep", "wide"))] = 3
-    widths: Annotated[tuple[Count, ...], only(kind="wide")] = (2,)
+    depth: Annotated[base.Count | Literal["auto"], base.only(kind=("deep", "wide"))] = 3
+    widths: Annotated[tuple[base.Count, ...], base.only(kind="wide")] = (2,)
     ends: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Gt(0), Le(1)]] = (0.0, 1.0)
-    share: Share | None = None
-    rate: Positive = 1.0
-    name: Annotated[str, Named("a name")] = "n"
+    share: base.Share | None = None
+    rate: base.Positive = 1.0
+    name: Annotated[str, base.Named("a name")] = "n"
     exact: bool = True
     inner: Inner = field(default_factory=Inner)
     by_name: dict[str, Inner] = field(default_factory=dict)
-    log: bool = free(False)
+    log: bool = base.free(False)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -73,7 +61,7 @@ def test_what_a_type_excludes_is_refused_from_python_and_from_yaml(given: dict[s
         Outer(**given)
     assert str(direct.value) == message
     with pytest.raises(UserError) as read:
-        construct(Outer, json.loads(json.dumps(given)), "a.b")
+        base.construct(Outer, json.loads(json.dumps(given)), "a.b")
     assert str(read.value) == f"a.b.{message}"
 
 
@@ -103,7 +91,7 @@ def test_a_key_that_is_unknown_or_missing_is_named() -> None:
         (dict[str, Given], {"b": {}}, "a.b.size: missing"),
     ):
         with pytest.raises(UserError, match=f"^{said}$"):
-            construct(kind, value, "a")
+            base.construct(kind, value, "a")
 
 
 def test_what_is_not_marked_decides() -> None:
@@ -112,12 +100,12 @@ def test_what_is_not_marked_decides() -> None:
         "kind": "plain", "depth": 3, "widths": (2,), "ends": (0.0, 1.0), "share": None, "rate": 1.0, "name": "n",
         "exact": True, "inner": {"size": 1}, "by_name": {"a": {"size": 1}},
     }  # fmt: skip
-    assert [own.name for own in dataclasses.fields(Outer) if not decides(own)] == ["log"]
+    assert [own.name for own in dataclasses.fields(Outer) if not base.decides(own)] == ["log"]
 
 
 def test_what_decides_nothing_has_no_default() -> None:
-    assert default_at(Outer(), "rate") == 1.0
-    assert default_at(Outer(), "log") is default_at(Outer(inner=Inner(2)), "inner.where") is ABSENT
+    assert base.default_at(Outer(), "rate") == 1.0
+    assert base.default_at(Outer(), "log") is base.default_at(Outer(inner=Inner(2)), "inner.where") is base.ABSENT
 
 
 def test_an_option_newer_than_a_run_had_its_default_then(tmp_path: Path) -> None:

@@ -20,19 +20,7 @@ from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head, stored_tokens
 from outrider.draft_models.targets.open_target import load_config
 from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
-from outrider.train.parts.target_states import (
-    DONE_FILE,
-    GROUP,
-    MADE_FROM_FILE,
-    ROWS_AT_ONCE,
-    STATES_FILE,
-    RowsInTurn,
-    RowsWithStates,
-    pack,
-    packed_width,
-    unpack,
-    with_states,
-)
+from outrider.train.parts import target_states
 from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
 from tests.train.jobs import FIT, heading, log, require_lossless, same, weights
@@ -102,7 +90,7 @@ def test_training_from_stored_features_is_the_same(sure: Path, tmp_path: Path, c
         assert same(weights(tmp_path / folder), weights(tmp_path / "online"))
         assert (made.call_count > 0) == (folder != "read")
         assert not (tmp_path / folder / "features").exists()
-    states = tmp_path / "features" / STATES_FILE
+    states = tmp_path / "features" / target_states.STATES_FILE
     states.write_bytes(bytes(states.stat().st_size))
     train_eagle3(replace(kept, out_dir=str(tmp_path / "of zeros")))  # from what is stored alone
     assert not same(weights(tmp_path / "of zeros"), weights(tmp_path / "online"))
@@ -124,9 +112,11 @@ class Target:
         self.batches += 1
         return self.table[batch["input_ids"]]
 
-    def fill(self, rows: PackedRows, folder: Path, dtype: str = "float32", width: int = 40) -> RowsWithStates:
+    def fill(
+        self, rows: PackedRows, folder: Path, dtype: str = "float32", width: int = 40
+    ) -> target_states.RowsWithStates:
         given = (48, 2, width), str(folder), dtype, {"from": "text"}
-        return with_states(rows, lambda: self.states_of, *given, join_processes())
+        return target_states.with_states(rows, lambda: self.states_of, *given, join_processes())
 
 
 @pytest.fixture
@@ -140,17 +130,17 @@ def test_states_are_made_once_and_a_killed_filling_goes_on_with_what_is_missing(
     target = Target(killed_at=2)
     with pytest.raises(KeyboardInterrupt):
         target.fill(rows, tmp_path)
-    assert (tmp_path / DONE_FILE).exists()
+    assert (tmp_path / target_states.DONE_FILE).exists()
     said = capsys.readouterr().out
     target.killed_at = None
     for _ in range(2):  # at the second time there is nothing to do
         found = target.fill(rows, tmp_path)
-        assert target.batches == -(-len(rows) // ROWS_AT_ONCE)
+        assert target.batches == -(-len(rows) // target_states.ROWS_AT_ONCE)
         for row in (found[index] for index in range(9)):
             assert torch.equal(row["states"], target.table[row["input_ids"]])
     assert "goes_on_after=2 of " in capsys.readouterr().out
-    assert f"gigabytes={(tmp_path / STATES_FILE).stat().st_size / 1e9:.2f}" in said
-    assert {path.name for path in tmp_path.glob("states*")} == {STATES_FILE, MADE_FROM_FILE}
+    assert f"gigabytes={(tmp_path / target_states.STATES_FILE).stat().st_size / 1e9:.2f}" in said
+    assert {path.name for path in tmp_path.glob("states*")} == {target_states.STATES_FILE, target_states.MADE_FROM_FILE}
 
 
 def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
@@ -158,9 +148,9 @@ def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
 ) -> None:
     target, reserve = Target(killed_at=2), "outrider.train.parts.target_states.os.posix_fallocate"
 
-    def taught(folder: str = "kept", width: int = 40, origin: str = "text") -> RowsInTurn:
+    def taught(folder: str = "kept", width: int = 40, origin: str = "text") -> target_states.RowsInTurn:
         given = (48, 2, width), tmp_path / folder, torch.float32, {"from": origin}
-        return RowsInTurn(rows, target.states_of, *given)
+        return target_states.RowsInTurn(rows, target.states_of, *given)
 
     def read() -> list[dict[str, Tensor]]:
         found = taught()
@@ -168,7 +158,7 @@ def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
 
     with pytest.raises(KeyboardInterrupt), patch(reserve, side_effect=os.posix_fallocate) as reserved:
         read()
-    assert reserved.call_args.args[1:] == (0, (tmp_path / "kept" / STATES_FILE).stat().st_size)
+    assert reserved.call_args.args[1:] == (0, (tmp_path / "kept" / target_states.STATES_FILE).stat().st_size)
     target.killed_at = None
     assert len(taught(origin="other")) == len(rows)  # a command that reads no row changes nothing
     with patch("shutil.disk_usage", return_value=shutil._ntuple_diskusage(1, 1, 0)):
@@ -180,7 +170,7 @@ def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
     with patch(reserve, side_effect=OSError("quota exceeded")):
         assert "states" not in taught("over quota")[0]
     assert "(quota exceeded); free space, choose another folder" in capsys.readouterr().err
-    assert not (tmp_path / "over quota" / STATES_FILE).exists()
+    assert not (tmp_path / "over quota" / target_states.STATES_FILE).exists()
     assert torch.equal(taught(origin="other")[0]["states"], found[0]["states"])  # made anew in the same room
     assert target.batches == len(rows) + 1
 
@@ -192,7 +182,7 @@ def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path,
     broken = patch("outrider.train.recipes.eagle3.judge_steps", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), broken:
         train_eagle3(run)
-    kept = out / "features" / STATES_FILE
+    kept = out / "features" / target_states.STATES_FILE
     made = kept.read_bytes()
     with pytest.raises(UserError, match="taps"):
         train_eagle3(replace(run, taps=(0, 2, 4)))
@@ -201,13 +191,13 @@ def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path,
         train_eagle3(run)
         assert not kept.parent.exists()
     train_eagle3(replace(run, out_dir=str(tmp_path / "given"), features=str(tmp_path / "given" / "features")))
-    assert (tmp_path / "given" / "features" / STATES_FILE).exists()
+    assert (tmp_path / "given" / "features" / target_states.STATES_FILE).exists()
 
 
 def test_states_in_int8_are_what_their_values_are_rounded_to(rows: PackedRows, tmp_path: Path) -> None:
     target = Target()
     row = target.fill(rows, tmp_path, "int8")[3]
-    assert torch.equal(row["states"], unpack(pack(target.table[row["input_ids"]]), 40))
+    assert torch.equal(row["states"], target_states.unpack(target_states.pack(target.table[row["input_ids"]]), 40))
 
 
 def test_states_that_a_disk_or_a_dtype_cannot_hold_are_refused(rows: PackedRows, tmp_path: Path) -> None:
@@ -270,16 +260,16 @@ def test_every_value_is_a_step_of_its_groups_scale(width: int) -> None:
     made = torch.randn(3, 2, width, generator=torch.Generator().manual_seed(width))
     made[0, 0] = 0.0
     made[1, 1, 0] = 900.0  # as the states' few large values are
-    packed = pack(made)
+    packed = target_states.pack(made)
     assert packed.dtype == torch.int8
-    assert packed.shape == (3, 2, packed_width(width))
-    found = unpack(packed, width)
+    assert packed.shape == (3, 2, target_states.packed_width(width))
+    found = target_states.unpack(packed, width)
     for row, kept in zip(made.view(-1, width), found.view(-1, width), strict=True):
-        for group, numbers in zip(row.split(GROUP), kept.split(GROUP), strict=True):
+        for group, numbers in zip(row.split(target_states.GROUP), kept.split(target_states.GROUP), strict=True):
             scale = (group.abs().max() / 127).half().item()
             expected = [scale * max(-127, min(127, round(v / scale))) if scale else 0.0 for v in group.tolist()]
             assert numbers.tolist() == pytest.approx(expected, abs=1e-6)
-    assert packed_width(576) / (2 * 576) == pytest.approx(34 / 64)  # little more than half of float16
+    assert target_states.packed_width(576) / (2 * 576) == pytest.approx(34 / 64)  # little more than half of float16
     for value in (float("nan"), float("inf"), 1e7 * 127):
         with pytest.raises(OverflowError):
-            pack(torch.tensor([[1.0, value]]))
+            target_states.pack(torch.tensor([[1.0, value]]))

@@ -26,34 +26,23 @@ from outrider.train.recipes.early_exit import train_early_exit
 from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from tests.launched import launched
-from tests.train import fit_job
+from tests.train import fit_job, jobs
 from tests.train.fit_runs import fit_tiny
-from tests.train.jobs import (
-    CALIBRATING,
-    FIT,
-    calibrating,
-    command,
-    distilling,
-    finetuning,
-    heading,
-    log,
-    save_for_calibration,
-)
 from tests.train.sharded_job import run_command
 
 
 @pytest.mark.slow
 def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConfig) -> None:
-    drafted = save_for_calibration(tmp_path / "drafted")
+    drafted = jobs.save_for_calibration(tmp_path / "drafted")
     target, left = drafted / "target", drafted / "drafter" / calibration.WEIGHTS_FILE
     one = {name: tmp_path / f"{name}-alone" for name in ("fit", "exit", "adapters", "steps", "head")}
-    exits = distilling(target, corpus, one["exit"], fit=replace(FIT, steps=6))
+    exits = jobs.distilling(target, corpus, one["exit"], fit=replace(jobs.FIT, steps=6))
     # On-policy steps too: what a row samples depends on the row, not on the process that has it.
-    adapters = finetuning(
+    adapters = jobs.finetuning(
         target, corpus, one["adapters"], drafter=DrafterConfig(path=str(small)), on_policy=0.5, lora_rank=2
     )
-    steps = heading(target, corpus, one["steps"])
-    head = calibrating(drafted, one["head"], fit=replace(CALIBRATING, epochs=None, steps=8))
+    steps = jobs.heading(target, corpus, one["steps"])
+    head = jobs.calibrating(drafted, one["head"], fit=replace(jobs.CALIBRATING, epochs=None, steps=8))
     fit_tiny(one["fit"], optimizer="adamw")
     train_early_exit(exits)
     finetune_drafter(adapters)
@@ -63,7 +52,7 @@ def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConf
     left.unlink()
     runs = {"exit": ("eesd", exits), "adapters": ("finetune_drafter", adapters), "steps": ("eagle3", steps)}
     runs |= {"head": ("calibrate", head)}
-    commands = [command(module, config, tmp_path / name) for name, (module, config) in runs.items()]
+    commands = [jobs.command(module, config, tmp_path / name) for name, (module, config) in runs.items()]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     statuses = launched(2, lambda state: do_what_is_said(tmp_path, state.process_index))
     said = "".join(path.read_text() for path in sorted(tmp_path.glob("said-*.txt")))
@@ -71,7 +60,7 @@ def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConf
 
     assert "processes=2" in said
     assert said.count("step=8/8 loss=") == 2  # rank 0 only, of the loop and of the head
-    for entry, reference in zip(log(tmp_path / "fit"), log(one["fit"]), strict=True):
+    for entry, reference in zip(jobs.log(tmp_path / "fit"), jobs.log(one["fit"]), strict=True):
         assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
         assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
 

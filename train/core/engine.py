@@ -7,20 +7,12 @@ import math
 import os
 from pathlib import Path
 
-from accelerate import Accelerator
+from accelerate import Accelerator, utils
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import (
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    DistributedType,
-    GradientAccumulationPlugin,
-    load_fsdp_optimizer,
-    save_fsdp_optimizer,
-    set_seed,
-)
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.base.errors import UserError, reason, warn
 from outrider.base.processes import join_processes
@@ -29,7 +21,7 @@ from outrider.train.core.optimizers import build_optimizer
 from outrider.train.core.sharding import load_trained
 from outrider.train.settings.fit import FitConfig
 
-OPTIMIZER_FILE = f"{OPTIMIZER_NAME}.bin"
+OPTIMIZER_FILE = f"{utils.OPTIMIZER_NAME}.bin"
 
 
 class Engine:
@@ -49,20 +41,23 @@ class Engine:
         accumulated = config.batch_rows // (micro * processes)
         self.accelerator = Accelerator(
             mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False),
+            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(
+                num_steps=accumulated, sync_with_dataloader=False
+            ),
             log_with="wandb" if config.wandb.is_on() else None,
         )
         kind = self.accelerator.distributed_type
-        self._deepspeed, self._fsdp = kind == DistributedType.DEEPSPEED, kind == DistributedType.FSDP
+        self._deepspeed, self._fsdp = kind == utils.DistributedType.DEEPSPEED, kind == utils.DistributedType.FSDP
         if self._fsdp and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
             raise UserError("fsdp_version=1: only FSDP2 can be trained with; see conf/accelerate/fsdp.yaml")
         if config.optimizer == "muon" and (self._deepspeed or self._fsdp):
             raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
-        set_seed(config.seed)  # for dropout, if the model has any
+        utils.set_seed(config.seed)  # for dropout, if the model has any
         self.model = model
         self._max_norm = config.max_grad_norm or math.inf
         model.zero_grad()
-        sharding.mark_layers(model)
+        layers = {type(one).__name__ for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
+        vars(model)["_no_split_modules"] = sorted(layers)  # where FSDP's TRANSFORMER_BASED_WRAP looks for them
         batch = {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulated,
@@ -101,7 +96,7 @@ class Engine:
         folder.mkdir(parents=True, exist_ok=True)
         if self._fsdp:
             plugin = self.accelerator.state.fsdp_plugin
-            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(folder))
+            utils.save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(folder))
         elif self._deepspeed:
             self.module.save_checkpoint(str(folder), exclude_frozen_parameters=True)
         save_accelerator_state(str(folder), [], self._optimizers, [], [], self._rank, self.accelerator.step)
@@ -119,13 +114,13 @@ class Engine:
             load_trained(self.model, checkpoint)
         if self._fsdp:
             plugin = self.accelerator.state.fsdp_plugin
-            load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))
+            utils.load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         try:
             found = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
         except Exception as error:  # torch raises many types for damaged files
             raise UserError(f"{checkpoint / OPTIMIZER_FILE}: not readable ({reason(error)}); {remedy}") from None
-        random = checkpoint / f"{RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
+        random = checkpoint / f"{utils.RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
         if random.exists() and "step" not in found:  # Accelerate goes on without it
             raise UserError(f"{random}: not readable; {remedy}")
 

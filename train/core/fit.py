@@ -19,7 +19,7 @@ from torch import nn
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
-from outrider.base.processes import join_processes
+from outrider.base.processes import join_processes, say
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import Settings, read_as
 from outrider.data_prep.text.records import HELDOUT_BY
@@ -140,9 +140,9 @@ def fit(
                 evaluate=None if evaluate is None else evaluate_now,
                 save=save,
             )
-        report.close()
-        if state.is_main_process:
-            print(f"training: {budget.ended_by(config, len(rows))}", flush=True)
+        for tracker in engine.accelerator.trackers:  # `end_training` would also destroy the process group
+            tracker.finish()
+        say(f"training: {budget.ended_by(config, len(rows))}")
     sharding.make_whole(model)
     return FitResult(total, done, metrics, budget.limit.spent())
 

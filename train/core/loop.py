@@ -72,7 +72,9 @@ def train(
         if on_step is not None:
             on_step(step)
         batches = load_share(rows, config, step, accelerator)
-        supervised = count_supervised(batches, accelerator)
+        supervised = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
+        if accelerator.num_processes > 1:  # else it would synchronise the device
+            supervised = int(accelerator.reduce(torch.tensor(supervised, device=accelerator.device), "sum"))
         if supervised == 0:
             raise UserError(
                 f"step {step + 1}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
@@ -88,7 +90,11 @@ def train(
             report.add(summed, batch["labels"])
         norm = engine.clip()
         if norm is not None and not math.isfinite(norm):
-            raise not_finite(step, norm, report)
+            total_loss, counted, _ = report.drain()  # sums over all processes, so all call it
+            raise UserError(
+                f"step {step + 1}: loss={total_loss / counted:.4g}, grad_norm={norm:.4g} is not finite; stopped "
+                f"there; {run_dir.describe_newest(report.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
+            )
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         report.advance()
@@ -119,20 +125,3 @@ def load_share(rows: TrainRows, config: FitConfig, step: int, accelerator: Accel
     micro = config.micro_rows(accelerator.num_processes)
     shares = own_share(chosen, micro, accelerator.process_index, accelerator.num_processes)
     return [default_collate([rows[index] for index in share]) for share in shares]
-
-
-def count_supervised(batches: list[Batch], accelerator: Accelerator) -> int:
-    """The number of supervised tokens over all processes."""
-    own = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-    if accelerator.num_processes == 1:
-        return own  # avoids a device synchronisation
-    return int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
-
-
-def not_finite(step: int, norm: float, report: Report) -> UserError:
-    """The error for a step with a non-finite gradient norm. All processes call it, since it sums their losses."""
-    summed, supervised, _ = report.drain()
-    return UserError(
-        f"step {step + 1}: loss={summed / supervised:.4g}, grad_norm={norm:.4g} is not finite; stopped "
-        f"there; {run_dir.describe_newest(report.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
-    )

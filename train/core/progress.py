@@ -81,11 +81,6 @@ class Report(Stage):
             log.write(json.dumps({"step": done, **values}) + "\n")
         self.accelerator.log(values, step=done)
 
-    def close(self) -> None:
-        """Finish the trackers at the end of the run."""
-        for tracker in self.accelerator.trackers:  # `end_training` would also destroy the process group
-            tracker.finish()
-
 
 def cut_log(out_dir: Path, done: int) -> None:
     """Remove the lines of log.jsonl that a killed run wrote after step `done`; they will be written again."""

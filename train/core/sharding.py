@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import write_atomically
@@ -111,12 +110,6 @@ def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
             if (frozen or parameter.requires_grad) and is_shared_out(parameter):
                 value = whole_parameters([(name, parameter)])[name]
                 module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-
-
-def mark_layers(model: nn.Module) -> None:
-    """List the transformer layer classes of `model` where FSDP's TRANSFORMER_BASED_WRAP looks for them."""
-    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    vars(model)["_no_split_modules"] = sorted({type(layer).__name__ for layer in layers})
 
 
 @contextmanager

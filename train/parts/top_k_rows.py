@@ -12,17 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
+from outrider.data_prep.text import records
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.documents import Document
-from outrider.data_prep.text.records import (
-    Counts,
-    Record,
-    SkipRecordError,
-    find_layout,
-    split_key,
-    to_record,
-    warn_of_unused,
-)
 from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, is_heldout
@@ -105,12 +97,12 @@ def load_top_k_rows(
     Skips responses without a top-k, and responses whose text is now tokenised differently from its generation. Prints
     the counts. Raises `UserError` if no response is left, or if they have different k.
     """
-    counts = Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
+    counts = records.Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
     examples = list(_examples(config, tokenizer, seq_len, split, counts))
     found = " ".join(f"{name}={count}" for name, count in counts.items())
     if join_processes().is_main_process:
         print(f"data top-k split={split} {found}", flush=True)
-        warn_of_unused(counts, counts.first)
+        records.warn_of_unused(counts, counts.first)
     if not examples:
         raise UserError(
             f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
@@ -123,13 +115,13 @@ def load_top_k_rows(
 
 
 def _examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: Counts
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: records.Counts
 ) -> Iterator[tuple[Document, np.ndarray, TopK]]:
     files = resolve_paths(config.path)
     read = ((response, file) for file in files for response in read_shard(file))
     for response, file in islice(read, config.max_records):
         record = _record(response, file)
-        if record is None or is_heldout(split_key(record), config.heldout_fraction) != (split == "heldout"):
+        if record is None or is_heldout(records.split_key(record), config.heldout_fraction) != (split == "heldout"):
             continue
         counts["responses"] += 1
         if response.top is None:
@@ -149,10 +141,10 @@ def _examples(
             yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
 
 
-def _record(response: Response, file: Path) -> Record | None:
+def _record(response: Response, file: Path) -> records.Record | None:
     """The record in the normal form of `read_records`, so that the held-out split is the same; None if unusable."""
     where = f"{file}: {response.record['id']}"
     try:
-        return to_record(response.record, find_layout(response.record, "auto", None, where), where)
-    except SkipRecordError:
+        return records.to_record(response.record, records.find_layout(response.record, "auto", None, where), where)
+    except records.SkipRecordError:
         return None

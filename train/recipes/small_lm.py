@@ -41,15 +41,7 @@ from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, HeldOutText, M
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import FinetuneConfig
-from outrider.train.students.small_lm import (
-    SmallLMAndTeacher,
-    drafter_config,
-    parallel_of,
-    plain,
-    small_lm_plan,
-    start_lm,
-    tokens_of_finished,
-)
+from outrider.train.students import small_lm as students
 
 
 @rehearsable
@@ -60,8 +52,10 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
-    shape = drafter_config(config.drafter, target.config, target.tokenizer)
-    train(config, partial(small_lm_plan, config, target.config, shape), partial(prepare, config, target, shape))
+    shape = students.drafter_config(config.drafter, target.config, target.tokenizer)
+    train(
+        config, partial(students.small_lm_plan, config, target.config, shape), partial(prepare, config, target, shape)
+    )
 
 
 def prepare(
@@ -75,8 +69,8 @@ def prepare(
     rows = load(config.data, target.tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
-    parallel = parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
-    own = None if config.drafter.path is None else tokens_of_finished(config, target.config)
+    parallel = students.parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
+    own = None if config.drafter.path is None else students.tokens_of_finished(config, target.config)
     if own is None:
         always = [] if parallel is None else [parallel.mask]
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))
@@ -85,7 +79,7 @@ def prepare(
     if config.online or state.is_main_process:  # other processes do not decode
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
         stack = target.stack(dtype=dtype, device=state.device)
-    lm = start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size, parallel)
+    lm = students.start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size, parallel)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)
     teacher, on_policy = stack if config.online else None, sampled if config.on_policy > 0 else None
     student = SmallLMStudent(lm, config.objective, teacher, on_policy, parallel)
@@ -112,7 +106,7 @@ def prepare(
     )
 
 
-class SmallLMStudent(SmallLMAndTeacher):
+class SmallLMStudent(students.SmallLMAndTeacher):
     """A small LM that learns, with the contract of `fit`."""
 
     def forward(
@@ -144,7 +138,7 @@ class SmallLMStudent(SmallLMAndTeacher):
         assert self.teacher is not None
         vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
         rows = (input_ids, labels, positions)
-        ids, own, where, documents = self.on_policy.continued(plain(self.lm), self.step, *rows, vocabulary)
+        ids, own, where, documents = self.on_policy.continued(students.plain(self.lm), self.step, *rows, vocabulary)
         hidden, wanted, of = self.predictions(ids, own, where, documents)
         taught = of(self.teach(ids, where, documents))
         weights = (labels != IGNORE).sum(1) / (own != IGNORE).sum(1)

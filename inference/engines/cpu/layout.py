@@ -122,7 +122,9 @@ class WeightLayout(NamedTuple):
         if kept != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
             able.remove("pairs")
         question = f"bfloat16 weights in {_name(kept)}" + ("" if steps else f" (inputs in no steps of {STEP})")
-        way = settle(question, able, lambda: _fastest(able, kept))
+        way = settle(  # AMX is by far the fastest
+            question, able, lambda: "amx" if "amx" in able else min(able, key=lambda one: seconds_of_product(one, kept))
+        )
         return cls(stored, 2, way, kept)
 
     @property
@@ -206,11 +208,6 @@ def call(entry: int, table: list[int], size: int) -> None:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
     given = array("q", table)
     call_in_team(entry, given.buffer_info()[0], threads)
-
-
-def _fastest(able: Sequence[Way], kept: torch.dtype) -> Way:
-    """AMX if available, as it is by far the fastest; otherwise the measured fastest."""
-    return "amx" if "amx" in able else min(able, key=lambda way: seconds_of_product(way, kept))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,22 +23,11 @@ from outrider.draft_models.targets.model_files import load_causal_lm, load_gener
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import tokenizer_digest
-from tests.gguf_files import (
-    TEMPLATE,
-    UNQUANTISABLE,
-    bpe_tokenizer,
-    dequantised,
-    keys_of,
-    laid_out,
-    rewritten,
-    save_plain_target,
-    write_file,
-    write_gguf,
-)
+from tests import gguf_files
 from tests.tiers import as_many, typical_where
 from tests.tiny import random_prompt, reference_generate, shake_norms_and_biases
 
-KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE)
+KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *gguf_files.UNQUANTISABLE)
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -71,9 +60,9 @@ def same_model(one: PreTrainedModel, other: PreTrainedModel) -> bool:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> None:
     architecture, changes = VARIANTS[variant]
-    source = save_plain_target(tmp_path / "model", architecture, **changes)
+    source = gguf_files.save_plain_target(tmp_path / "model", architecture, **changes)
     shake_norms_and_biases(source)
-    path = write_gguf(source, tmp_path / "model.gguf")
+    path = gguf_files.write_gguf(source, tmp_path / "model.gguf")
     reference = AutoModelForCausalLM.from_pretrained(source).eval()
     read = load_causal_lm(str(path), dtype=torch.float32).eval()
     assert same_model(read, reference)
@@ -93,22 +82,22 @@ def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_rows_left_as_llama_cpp_permutes_them_are_another_model(tmp_path: Path, architecture: str) -> None:
     """The fault that the tests above must find: without it in the file, undoing it is a fault too."""
-    source = save_plain_target(tmp_path / "model", architecture)
-    path = write_gguf(source, tmp_path / "model.gguf", permute=False)
+    source = gguf_files.save_plain_target(tmp_path / "model", architecture)
+    path = gguf_files.write_gguf(source, tmp_path / "model.gguf", permute=False)
     reference = AutoModelForCausalLM.from_pretrained(source).eval()
     assert not same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
     assert open_target(str(path)).fingerprint.tensors != open_target(str(source)).fingerprint.tensors
 
 
 QUANTISED = [*(("llama", kind) for kind in KINDS), ("qwen2", "BF16"), ("qwen2", "Q4_0")]
-TYPICAL = {("llama", kind) for kind in ("F16", "Q8_0", "Q4_0", UNQUANTISABLE[0])} | {("qwen2", "BF16")}
+TYPICAL = {("llama", kind) for kind in ("F16", "Q8_0", "Q4_0", gguf_files.UNQUANTISABLE[0])} | {("qwen2", "BF16")}
 
 
 @pytest.mark.parametrize(("architecture", "kind"), typical_where(TYPICAL.__contains__, QUANTISED))
 def test_a_quantised_model_is_that_of_the_dequantised_weights(tmp_path: Path, architecture: str, kind: str) -> None:
-    source = save_plain_target(tmp_path / "model", architecture)
-    path = write_gguf(source, tmp_path / "model.gguf", kind)
-    reference = AutoModelForCausalLM.from_pretrained(dequantised(source, tmp_path / "plain", kind)).eval()
+    source = gguf_files.save_plain_target(tmp_path / "model", architecture)
+    path = gguf_files.write_gguf(source, tmp_path / "model.gguf", kind)
+    reference = AutoModelForCausalLM.from_pretrained(gguf_files.dequantised(source, tmp_path / "plain", kind)).eval()
     assert same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
     assert not same_model(reference, AutoModelForCausalLM.from_pretrained(source).eval())
     halves = open_target(str(path)).layers([0], dtype=torch.bfloat16).state_dict()
@@ -127,7 +116,7 @@ def test_a_directory_may_hold_one(tmp_path: Path, written: Path) -> None:
 
 def test_beside_a_model_directory_it_is_not_taken(llama: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llama, tmp_path / "both")
-    write_gguf(llama, folder / "other.gguf", "Q4_0")
+    gguf_files.write_gguf(llama, folder / "other.gguf", "Q4_0")
     files = open_tensors(str(folder))
     assert set(files.file_of.values()) == {"model.safetensors"}
 
@@ -135,15 +124,15 @@ def test_beside_a_model_directory_it_is_not_taken(llama: Path, tmp_path: Path) -
 def test_special_tokens_and_template(tmp_path: Path, llama: Path, written: Path) -> None:
     target, original = open_target(str(written)), open_target(str(llama))
     assert target.tokenizer.special_tokens_map == original.tokenizer.special_tokens_map
-    assert target.tokenizer.chat_template == TEMPLATE
+    assert target.tokenizer.chat_template == gguf_files.TEMPLATE
     said = target.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert said == "<user>hi"
     generation = load_generation_config(str(written))
     assert generation is not None
     assert generation.eos_token_id == original.tokenizer.eos_token_id
     pad = original.tokenizer.pad_token_id
-    path = write_gguf(llama, tmp_path / "turns.gguf")
-    path = rewritten(path, **{"tokenizer.ggml.eot_token_id": pad})
+    path = gguf_files.write_gguf(llama, tmp_path / "turns.gguf")
+    path = gguf_files.rewritten(path, **{"tokenizer.ggml.eot_token_id": pad})
     assert load_generation_config(str(path)).eos_token_id == [original.tokenizer.eos_token_id, pad]
 
 
@@ -234,7 +223,7 @@ def test_metadata_that_are_missing_or_not_understood_are_named(
     tmp_path: Path, written: Path, values: dict[str, Any], message: str
 ) -> None:
     path = shutil.copy(written, tmp_path / "model.gguf")
-    other = rewritten(path, **values)
+    other = gguf_files.rewritten(path, **values)
 
     def read() -> None:
         target = open_target(str(other))
@@ -247,9 +236,9 @@ def test_metadata_that_are_missing_or_not_understood_are_named(
 
 def test_a_scaling_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
     changed = {**LLAMA3, "high_freq_factor": 6.0}
-    source = save_plain_target(tmp_path / "model", rope_parameters=changed, head_dim=64)
+    source = gguf_files.save_plain_target(tmp_path / "model", rope_parameters=changed, head_dim=64)
     with pytest.raises(UserError, match=r"'rope_freqs\.weight' holds no rope scaling of Llama 3 with"):
-        open_target(str(write_gguf(source, tmp_path / "model.gguf")))
+        open_target(str(gguf_files.write_gguf(source, tmp_path / "model.gguf")))
 
 
 @pytest.mark.parametrize("shape", [(), (4, 2**31, 2**31, 256), (1, 259, 256), (2**31, 2**31), (0, 256), (2**32 - 1,)])
@@ -280,7 +269,7 @@ def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path: Path, written: 
 def test_without_the_package_the_error_names_the_remedy(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_gguf(llama, tmp_path / "model.gguf", template="converted without the package by nobody")
+    path = gguf_files.write_gguf(llama, tmp_path / "model.gguf", template="converted without the package by nobody")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"needs the gguf package: pip install 'outrider\[gguf\]'"):
         open_tensors(str(path))
@@ -383,10 +372,10 @@ def write_family(
     tensors, more: other tensors and values of keys, the latter with "__" for a point.
     """
     written, config = EXAMPLES[family], model.config
-    keys = keys_of(config) | {key: getattr(config, name) for key, name in (written.epsilon, *written.keys)}
+    keys = gguf_files.keys_of(config) | {key: getattr(config, name) for key, name in (written.epsilon, *written.keys)}
     keys |= {key.replace("__", "."): value for key, value in more.items()}
-    laid = laid_out(model.state_dict(), config, family) | (tensors or {})
-    return write_file(path, family, keys, laid, kind, bpe_tokenizer(), TEMPLATE)
+    laid = gguf_files.laid_out(model.state_dict(), config, family) | (tensors or {})
+    return gguf_files.write_file(path, family, keys, laid, kind, gguf_files.bpe_tokenizer(), gguf_files.TEMPLATE)
 
 
 @torch.inference_mode()

@@ -28,20 +28,9 @@ from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.gguf_write import require_gguf, write_gguf
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_tokenizer
+from tests import gguf_files
 from tests.draft_models.formats.test_gguf import VARIANTS as WINDOWED
 from tests.draft_models.formats.test_gguf import same_model
-from tests.gguf_files import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    TEMPLATE,
-    UNKNOWN,
-    USER_DEFINED,
-    GgufWriter,
-    bpe_tokenizer,
-    rewritten,
-    save_plain_target,
-)
 from tests.gguf_files import write_gguf as as_converted
 from tests.tiny import shake_norms_and_biases
 
@@ -63,8 +52,8 @@ CUTS: dict[str, tuple[Any, Any]] = {
 def byte_level(pre: str) -> Any:
     before, normalizer = CUTS[pre]
     if pre != "smollm":
-        return bpe_tokenizer(before, normalizer, 500)
-    tokenizer = bpe_tokenizer(before, normalizer, 500)  # its ByteLevel cuts too
+        return gguf_files.bpe_tokenizer(before, normalizer, 500)
+    tokenizer = gguf_files.bpe_tokenizer(before, normalizer, 500)  # its ByteLevel cuts too
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([before, plain])
     return tokenizer
@@ -72,7 +61,7 @@ def byte_level(pre: str) -> Any:
 
 @pytest.mark.parametrize("pre", CUTS)
 def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, pre: str) -> None:
-    source = save_plain_target(tmp_path / "model", vocab_size=500)
+    source = gguf_files.save_plain_target(tmp_path / "model", vocab_size=500)
     original = byte_level(pre)
     original.save_pretrained(source)
     original = AutoTokenizer.from_pretrained(source)
@@ -95,7 +84,7 @@ def test_llama_3_takes_a_word_that_is_a_token_whole(tmp_path: Path, written: Pat
     word = max((token for token in plain.get_vocab() if token.isalpha() and token.isascii()), key=len)
     assert len(word) > 2
     merges = [merge for merge in open_gguf(path).texts("tokenizer.ggml.merges") if merge.replace(" ", "") != word]
-    other = rewritten(path, **{"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": pre})
+    other = gguf_files.rewritten(path, **{"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": pre})
     assert (len(load_tokenizer(str(other))(word)["input_ids"]) == 1) == (pre == "llama-bpe")
 
 
@@ -109,7 +98,7 @@ def test_other_cuts_make_other_ids() -> None:
 @pytest.mark.parametrize(("key", "place"), [("bos", 0), ("eos", -1)])
 def test_tokens_around_a_text(tmp_path: Path, written: Path, key: str, place: int) -> None:
     plain = load_tokenizer(str(written))
-    tokenizer = load_tokenizer(str(rewritten(written, **{f"tokenizer.ggml.add_{key}_token": True})))
+    tokenizer = load_tokenizer(str(gguf_files.rewritten(written, **{f"tokenizer.ggml.add_{key}_token": True})))
     ids = tokenizer("hello")["input_ids"]
     assert ids.pop(place) == getattr(plain, f"{key}_token_id")
     assert ids == plain("hello")["input_ids"] == tokenizer("hello", add_special_tokens=False)["input_ids"]
@@ -141,18 +130,18 @@ def spm_file(
 ) -> Path:
     """A GGUF file of a SentencePiece model alone, as llama.cpp's converter writes one."""
     count = range(pieces.get_piece_size())
-    writer = GgufWriter(path, architecture)
-    kinds = {True: CONTROL}
+    writer = gguf_files.GgufWriter(path, architecture)
+    kinds = {True: gguf_files.CONTROL}
     writer.add("tokenizer.ggml.model", "llama")
     tokens, scores = [pieces.id_to_piece(i) for i in count], [float(pieces.get_score(i)) for i in count]
     for place in map(pieces.piece_to_id, user_defined):  # whose ▁ the converter replaces
         tokens[place], scores[place] = tokens[place].replace("▁", " "), -1000.0
     writer.add("tokenizer.ggml.tokens", tokens)
     writer.add("tokenizer.ggml.scores", scores)
-    types = [UNKNOWN if pieces.is_unknown(i) else BYTE if pieces.is_byte(i) else
-             kinds.get(pieces.is_control(i), NORMAL) for i in count]  # fmt: skip
+    types = [gguf_files.UNKNOWN if pieces.is_unknown(i) else gguf_files.BYTE if pieces.is_byte(i) else
+             kinds.get(pieces.is_control(i), gguf_files.NORMAL) for i in count]  # fmt: skip
     for piece in user_defined:
-        types[pieces.piece_to_id(piece)] = USER_DEFINED
+        types[pieces.piece_to_id(piece)] = gguf_files.USER_DEFINED
     writer.add("tokenizer.ggml.token_type", types)
     for key, index in (("bos", pieces.bos_id()), ("eos", pieces.eos_id()), ("unknown", pieces.unk_id())):
         writer.add(f"tokenizer.ggml.{key}_token_id", index)
@@ -216,7 +205,7 @@ def test_phi_3_drops_spaces_after_its_own_tokens(
 )
 def test_more_ways_of_cutting(tmp_path: Path, written: Path, pre: str, pieces: list[str]) -> None:
     path = shutil.copy(written, tmp_path / "model.gguf")
-    tokenizer = load_tokenizer(str(rewritten(path, **{"tokenizer.ggml.pre": pre})))
+    tokenizer = load_tokenizer(str(gguf_files.rewritten(path, **{"tokenizer.ggml.pre": pre})))
     cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12345; =")
     assert [piece for piece, _ in cut] == pieces
 
@@ -229,15 +218,15 @@ SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in REFUSED])
 def test_the_file_is_that_of_the_converter(variant: str, tmp_path: Path) -> None:
     architecture, changes = VARIANTS[variant]
-    source = save_plain_target(tmp_path / "model", architecture, **changes)
+    source = gguf_files.save_plain_target(tmp_path / "model", architecture, **changes)
     shake_norms_and_biases(source)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(source).eval(),
         PreTrainedTokenizerFast.from_pretrained(source),
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = gguf_files.TEMPLATE
     write_gguf(model, tokenizer, tmp_path / "ours.gguf")
-    theirs = as_converted(source, tmp_path / "theirs.gguf", template=TEMPLATE)
+    theirs = as_converted(source, tmp_path / "theirs.gguf", template=gguf_files.TEMPLATE)
     assert same_model(load_causal_lm(str(tmp_path / "ours.gguf"), dtype=torch.float32).eval(), model)
     one, other = (GGUFReader(path) for path in (tmp_path / "ours.gguf", theirs))
     tensors = [{tensor.name: tensor for tensor in reader.tensors} for reader in (one, other)]
@@ -247,14 +236,14 @@ def test_the_file_is_that_of_the_converter(variant: str, tmp_path: Path) -> None
     if architecture == "qwen2":  # transformers gives its tokenizers tokens that this file has not
         wanted = {key: value for key, value in wanted.items() if not key.startswith("tokenizer.")}
     assert {key: found[key] for key in wanted} == wanted
-    assert load_tokenizer(str(tmp_path / "ours.gguf")).chat_template == TEMPLATE
+    assert load_tokenizer(str(tmp_path / "ours.gguf")).chat_template == gguf_files.TEMPLATE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_stay_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
-    source = save_plain_target(tmp_path / "model", vocab_size=330)  # ten rows that are no token
+    source = gguf_files.save_plain_target(tmp_path / "model", vocab_size=330)  # ten rows that are no token
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    write_gguf(model, bpe_tokenizer(), tmp_path / "model.gguf")
+    write_gguf(model, gguf_files.bpe_tokenizer(), tmp_path / "model.gguf")
     read = load_causal_lm(str(tmp_path / "model.gguf"), dtype=dtype).state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
     assert len(open_gguf(tmp_path / "model.gguf").texts("tokenizer.ggml.tokens")) == 330
@@ -284,7 +273,7 @@ def foreign(kind: str) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     if kind == "words":
         return PreTrainedTokenizerFast(tokenizer_object=words)
-    return bpe_tokenizer(pre_tokenizers.Split(Regex(r"\p{L}"), "isolated"), size=400)
+    return gguf_files.bpe_tokenizer(pre_tokenizers.Split(Regex(r"\p{L}"), "isolated"), size=400)
 
 
 PREPEND, REPLACE = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
@@ -318,7 +307,7 @@ def spaced(*steps: Any, order: tuple[int, ...] = (0, 1, 2, 3, 4), added: AddedTo
 
 def never_met(*steps: Any) -> Any:
     """A byte-level tokenizer with steps of normalisation."""
-    tokenizer = bpe_tokenizer(size=400)
+    tokenizer = gguf_files.bpe_tokenizer(size=400)
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*steps])
     return tokenizer
 
@@ -373,7 +362,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
         ),
         (LlamaConfig(rope_parameters={**ROPE, "original_max_position_embeddings": 4096}, **SHAPE), None, "4096"),
         (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0, **SHAPE), None, "layer_types"),
-        (LlamaConfig(vocab_size=300, **SHAPE), bpe_tokenizer(), "320 tokens of a model with vocab_size=300"),
+        (LlamaConfig(vocab_size=300, **SHAPE), gguf_files.bpe_tokenizer(), "320 tokens of a model with vocab_size=300"),
         (LlamaConfig(vocab_size=300, **SHAPE), foreign("words"), "a tokenizer without merges"),
         (LlamaConfig(vocab_size=400, **SHAPE), foreign("letters"), "a tokenizer that cuts"),
     ],

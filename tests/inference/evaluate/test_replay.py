@@ -18,16 +18,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from outrider.inference.core.decode import speculative
 from outrider.inference.loading.targets import new_drafter
-from outrider.inference.measure.replay import (
-    RecordedTurn,
-    Vocabulary,
-    load_vocabulary,
-    read_transcripts,
-    recordings,
-    replay,
-    replay_answers,
-    replay_turns,
-)
+from outrider.inference.measure import replay as replaying
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, NgramConfig
 from tests.inference.evaluate.evaluating import refused
@@ -59,22 +50,24 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
             speculative(stack, new_drafter(METHODS[method], drafters, own), prompt, max_new_tokens=length, eos=eos)
         )
         answer = [token for r in live for token in r.tokens]
-        recorded = replay(new_drafter(METHODS[method], drafters, own), prompt, answer, max_new_tokens=length, eos=eos)
+        recorded = replaying.replay(
+            new_drafter(METHODS[method], drafters, own), prompt, answer, max_new_tokens=length, eos=eos
+        )
         assert outcome(list(recorded)) == outcome(live)
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
-            turn = RecordedTurn("1", "c", tuple(prompt), tuple(answer))
-            (found,) = replay_turns("m", METHODS[method], drafters, [turn], max_new_tokens=length, seed=3)
+            turn = replaying.RecordedTurn("1", "c", tuple(prompt), tuple(answer))
+            (found,) = replaying.replay_turns("m", METHODS[method], drafters, [turn], max_new_tokens=length, seed=3)
             assert outcome(found.rounds) == outcome(live[1:])
     assert any(r.accepted > 1 for r in live) or method == "prompt_lookup"
 
 
 def test_a_recording_longer_than_the_budget_is_cut() -> None:
     drafter = new_drafter(METHODS["prompt_lookup"], {}, Streams(0))
-    rounds = list(replay(drafter, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
+    rounds = list(replaying.replay(drafter, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
     assert [t for r in rounds for t in r.tokens] == [3, 4, 5]
     with pytest.raises(UserError, match="empty recorded answer"):
-        next(replay(drafter, [1], [], max_new_tokens=3))
+        next(replaying.replay(drafter, [1], [], max_new_tokens=3))
 
 
 def asked(name: str, *turns: str) -> Prompt:
@@ -86,8 +79,8 @@ def characters(text: str) -> list[int]:
 
 
 def test_a_conversation_is_the_later_turns_context() -> None:
-    vocabulary = Vocabulary(characters, 1, 2, "d")
-    first, second = recordings([asked("7", "q", "r")], {"7": ("a", "b")}, vocabulary)
+    vocabulary = replaying.Vocabulary(characters, 1, 2, "d")
+    first, second = replaying.recordings([asked("7", "q", "r")], {"7": ("a", "b")}, vocabulary)
     assert first.prompt == (1, *characters(f"{VICUNA_SYSTEM} USER: q ASSISTANT:"))
     assert first.answer == (*characters(" a"), 2)
     assert second.prompt == (*first.prompt, *first.answer, *characters("USER: r ASSISTANT:"))
@@ -98,7 +91,7 @@ def test_an_answer_whose_space_merges_is_taken_alone() -> None:
     def merging(text: str) -> list[int]:
         return characters(text.replace(": ", ""))
 
-    (only,) = recordings([asked("7", "q")], {"7": ("a",)}, Vocabulary(merging, None, 2, "d"))
+    (only,) = replaying.recordings([asked("7", "q")], {"7": ("a",)}, replaying.Vocabulary(merging, None, 2, "d"))
     assert only.answer == (*characters("a"), 2)
     assert only.id == "7"
 
@@ -121,7 +114,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     answers = [{"question_id": i, "choices": [{"turns": texts[:2]}]} for i in range(3)]
     for name, records in (("questions", questions), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-    vocabulary = load_vocabulary(str(folder / "pieces.model"))
+    vocabulary = replaying.load_vocabulary(str(folder / "pieces.model"))
     documents = [vocabulary.encode(text) for text in texts]
     size = max(map(max, documents)) + 1
     TrigramTable.from_documents(documents, [2, 3, 4], size, vocabulary.vocabulary_digest).save(folder / "table")
@@ -134,7 +127,7 @@ def run(files: dict[str, str], out_dir: Path, *overrides: str) -> None:
     given = [f"transcripts={files['answers.jsonl']}", f"tokenizer={files['pieces.model']}",
              f"prompts={files['questions.jsonl']}", f"table={files['table']}", f"out_dir={out_dir}",
              *overrides]  # fmt: skip
-    replay_answers(config_for("inference/replay.py", given))
+    replaying.replay_answers(config_for("inference/replay.py", given))
 
 
 def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -185,7 +178,7 @@ def test_bad_input(files: dict[str, str], tmp_path: Path, overrides: list[str], 
 def test_bad_transcripts(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "answers.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
-        read_transcripts(str(tmp_path / "answers.jsonl"))
+        replaying.read_transcripts(str(tmp_path / "answers.jsonl"))
 
 
 def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
@@ -193,23 +186,23 @@ def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
     records = [{"question_id": i, "choices": [{"turns": ["é\u2028b\x85"]}]} for i in range(2)]
     lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     path.write_bytes(lines.encode())
-    assert read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
+    assert replaying.read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
     path.write_bytes(lines.encode("latin1", "replace"))
     with pytest.raises(UserError, match=r"answers\.jsonl:1: .*no UTF-8"):
-        read_transcripts(str(path))
+        replaying.read_transcripts(str(path))
 
 
 def test_prompts_of_other_transcripts() -> None:
     with pytest.raises(UserError, match="prompt 8: no answer"):
-        recordings([asked("8", "q")], {"7": ("a",)}, Vocabulary(characters, None, 2, "d"))
+        replaying.recordings([asked("8", "q")], {"7": ("a",)}, replaying.Vocabulary(characters, None, 2, "d"))
     for answers in ((), ("a",), ("a", "b", "c")):
         with pytest.raises(UserError, match=f"prompt 7: 2 turns, but {len(answers)} answers"):
-            recordings([asked("7", "q", "r")], {"7": answers}, Vocabulary(characters, None, 2, "d"))
+            replaying.recordings([asked("7", "q", "r")], {"7": answers}, replaying.Vocabulary(characters, None, 2, "d"))
 
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     path = str(save_target(tmp_path))
-    vocabulary, tokenizer = load_vocabulary(path), load_tokenizer(path)
+    vocabulary, tokenizer = replaying.load_vocabulary(path), load_tokenizer(path)
     assert vocabulary.encode("ab c") == tokenizer("ab c", add_special_tokens=False)["input_ids"]
     assert vocabulary.eos == tokenizer.eos_token_id
     assert vocabulary.vocabulary_digest == vocabulary_digest(tokenizer.get_vocab())

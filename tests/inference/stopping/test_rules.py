@@ -19,18 +19,9 @@ from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, l
 from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import Rule, StopConfig
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
+from outrider.inference.stopping import rules
 from outrider.inference.stopping.by_costs import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
 from outrider.inference.stopping.interface import FixedLength, Step, StopRule
-from outrider.inference.stopping.rules import (
-    AIM,
-    UCB,
-    AdaEDL,
-    BetaThompson,
-    CalibratedThompson,
-    PosteriorMean,
-    RejectionRisk,
-    make_rule,
-)
 from tests.inference.priced import costs
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
@@ -71,14 +62,14 @@ def test_rules_of_the_drafts_own_distribution(weights: list[int], token: int, cu
     }
     for name, (value, bound, below) in expected.items():
         if abs(value - bound) > 1e-4:
-            rule = make_rule(StopConfig(rule=name, max_draft=3, threshold=cut), Streams(0))  # type: ignore[arg-type]
+            rule = rules.make_rule(StopConfig(rule=name, max_draft=3, threshold=cut), Streams(0))  # type: ignore[arg-type]
             assert rule.stop(at) == ((value < bound) == below), name
             assert rule.stop(step(3, [1.0, 0.0]))
 
 
 def test_adaedls_threshold_follows_the_acceptance() -> None:
     """r̄ ← (r̄ + r) / 2; λ ← 0.9 λ + 0.1 (λ ± 0.01), up where r̄ is at most 0.9."""
-    rule, rate, threshold = AdaEDL(9, 0.5, 0.2), AIM, 0.5
+    rule, rate, threshold = rules.AdaEDL(9, 0.5, 0.2), rules.AIM, 0.5
     for drafted, accepted in ((4, 4), (4, 4), (5, 0), (0, 0), (2, 1), *[(3, 3)] * 6):
         rule.observe(drafted, accepted)
         if drafted:
@@ -93,7 +84,7 @@ def test_rejection_risk_is_of_any_token_of_this_draft() -> None:
     survival = np.cumprod([1 / (1 + math.exp(-logit)) for logit in says])
     for place, alive in enumerate(survival[:-1]):
         for threshold in (1 - alive - 0.01, 1 - alive + 0.01):
-            rule = RejectionRisk(head(says), 99, threshold)
+            rule = rules.RejectionRisk(head(says), 99, threshold)
             expected = next((i for i, left in enumerate(survival, 1) if 1 - left > threshold), 4)
             for _ in range(2):  # a draft does not depend on the one before
                 assert draft_length(rule, 4) == expected
@@ -101,7 +92,7 @@ def test_rejection_risk_is_of_any_token_of_this_draft() -> None:
 
 
 def test_the_bandit_is_ucb1() -> None:
-    rule, chance = UCB([FixedLength(k) for k in (2, 4, 8)]), random.Random(0)
+    rule, chance = rules.UCB([FixedLength(k) for k in (2, 4, 8)]), random.Random(0)
     counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
     for t in range(60):
         bounds = [
@@ -193,7 +184,7 @@ def all_rules() -> dict[str, Callable[[], Any]]:
     tuning, asked = Tuning(costs()), head([0.5])
 
     def made(stop: StopConfig) -> Callable[[], Any]:
-        return lambda: make_rule(stop, Streams(0), asked, tuning)
+        return lambda: rules.make_rule(stop, Streams(0), asked, tuning)
 
     found = {rule: made(StopConfig(rule=rule)) for rule in get_args(Rule)}
     return {**found, "survival, head": made(StopConfig(rule="survival", score="head"))}
@@ -216,9 +207,9 @@ def test_a_rule_transfers_one_number_a_token_and_keeps_its_bound(name: str) -> N
     rule.observe(0, 0)  # the budget was used up
 
 
-def beta(update: str = "natural", discount: float = 1.0) -> BetaThompson:
+def beta(update: str = "natural", discount: float = 1.0) -> rules.BetaThompson:
     stop = StopConfig(rule="beta", alpha=2.0, beta=3.0, update=update, discount=discount)  # type: ignore[arg-type]
-    return BetaThompson(1000, stop, random.Random(1))
+    return rules.BetaThompson(1000, stop, random.Random(1))
 
 
 @settings(deadline=None)
@@ -243,7 +234,7 @@ def test_trials_of_the_beta_posterior(outcomes: list[tuple[int, int]], update: s
 
 @pytest.mark.parametrize("rule", ["beta", "calibrated"])
 def test_a_rule_that_draws_has_a_stream_of_its_own(rule: Any) -> None:
-    made: Any = make_rule(StopConfig(rule=rule), Streams(7), CalibrationHead(2, 2))
+    made: Any = rules.make_rule(StopConfig(rule=rule), Streams(7), CalibrationHead(2, 2))
     assert made._random.random() == Streams(7).of("stop").random()
 
 
@@ -264,15 +255,15 @@ def test_draft_length_follows_the_acceptance_rate() -> None:
     assert means == sorted(means)
 
 
-def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> PosteriorMean:
+def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> rules.PosteriorMean:
     known = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5} if evidence == "both" else {}
     stop = StopConfig(rule="calibrated", evidence=evidence, **{**known, **changes})  # type: ignore[arg-type]
-    return PosteriorMean(50, replace(stop, mean=mean) if mean == "printed" else stop, head([bias]))
+    return rules.PosteriorMean(50, replace(stop, mean=mean) if mean == "printed" else stop, head([bias]))
 
 
-def calibrated(**changes: Any) -> CalibratedThompson:
+def calibrated(**changes: Any) -> rules.CalibratedThompson:
     believed = posterior(**changes)
-    return CalibratedThompson(50, believed.settings, believed.head, random.Random(0))
+    return rules.CalibratedThompson(50, believed.settings, believed.head, random.Random(0))
 
 
 def test_posterior_moves_from_the_model_to_the_sample() -> None:
@@ -312,7 +303,7 @@ def test_evidence_of_one_kind_alone() -> None:
     assert model.given(0.9) == pytest.approx((0.9, 0.3**2))
     assert sample.given(0.9) == sample.given(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
     sample.head = None  # type: ignore[assignment]
-    assert draft_length(CalibratedThompson(50, sample.settings, sample.head, random.Random(0))) >= 1
+    assert draft_length(rules.CalibratedThompson(50, sample.settings, sample.head, random.Random(0))) >= 1
 
 
 def test_the_head_is_asked_about_the_token_just_drafted() -> None:
@@ -329,7 +320,7 @@ def test_the_mean_alone_decides_without_chance() -> None:
     """The first token at which μ is below the threshold is the last one, every time."""
     for bias, threshold in ((0.5, 0.6), (0.5, 0.65), (-1.0, 0.2)):
         stop = StopConfig(rule="posterior_mean", model_sigma=0.3, sample_sigma=0.6, prior=0.3, threshold=threshold)
-        rule = PosteriorMean(4, stop, head([bias]))
+        rule = rules.PosteriorMean(4, stop, head([bias]))
         for _ in range(6):
             mean = rule.given(1 / (1 + math.exp(-bias)))[0]
             assert draft_length(rule) == (1 if mean < threshold else 4)

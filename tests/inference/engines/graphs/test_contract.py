@@ -41,23 +41,10 @@ from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
+from tests import graph_contract as contract
 from tests.eagle3_runs import require_same_texts
 from tests.faults import plant
 from tests.fitted_heads import fitted_head, remade
-from tests.graph_contract import (
-    CHANGED,
-    FREED,
-    REBOUND,
-    STAYS,
-    UNFROZEN,
-    UPDATED,
-    WAITS,
-    WARM_UP,
-    BrokenError,
-    Watch,
-    keep_contracts,
-    lay_out_as_on_a_gpu,
-)
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
 
@@ -83,7 +70,7 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     path = save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
     with pytest.MonkeyPatch.context() as patch:
-        lay_out_as_on_a_gpu(patch)
+        contract.lay_out_as_on_a_gpu(patch)
         return laid_out(path)
 
 
@@ -179,20 +166,20 @@ EACH_KIND = ("plain", "rows", "early exit, opt_tree", "small LM, some tokens", "
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    return keep_contracts(monkeypatch)
+def watch(monkeypatch: pytest.MonkeyPatch) -> contract.Watch:
+    return contract.keep_contracts(monkeypatch)
 
 
 @pytest.mark.parametrize(
     "path", typical_where(lambda path: path in (*EACH_KIND, "sampled", "early exit, calibrated"), PATHS)
 )
-def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) -> None:
+def test_every_path_keeps_the_contract(models: Models, watch: contract.Watch, path: str) -> None:
     PATHS[path](models, Graphed(16))
     assert 2 <= len(watch.graphs) < len(watch.replayed)
     assert path != "rows" or {width for _, width, _ in watch.replayed} == {*WIDTHS}
 
 
-def test_trials_of_attention_kernels_keep_it(models: Models, watch: Watch) -> None:
+def test_trials_of_attention_kernels_keep_it(models: Models, watch: contract.Watch) -> None:
     assert Graphed(16).choose_kernels([models.stack], 200)
     assert watch.graphs
 
@@ -205,13 +192,13 @@ def test_longer_texts_leave_the_older_graphs_as_they_were(models: Models) -> Non
     stack.reserve(4096)
     plainly(stack, runtime)
     stack.cos0 = stack.cos0 + 1
-    with pytest.raises(BrokenError, match="rotary tables"):
+    with pytest.raises(contract.BrokenError, match="rotary tables"):
         plainly(stack, runtime)
 
 
 @pytest.mark.parametrize("fault", [None, "_mask", "_positions", "_slot"])
 def test_steps_of_answers_keep_it(
-    tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, fault: str | None
+    tmp_path: Path, watch: contract.Watch, monkeypatch: pytest.MonkeyPatch, fault: str | None
 ) -> None:
     """A step leaves its logits to its caller. fault: a buffer that is bound anew for every step."""
     if fault is not None:
@@ -224,7 +211,7 @@ def test_steps_of_answers_keep_it(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
     generator = Generator(model.requires_grad_(False), Sampler(SamplingConfig()), (), greedy_tokens=9)
     prompts, draws = [random_prompt(length) for length in (3, 11, 5)], [uniforms(0, str(i), 0, 9) for i in range(3)]
-    with nullcontext() if fault is None else pytest.raises(BrokenError, match=REBOUND):
+    with nullcontext() if fault is None else pytest.raises(contract.BrokenError, match=contract.REBOUND):
         found = generator.answer(prompts, draws)
         assert len(watch.graphs) > 1  # as the buffers grow
         monkeypatch.setattr(batch_state, "can_be_fixed", lambda *_: False)
@@ -236,17 +223,17 @@ def test_steps_of_answers_keep_it(
 
 
 PLANTED = {  # a rule, and what breaks it
-    WAITS: (FixedView, "masks", "base, depths = self", "int(self.upload.stop)\n    base, depths = self"),
-    STAYS: (FixedView, "masks", "return built", "self.upload.kept = built\n    return built"),
-    WARM_UP: (
+    contract.WAITS: (FixedView, "masks", "base, depths = self", "int(self.upload.stop)\n    base, depths = self"),
+    contract.STAYS: (FixedView, "masks", "return built", "self.upload.kept = built\n    return built"),
+    contract.WARM_UP: (
         FixedView, "masks", "return built", "return vars(self.upload).setdefault(f'{self.width} {self.keys}', built)",
     ),
-    REBOUND: (
+    contract.REBOUND: (
         Arena, "buffer", "if (name, place) not in",
         "if place < 0:\n        self.before = self.buffers.pop((name, place), None)  # so that the address is another\n"
         "    if (name, place) not in",
     ),
-    CHANGED: (  # a slot that the host chooses for every pass
+    contract.CHANGED: (  # a slot that the host chooses for every pass
         Arena, "view", "return FixedView(self.upload, width, keys, self.limit,",
         "self.turn = vars(self).get('turn', 0) + 1\n"
         "    return FixedView(self.upload, width, keys, self.limit - self.turn,",
@@ -261,7 +248,7 @@ def test_a_planted_fault_is_found_in_every_kind_of_pass(
 ) -> None:
     plant(monkeypatch, *PLANTED[rule])
     for path in EACH_KIND:
-        with pytest.raises(BrokenError, match=rule):
+        with pytest.raises(contract.BrokenError, match=rule):
             PATHS[path](models, Graphed(16))
 
 
@@ -270,7 +257,7 @@ def test_a_step_that_is_not_restored_after_the_warm_up_is_found(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, Arena, "run", "capture(run, changed)", "capture(run)")
-    with pytest.raises(BrokenError, match=UPDATED):
+    with pytest.raises(contract.BrokenError, match=contract.UPDATED):
         plainly(models.stack, Graphed(16))
 
 
@@ -280,10 +267,10 @@ def test_the_two_faults_that_a_gpu_found_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
 ) -> None:
     """Of EAGLE-3's graphs: a head that is not frozen, and one that was made in inference mode and then moved."""
-    lay_out_as_on_a_gpu(monkeypatch)
+    contract.lay_out_as_on_a_gpu(monkeypatch)
     path = save_target(tmp_path, "mistral", kv_heads=2, peak=6.0)
     run = partial(require_same_texts, path, structure, torch.device("cpu"))
-    with pytest.raises(BrokenError, match=UNFROZEN):
+    with pytest.raises(contract.BrokenError, match=contract.UNFROZEN):
         run(lambda head: head.requires_grad_())
     with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
         run(lambda head: remade(head, in_inference_mode=True))
@@ -297,7 +284,7 @@ STATE: dict[str, Any] = {}
     ("rule", "run"),
     [
         *(
-            (WAITS, run)
+            (contract.WAITS, run)
             for run in (
                 lambda: GIVEN[0].item(),
                 lambda: GIVEN.tolist(),
@@ -310,11 +297,11 @@ STATE: dict[str, Any] = {}
                 lambda: TAKEN.add_(torch.tensor(1)),
             )
         ),
-        (FREED, lambda: TAKEN.copy_(STATE["lent"])),
-        (CHANGED, lambda: TAKEN.copy_(STATE["number"] * GIVEN)),
-        (CHANGED, lambda: TAKEN[: STATE["size"]].fill_(1)),
-        (CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["more"])]),
-        (CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["less"])]),
+        (contract.FREED, lambda: TAKEN.copy_(STATE["lent"])),
+        (contract.CHANGED, lambda: TAKEN.copy_(STATE["number"] * GIVEN)),
+        (contract.CHANGED, lambda: TAKEN[: STATE["size"]].fill_(1)),
+        (contract.CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["more"])]),
+        (contract.CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["less"])]),
     ],
 )
 @pytest.mark.usefixtures("watch")
@@ -328,5 +315,5 @@ def test_a_rule_refuses_what_breaks_it(rule: str, run: Callable[[], Any]) -> Non
         STATE.update(lent=torch.from_numpy(memory), number=3, size=3, more=2, less=1)
         graph.replay()
 
-    with pytest.raises(BrokenError, match=rule):
+    with pytest.raises(contract.BrokenError, match=rule):
         captured_and_replayed()
