@@ -173,8 +173,6 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
     unfit: why the target cannot have a drafter of some kind. Raises `UserError` if loading alone takes all minutes.
     """
     if config.train != "auto":
-        for kind in config.train:
-            require(kind not in unfit, "train", kind, f"another kind: {unfit.get(kind)}")
         return _with_minutes(config, look, config.train, {})
     fits = [kind for kind in ORDER[look.device] if kind not in unfit]
     slow = [kind for kind in TRAINED if kind not in ORDER[look.device]]
@@ -214,8 +212,9 @@ def pipeline_of(config: AutoConfig, choice: Choice, look: Look) -> PipelineConfi
     for name, given in minutes.items():
         steps[name][TIME] = float(f"{given:.3g}")
     expected = _EXPECTED | {name: given + look.loading for name, given in minutes.items()}
-    made = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug, resume=True)
-    return fitted(replace(made, expected_minutes=expected))
+    made = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug)
+    resume = config.resume or not config.debug  # the steps go on from what the look began; a rehearsal starts over
+    return fitted(replace(made, expected_minutes=expected, resume=resume))
 
 
 def describe(choice: Choice, look: Look) -> str:

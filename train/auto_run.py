@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, require
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run
@@ -112,11 +112,14 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
 
 
 def _unfit(config: AutoConfig) -> dict[str, str]:
-    """By kind of drafter, the reason why the target cannot have one."""
+    """By kind of drafter, the reason why the target cannot have one. Raises `UserError` if `config.train` names it."""
     try:
         open_target(config.target, by_layers=True)
     except UserError as error:
-        return {name: str(error) for name in TRAINED if KINDS[name].layers}
+        unfit = {name: str(error) for name in TRAINED if KINDS[name].layers}
+        for kind in () if config.train == "auto" else config.train:
+            require(kind not in unfit, "train", kind, f"another kind: {error}")
+        return unfit
     return {}
 
 

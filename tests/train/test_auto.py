@@ -54,8 +54,6 @@ def test_a_user_has_the_last_word() -> None:
     slow = replace(LOOK, tokens_per_second=5.0)
     assert choose(replace(CONFIG, train=("eagle3",)), slow, {}).kinds == ("eagle3",)
     assert choose(replace(CONFIG, train=()), LOOK, {}).kinds == ()
-    with pytest.raises(UserError, match="train='early_exit': expected another kind: no layers"):
-        choose(replace(CONFIG, train=("early_exit",)), LOOK, {"early_exit": "no layers"})
     with pytest.raises(UserError, match="each kind once"):
         AutoConfig(target="org/model", train=("eagle3", "eagle3"))
 
@@ -190,10 +188,15 @@ def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: py
         run_auto(AutoConfig(target=chat_target, plan=True), config_for)
 
 
-def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_models: Path) -> None:
-    config = AutoConfig(target=str(tiny_models / "target"), out_dir=str(tmp_path / "out"))
+def test_inputs_that_a_later_step_cannot_use_stop_it_first(
+    tmp_path: Path, tiny_models: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig(target=str(tiny_models / "target"), plan=True, out_dir=str(tmp_path / "out"))
     with pytest.raises(UserError, match="has no chat template"):
         run_auto(config, config_for)
+    monkeypatch.setattr("outrider.draft_models.targets.open_target.why_not_by_layers", lambda _: "no layers")
+    with pytest.raises(UserError, match=r"train='early_exit': expected another kind: .*no layers"):
+        run_auto(replace(config, target=chat_target, train=("early_exit",)), config_for)
     assert not (tmp_path / "out").exists()
 
 
@@ -201,6 +204,7 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_
 def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -> None:
     prompts = str(own_prompts(tmp_path)) if own else None
     pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
+    assert (pipeline.resume, pipeline_of(CONFIG, Choice((), {}, {}), LOOK).resume) == (False, True)
     step = small(settings_of(pipeline)["prompts"], tmp_path)
     assert (step.file, step.target, step.count < 100) == (prompts, None if own else "org/model", not own)
 
