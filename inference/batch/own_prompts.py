@@ -71,7 +71,8 @@ def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: Parti
 
     given = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
     given |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
-    asked = GenerateConfig(target=target.source, data=DataConfig(), out_dir=str(folder), **given)
+    decides = DataConfig(template="tokenizer" if config.template == "auto" else config.template)
+    asked = GenerateConfig(target=target.source, data=decides, out_dir=str(folder), **given)
     generate(asked, require_writable(folder), state, tasks)
 
 
