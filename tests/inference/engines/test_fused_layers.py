@@ -21,20 +21,11 @@ from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.targets import prepare
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
+from tests import tiny
 from tests.families import save_family
 from tests.known_targets import tokens_of
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where
-from tests.tiny import (
-    ARCHITECTURES,
-    LAYERS,
-    VOCABULARY,
-    make_drafter,
-    open_stack,
-    random_prompt,
-    reference_generate,
-    save_target,
-)
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
@@ -44,13 +35,13 @@ needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="need
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
     """A batch of rows through all layers, head included, with biases and scales that are none of the initial ones."""
-    path = save_target(
+    path = tiny.save_target(
         tmp_path, architecture, kv_heads=2, **({"attention_bias": True} if architecture == "llama" else {})
     )
-    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(tiny.LAYERS), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -60,11 +51,11 @@ def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtyp
     positions = torch.arange(18).expand(2, 18)
     hidden, rotary = stack.embed(tokens, positions), stack.rotary(positions)
     masks = stack.packed_masks(torch.zeros_like(tokens))
-    expected = stack.logits(stack.run(hidden, 0, LAYERS, rotary, masks))
+    expected = stack.logits(stack.run(hidden, 0, tiny.LAYERS, rotary, masks))
     whole = model(tokens).logits
     fuse_layers(stack)
     assert all(isinstance(layer, FusedLayer) for layer in stack.layers)
-    torch.testing.assert_close(stack.logits(stack.run(hidden, 0, LAYERS, rotary, masks)), expected)
+    torch.testing.assert_close(stack.logits(stack.run(hidden, 0, tiny.LAYERS, rotary, masks)), expected)
     torch.testing.assert_close(model(tokens).logits, whole, rtol=0, atol=0)  # the model goes on as it was
 
 
@@ -83,11 +74,11 @@ def test_joined_weights_are_held_once() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "phi"])  # the latter's head has a bias
 def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, architecture: str) -> None:
     """It is never proposed. Twice laid out it is the same; tied to the embedding, that goes on having the row."""
-    save = save_family if architecture == "phi" else save_target
+    save = save_family if architecture == "phi" else tiny.save_target
     path = save(tmp_path, architecture)
     tokens = torch.arange(3, 35)
-    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
-    narrow(model, DraftVocabulary(tokens, VOCABULARY))
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(tiny.LAYERS), dtype=torch.float32)
+    narrow(model, DraftVocabulary(tokens, tiny.VOCABULARY))
     stack, hidden = layer_stack(model), torch.randn(1, 5, model.config.hidden_size)
     expected, whole = stack.draft_logits(hidden), stack.logits(hidden)
     prepare(stack, {})
@@ -112,14 +103,14 @@ def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
 @needs_onednn
 @pytest.mark.parametrize(
     ("architecture", "tied", "own_head"),
-    quick_where(lambda row: row[0] == "llama", all_pairs(ARCHITECTURES, (True, False), (True, False))),
+    quick_where(lambda row: row[0] == "llama", all_pairs(tiny.ARCHITECTURES, (True, False), (True, False))),
 )
 def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied: bool, own_head: bool) -> None:
     """Both arms, prepared."""
-    path = save_target(tmp_path, architecture, tied=tied, kv_heads=2)
-    (model, _), (_, stack), prompt = open_stack(path), open_stack(path), random_prompt(20)
-    expected = reference_generate(model, prompt, 40)
-    drafter = make_drafter(path, LAYERS - 1, noise=0.1, own_head=own_head)
+    path = tiny.save_target(tmp_path, architecture, tied=tied, kv_heads=2)
+    (model, _), (_, stack), prompt = tiny.open_stack(path), tiny.open_stack(path), tiny.random_prompt(20)
+    expected = tiny.reference_generate(model, prompt, 40)
+    drafter = tiny.make_drafter(path, tiny.LAYERS - 1, noise=0.1, own_head=own_head)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
     shaped = ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4)))

@@ -8,75 +8,65 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure import bench
+from outrider.inference.measure import bench, results
 from outrider.inference.measure.lossless import Deviation
-from outrider.inference.measure.results import (
-    Measured,
-    PromptResult,
-    Skipped,
-    append_result,
-    begin_run,
-    next_number,
-    open_run,
-    read_results,
-)
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 
 
-def measured(position: int, processes: int = 1) -> Measured:
+def measured(position: int, processes: int = 1) -> results.Measured:
     rounds = (Round((5, 6), 4, 1, 3, 0.1 + position, 1 / 3, 1e-17, 0.2), Round((7,), 0, 0, 0, 3.0))
     generation = Generation((4, 5, 6, 7), 0.1, 2 / 3, rounds, {"expected_tau": 1.7})
     arms = {"autoregressive": replace(generation, rounds=(), totals={}), "m": generation}
     judged = {"m": Deviation(3, (0.5, -0.25), 2.5, 1, 4, (0.5,), 1, 0.75)}
-    result = PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, judged)
+    result = results.PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, judged)
     talk = (result, replace(result, prompt_id="p/turn2", profiles={}, conversation="p"))
-    return Measured(position, processes, talk, (Skipped("p/turn3", "too long"),))
+    return results.Measured(position, processes, talk, (results.Skipped("p/turn3", "too long"),))
 
 
 def test_what_was_kept_is_what_was_measured(tmp_path: Path) -> None:
     kept = {3: measured(3), 0: measured(0, processes=2), 1: measured(1)}
-    append_result(tmp_path, 0, kept[3])
-    append_result(tmp_path, 0, kept[1])
-    append_result(tmp_path, 2, kept[0])
-    assert next_number(tmp_path) == 3
-    assert read_results(tmp_path) == kept
-    assert isinstance(read_results(tmp_path)[0].turns[0].generations["m"].rounds[0], Round)
+    results.append_result(tmp_path, 0, kept[3])
+    results.append_result(tmp_path, 0, kept[1])
+    results.append_result(tmp_path, 2, kept[0])
+    assert results.next_number(tmp_path) == 3
+    assert results.read_results(tmp_path) == kept
+    assert isinstance(results.read_results(tmp_path)[0].turns[0].generations["m"].rounds[0], Round)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
 def test_half_a_line_is_no_result(tmp_path: Path, cut: int) -> None:
     """Whatever a kill has left of the last line; a line that ends must be whole."""
-    append_result(tmp_path, 0, measured(0))
-    append_result(tmp_path, 0, measured(1))
+    results.append_result(tmp_path, 0, measured(0))
+    results.append_result(tmp_path, 0, measured(1))
     path = tmp_path / "results-00000.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    assert read_results(tmp_path) == {0: measured(0)}
+    assert results.read_results(tmp_path) == {0: measured(0)}
     path.write_bytes(whole[:-cut] + b"\n" + whole)
     if cut > 1:
         with pytest.raises(UserError, match=r"results-00000.jsonl:2: not a result"):
-            read_results(tmp_path)
+            results.read_results(tmp_path)
 
 
 def test_a_directory_is_continued_when_told_to_and_with_the_same_settings(tmp_path: Path) -> None:
     settings = {"seed": 0, "methods": {"m": {"nodes": 4}}, "widths": (4, 2)}
-    assert open_run(tmp_path, settings, resume=False) is None
-    assert open_run(tmp_path, settings, resume=True) is None
-    begin_run(tmp_path, settings, {"delta": 0.25})
-    assert open_run(tmp_path, settings, resume=False) is None  # nothing was measured
-    append_result(tmp_path, 0, measured(0))
-    assert open_run(tmp_path, settings, resume=True) == {"delta": 0.25}
+    assert results.open_run(tmp_path, settings, resume=False) is None
+    assert results.open_run(tmp_path, settings, resume=True) is None
+    results.begin_run(tmp_path, settings, {"delta": 0.25})
+    assert results.open_run(tmp_path, settings, resume=False) is None  # nothing was measured
+    results.append_result(tmp_path, 0, measured(0))
+    assert results.open_run(tmp_path, settings, resume=True) == {"delta": 0.25}
     (tmp_path / "run.json").unlink()
     with pytest.raises(UserError, match=r"holds results, but no run.json that says how they were made"):
-        open_run(tmp_path, settings, resume=True)
+        results.open_run(tmp_path, settings, resume=True)
     only_a_report = tmp_path / "replayed"
     only_a_report.mkdir()
     (only_a_report / "report.json").write_text("{}")
     with pytest.raises(UserError, match="holds results already"):
-        open_run(only_a_report, settings, resume=False)
+        results.open_run(only_a_report, settings, resume=False)
 
 
 def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
@@ -87,18 +77,18 @@ def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
     prepared = bench.Prepared(
         {"chain": chain, "tree": tree, "auto": adaptive}, {"auto": Tuning(costs, (4.0, 2.0), (1.5, 0.0))}
     )
-    begin_run(tmp_path, {}, asdict(prepared))
-    assert construct(bench.Prepared, open_run(tmp_path, {}, resume=True)) == prepared
+    results.begin_run(tmp_path, {}, asdict(prepared))
+    assert construct(bench.Prepared, results.open_run(tmp_path, {}, resume=True)) == prepared
 
 
 def test_an_option_that_is_gone_and_had_no_value_changes_nothing(tmp_path: Path) -> None:
     """As draft_tokens of evaluate-checkpoint, which is one of measure-engine now."""
     config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")})
     for value in ([], [3]):
-        begin_run(tmp_path, {**config.deciding(), "draft_tokens": value}, {})
-        append_result(tmp_path, 0, measured(0))
+        results.begin_run(tmp_path, {**config.deciding(), "draft_tokens": value}, {})
+        results.append_result(tmp_path, 0, measured(0))
         if value:
             with pytest.raises(UserError, match=r"draft_tokens=absent \(was \[3\]\)"):
-                open_run(tmp_path, config.deciding(), True, config)
+                results.open_run(tmp_path, config.deciding(), True, config)
         else:
-            assert open_run(tmp_path, config.deciding(), True, config) == {}
+            assert results.open_run(tmp_path, config.deciding(), True, config) == {}
