@@ -40,17 +40,8 @@ from outrider.train.parts.calibration_scores import brier, later_half, predict
 from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capture_splits, joined, only_tested
 from outrider.train.recipes import calibration
 from outrider.train.recipes.calibration import calibrate
+from tests import tiny
 from tests.fitted_heads import fitted_head
-from tests.tiny import (
-    LAYERS,
-    VOCABULARY,
-    byte_tokenizer,
-    make_drafter,
-    open_stack,
-    random_prompt,
-    save_exit,
-    save_target,
-)
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, same, save_for_calibration
 
@@ -63,9 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafting(kind: str, path: Path, prompt: list[int]) -> tuple[Callable[[], DraftModel], Callable[..., torch.Tensor]]:
     """A drafter for the target in `path`, sometimes right after `prompt`, and its output head."""
     if kind == "early_exit":
-        drafter = make_drafter(path, LAYERS - 1, noise=0.1)
+        drafter = tiny.make_drafter(path, tiny.LAYERS - 1, noise=0.1)
         return lambda: EarlyExitSource(drafter), drafter.logits
-    _, stack = open_stack(path)
+    _, stack = tiny.open_stack(path)
     if kind == "eagle3":
         answer = [token for r in autoregressive(stack, prompt, max_new_tokens=30) for token in r.tokens]
         head = fitted_head(stack, [(prompt, answer)])
@@ -80,8 +71,8 @@ def drafting(kind: str, path: Path, prompt: list[int]) -> tuple[Callable[[], Dra
 @pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3"])
 def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
     """Every tested token, in order, with its outcome; hidden states and confidence are those of plain decoding."""
-    path, prompt = save_target(tmp_path / "target"), random_prompt(12)
-    _, stack = open_stack(path)
+    path, prompt = tiny.save_target(tmp_path / "target"), tiny.random_prompt(12)
+    _, stack = tiny.open_stack(path)
     draft_model, logits_of = drafting(kind, path, prompt)
     got = capture(Drafting(partial(speculative, stack), draft_model, 30, 4), Text(prompt))
 
@@ -104,9 +95,9 @@ def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
 
 
 def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> None:
-    path = save_target(tmp_path / "target")
-    _, stack = open_stack(path)
-    prompt = random_prompt(12)
+    path = tiny.save_target(tmp_path / "target")
+    _, stack = tiny.open_stack(path)
+    prompt = tiny.random_prompt(12)
     draft_model, _ = drafting("early_exit", path, prompt)
     given = Drafting(partial(speculative, stack), draft_model, 30, 4), Text(prompt)
     part, whole = (capture(*given, all_of_it) for all_of_it in (False, True))
@@ -117,11 +108,11 @@ def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> No
 
 
 def test_a_recorded_answer_that_was_cut_is_captured_as_far_as_it_goes(tmp_path: Path) -> None:
-    path, prompt = save_target(tmp_path / "target"), random_prompt(12)
+    path, prompt = tiny.save_target(tmp_path / "target"), tiny.random_prompt(12)
     draft_model, _ = drafting("small_lm", path, prompt)
-    answer = [token for r in autoregressive(open_stack(path)[1], prompt, max_new_tokens=11) for token in r.tokens]
-    live = capture(Drafting(partial(speculative, open_stack(path)[1]), draft_model, 11, 4), Text(prompt))
-    recorded = partial(replay, session=partial(RecordedSession, vocabulary=VOCABULARY))
+    answer = [token for r in autoregressive(tiny.open_stack(path)[1], prompt, max_new_tokens=11) for token in r.tokens]
+    live = capture(Drafting(partial(speculative, tiny.open_stack(path)[1]), draft_model, 11, 4), Text(prompt))
+    recorded = partial(replay, session=partial(RecordedSession, vocabulary=tiny.VOCABULARY))
     again = capture(Drafting(recorded, draft_model, 30, 4), Text(prompt, answer))
     assert all(torch.equal(again[name], live[name]) for name in ("position", "confidence", "label"))
 
@@ -130,9 +121,9 @@ class Texts:
     """Twenty texts to learn from and six of held-out ones, which take `seconds` each, twice that from 30 s on."""
 
     def __init__(self, path: Path, seconds: float = 1.0) -> None:
-        self.stack, self.seconds, self.now, self.continued = open_stack(path)[1], seconds, 0.0, list[int]()
-        self.draft_model, _ = drafting("early_exit", path, random_prompt(12))
-        prompts = [Text(random_prompt(12, seed)) for seed in range(26)]
+        self.stack, self.seconds, self.now, self.continued = tiny.open_stack(path)[1], seconds, 0.0, list[int]()
+        self.draft_model, _ = drafting("early_exit", path, tiny.random_prompt(12))
+        prompts = [Text(tiny.random_prompt(12, seed)) for seed in range(26)]
         self.every: dict[Split, list[Text]] = {"train": prompts[:20], "heldout": prompts[20:]}
 
     def decode(self, drafter: Drafter, prompt: list[int], **options: Any) -> Iterator[Round]:
@@ -280,7 +271,7 @@ def test_a_head_is_bound_to_how_its_drafter_is_read(tiny_models: Path) -> None:
 
 
 def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tiny_models: Path, tmp_path: Path) -> None:
-    other = save_target(tmp_path / "other", seed=1)
+    other = tiny.save_target(tmp_path / "other", seed=1)
     bad: dict[str, dict[str, Any]] = {
         "new_tokens=256: expected less than the context of 256": {"new_tokens": 256},
         "nowhere: no drafter there; expected .* eagle3 .*Hub: hf download": {"checkpoint": str(tmp_path / "nowhere")},
@@ -299,10 +290,10 @@ def test_another_template_than_the_drafters_is_warned_of(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(shutil.copytree(folder / "target", tmp_path / "target"))
-    byte_tokenizer("{{ messages }}").save_pretrained(path)
+    tiny.byte_tokenizer("{{ messages }}").save_pretrained(path)
     talk = DataConfig(source="local", path="chat.jsonl", template="vicuna")
     record = {"data": json.loads(json.dumps(talk.deciding()))}
-    save_exit(tmp_path / "drafter", path, LAYERS - 1, record)
+    tiny.save_exit(tmp_path / "drafter", path, tiny.LAYERS - 1, record)
     for data, warned in (
         (replace(talk, template="tokenizer"), True),
         (talk, False),
@@ -325,7 +316,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     monkeypatch.setattr(calibration, "capture_splits", capture)
     run = calibrating(folder, tmp_path / "run", resume=True)
     path = folder / "target"
-    save_exit(tmp_path / "other", path, LAYERS - 1, noise=0.2)
+    tiny.save_exit(tmp_path / "other", path, tiny.LAYERS - 1, noise=0.2)
     others: list[dict[str, Any]] = [
         {"max_draft": 3}, {"new_tokens": 12}, {"dtype": "float64"}, {"checkpoint": str(tmp_path / "other")},
         {"minutes": 2.0}, {"new_tokens": 250}, {"l2": 3.0, "odds": False},

@@ -18,15 +18,7 @@ from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import IGNORE
 from outrider.train.parts.drafter import export
-from outrider.train.recipes.toy import (
-    ToyTarget,
-    bits_per_byte,
-    build_lm,
-    prepare,
-    token_bytes,
-    train_tokenizer,
-    train_toy_target,
-)
+from outrider.train.recipes import toy
 from outrider.train.settings.fit import FitConfig
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 from tests.train import jobs
@@ -47,7 +39,7 @@ def _config(directory: Path, **changes: object) -> ToyTargetConfig:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     config = _config(tmp_path_factory.mktemp("toy"))
-    train_toy_target(config)
+    toy.train_toy_target(config)
     return config
 
 
@@ -68,16 +60,16 @@ def test_it_is_an_ordinary_directory(finished):
 
 
 def test_the_command_finds_it_finished(finished, capsys):
-    train_toy_target(replace(finished, resume=True))
+    toy.train_toy_target(replace(finished, resume=True))
     assert capsys.readouterr().out.splitlines()[-1] == f"{finished.out_dir}: finished already"
     for changes, message in (({}, "holds an earlier run"), ({"resume": True, "layers": 3}, r"layers=3 \(was 2\)")):
         with pytest.raises(UserError, match=message):
-            train_toy_target(replace(finished, **changes))
+            toy.train_toy_target(replace(finished, **changes))
 
 
 def test_minutes_end_it(tmp_path):
     config = _config(tmp_path, minutes=1e-9)
-    train_toy_target(config)
+    toy.train_toy_target(config)
     report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
     assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
     assert 0 < report["bits_per_byte"] < 9
@@ -86,13 +78,13 @@ def test_minutes_end_it(tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
     config = _config(tmp_path, resume=True)
-    train_toy_target(config)
+    toy.train_toy_target(config)
     out_dir = Path(config.out_dir)
     for name in ("toy_target.json", "config.json"):
         (out_dir / name).unlink()  # as if killed between training and export
     with pytest.raises(UserError, match=r"data\.max_records=7 \(was 8\)"):
-        train_toy_target(replace(config, data=replace(config.data, max_records=7)))
-    train_toy_target(config)
+        toy.train_toy_target(replace(config, data=replace(config.data, max_records=7)))
+    toy.train_toy_target(config)
     assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
 
 
@@ -109,10 +101,10 @@ def test_a_directory_is_whole_once_it_has_a_config(finished, tmp_path):
 def test_gradient_checkpointing_changes_nothing(finished, tmp_path):
     """And the same settings give the same bits, elsewhere too."""
     config = _config(tmp_path, fit=replace(finished.fit, gradient_checkpointing=True))
-    train_toy_target(config)
+    toy.train_toy_target(config)
     for name in ("model.safetensors", "tokenizer.json"):
         assert (Path(config.out_dir) / name).read_bytes() == (Path(finished.out_dir) / name).read_bytes()
-    student = ToyTarget(build_lm(config, train_tokenizer(TEXTS, 320)))
+    student = toy.ToyTarget(toy.build_lm(config, toy.train_tokenizer(TEXTS, 320)))
     student.gradient_checkpointing_enable()
     assert all(layer.gradient_checkpointing for layer in student.lm.model.layers)
 
@@ -123,7 +115,7 @@ def test_other_text_is_another_run(tmp_path):
     for word in ("one", "other"):
         file.write_text("".join(json.dumps({"text": f"{word} text, number {n}\n" * 9}) + "\n" for n in range(30)))
         data = DataConfig(source="local", path=[str(file)], heldout_fraction=0.3, cache_dir=str(tmp_path / "cache"))
-        identities.append(prepare(_config(tmp_path, data=data), 0.0, join_processes()).identity)
+        identities.append(toy.prepare(_config(tmp_path, data=data), 0.0, join_processes()).identity)
     assert [key for key, *_ in differences(*identities)] == ["data_key"]
 
 
@@ -133,40 +125,40 @@ def test_conversations_are_refused(tmp_path):
     file.write_text(json.dumps(record) + "\n")
     config = _config(tmp_path, data=DataConfig(source="local", path=str(file), heldout_fraction=0.0))
     with pytest.raises(UserError, match="learns from plain text"):
-        train_toy_target(config)
+        toy.train_toy_target(config)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizer
 
 
 def test_tokenizer_round_trips_any_text():
-    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer = toy.train_tokenizer(TEXTS, 300)
     assert len(tokenizer) == 300
-    assert train_tokenizer(iter(TEXTS), 300).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert toy.train_tokenizer(iter(TEXTS), 300).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     for text in [*TEXTS, " tabs\tand \r\n ends ", "数学 €"]:
         ids = tokenizer(text)["input_ids"]
         assert ids[0] == tokenizer.bos_token_id
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-        assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
+        assert toy.token_bytes(tokenizer)[ids].sum() == len(text.encode())
 
 
 # ----------------------------------------------------------------------------------------------------- model
 
 
 def test_untrained_layers_are_the_identity(tmp_path):
-    config, tokenizer = _config(tmp_path), train_tokenizer(TEXTS, 320)
-    lm = build_lm(config, tokenizer)
+    config, tokenizer = _config(tmp_path), toy.train_tokenizer(TEXTS, 320)
+    lm = toy.build_lm(config, tokenizer)
     ids = torch.arange(10)[None]
     hidden = lm.model(input_ids=ids, output_hidden_states=True).hidden_states
     torch.testing.assert_close(hidden[0], hidden[-2], rtol=0, atol=0)
-    for name, parameter in build_lm(config, tokenizer).named_parameters():
+    for name, parameter in toy.build_lm(config, tokenizer).named_parameters():
         assert torch.equal(parameter, lm.get_parameter(name))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_is_that_of_each_document_alone(tmp_path, tied):
     """A packed row costs what its documents cost in separate forwards of the plain model."""
-    lm = build_lm(_config(tmp_path, tied=tied), train_tokenizer(TEXTS, 300)).double()
+    lm = toy.build_lm(_config(tmp_path, tied=tied), toy.train_tokenizer(TEXTS, 300)).double()
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -182,21 +174,21 @@ def test_loss_is_that_of_each_document_alone(tmp_path, tied):
         expected += F.cross_entropy(logits, ids[0, start + 1 : start + length], reduction="sum")
         start += length
     batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
-    loss = ToyTarget(lm)(**batch)["loss_sum"]
+    loss = toy.ToyTarget(lm)(**batch)["loss_sum"]
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_bits_per_byte_counts_bytes_of_text(finished):
     tokenizer = AutoTokenizer.from_pretrained(finished.out_dir)
     rows = load_rows(finished.data, tokenizer, finished.seq_len, "heldout", max_rows=3)
-    model = ToyTarget(AutoModelForCausalLM.from_pretrained(finished.out_dir))
+    model = toy.ToyTarget(AutoModelForCausalLM.from_pretrained(finished.out_dir))
     nats, size = 0.0, 0
     with torch.no_grad():
         for row in (rows[i] for i in range(3)):
             nats += float(model(**{key: value[None] for key, value in row.items()})["loss_sum"])
             kept = [token for token in row["labels"].tolist() if token not in (IGNORE, tokenizer.eos_token_id)]
             size += sum(len(tokenizer.convert_ids_to_tokens(token)) for token in kept)
-        measured = bits_per_byte(model, rows, token_bytes(tokenizer))
+        measured = toy.bits_per_byte(model, rows, toy.token_bytes(tokenizer))
     assert measured == pytest.approx(nats / size / math.log(2), rel=1e-5)
 
 

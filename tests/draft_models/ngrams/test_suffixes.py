@@ -8,20 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.data_prep.ngrams.counting import merged
-from outrider.draft_models.ngrams.suffixes import (
-    FEW,
-    LEAST,
-    REACH,
-    SAMPLE,
-    Suffixes,
-    fault_of_suffixes,
-    known_suffixes,
-    new_places,
-    read_only,
-    separated,
-    sort_suffixes,
-    successors_at,
-)
+from outrider.draft_models.ngrams import suffixes
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.inference.ngram_cases import VOCABULARY, make_documents
 from tests.tiers import as_many
@@ -49,10 +36,10 @@ def slow_successors(documents: list[list[int]], context: list[int]) -> list[int 
 @given(documents=DOCUMENTS)
 def test_places_are_sorted_by_what_begins_there(vocabulary: int, documents: list[list[int]]) -> None:
     """By the first `REACH` tokens, however many of them fit a word; separators last."""
-    tokens = separated(documents, vocabulary)
-    kept = sort_suffixes(tokens, vocabulary)
-    padded = [*tokens.tolist(), *[vocabulary] * REACH]
-    assert kept.order.tolist() == sorted(range(len(tokens)), key=lambda at: (padded[at : at + REACH], at))
+    tokens = suffixes.separated(documents, vocabulary)
+    kept = suffixes.sort_suffixes(tokens, vocabulary)
+    padded = [*tokens.tolist(), *[vocabulary] * suffixes.REACH]
+    assert kept.order.tolist() == sorted(range(len(tokens)), key=lambda at: (padded[at : at + suffixes.REACH], at))
     for token in range(4):
         inside = kept.order[kept.starts[token] : kept.starts[token + 1]]
         assert sorted(inside.tolist()) == np.flatnonzero(tokens == token).tolist()
@@ -62,18 +49,18 @@ def test_places_are_sorted_by_what_begins_there(vocabulary: int, documents: list
 @given(documents=DOCUMENTS, text=st.lists(st.integers(0, 4), min_size=1, max_size=20), seed=st.integers(0, 9))
 def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], text: list[int], seed: int) -> None:
     """Of every length, within documents only; a text that is in the corpus, or has an id beyond the table."""
-    long = [document for document in documents if len(document) > REACH]
+    long = [document for document in documents if len(document) > suffixes.REACH]
     if long and seed:
-        text = long[seed % len(long)][:-1][-seed - REACH :]
+        text = long[seed % len(long)][:-1][-seed - suffixes.REACH :]
     table = made(documents)
-    kept, places = read_only(table.suffixes), new_places()
-    longest, narrow = known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
-    for size in range(LEAST, min(REACH, len(text)) + 1):
+    kept, places = suffixes.read_only(table.suffixes), suffixes.new_places()
+    longest, narrow = suffixes.known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
+    for size in range(suffixes.LEAST, min(suffixes.REACH, len(text)) + 1):
         expected = slow_successors(documents, text[-size:])
         assert (size <= longest) == bool(expected)
         if expected:
             assert places.number[size] == len(expected)
-            found, largest, seen = successors_at(kept, size, narrow, places)
+            found, largest, seen = suffixes.successors_at(kept, size, narrow, places)
             assert seen == len(expected)
             known = [token for token in expected if token is not None]
             after = dict(zip(places.tokens[:found].tolist(), places.counts[:found].tolist(), strict=True))
@@ -81,7 +68,7 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
             assert largest == max(map(known.count, known), default=0)
 
 
-def slow_look_up(kept: Suffixes, text: list[int]) -> dict[int, tuple[int, dict[int, int], int]]:
+def slow_look_up(kept: suffixes.Suffixes, text: list[int]) -> dict[int, tuple[int, dict[int, int], int]]:
     """By size of the context that ends `text`: its places, what follows those looked at (in order), and their number.
 
     Contexts of FEW places and more are sampled; those longer than the first with fewer are looked for among its places.
@@ -89,16 +76,16 @@ def slow_look_up(kept: Suffixes, text: list[int]) -> dict[int, tuple[int, dict[i
     tokens, vocabulary, among = kept.tokens.tolist(), len(kept.starts) - 1, kept.order.tolist()
     found: dict[int, tuple[int, dict[int, int], int]] = {}
     few = False
-    for size in range(LEAST, min(REACH, len(text)) + 1):
+    for size in range(suffixes.LEAST, min(suffixes.REACH, len(text)) + 1):
         context = text[-size:]
         ends = [at + size for at in kept.order.tolist() if tokens[at : at + size] == context]
         if few:
             ends = [end for end in among if tokens[max(0, end - size) : end] == context]
         if not ends or max(context) >= vocabulary:
             break
-        few = few or len(ends) < FEW
+        few = few or len(ends) < suffixes.FEW
         among = ends
-        seen = ends if few else ends[:: len(ends) // SAMPLE]
+        seen = ends if few else ends[:: len(ends) // suffixes.SAMPLE]
         after = [tokens[end] for end in seen if tokens[end] < vocabulary]
         found[size] = len(ends), {token: after.count(token) for token in dict.fromkeys(after)}, len(seen)
     return found
@@ -113,47 +100,47 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
     random, vocabulary = np.random.default_rng(1), len(shares)
     documents = [random.choice(vocabulary, size, p=shares).tolist() for size in (1500, 1000, 3, 0, 400)]
     documents.append(documents[0][200:700])
-    kept, places = read_only(made(documents, vocabulary).suffixes), new_places()
+    kept, places = suffixes.read_only(made(documents, vocabulary).suffixes), suffixes.new_places()
     sizes = set()
     for number in range(vocabulary + 100):
         document = documents[random.choice([0, 1, 4, 5])]
-        end = int(random.integers(LEAST, len(document) + 1))
-        text = document[max(0, end - random.integers(LEAST, 20)) : end] if number % 4 else [0] * (number % 15)
+        end = int(random.integers(suffixes.LEAST, len(document) + 1))
+        text = document[max(0, end - random.integers(suffixes.LEAST, 20)) : end] if number % 4 else [0] * (number % 15)
         text += [[], [int(random.integers(vocabulary))], [vocabulary], [0]][number % 4 if number % 3 == 0 else 0]
         expected = slow_look_up(kept, text)
-        longest, narrow = known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
-        assert longest == max(expected, default=LEAST - 1)
+        longest, narrow = suffixes.known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
+        assert longest == max(expected, default=suffixes.LEAST - 1)
         for size, (total, after, looked_at) in expected.items():
-            found, largest, seen = successors_at(kept, size, narrow, places)
+            found, largest, seen = suffixes.successors_at(kept, size, narrow, places)
             assert (places.number[size], seen) == (total, looked_at)
             assert list(zip(places.tokens[:found], places.counts[:found], strict=True)) == list(after.items())
             assert largest == max(after.values(), default=0)
-            sizes.add((size, total >= FEW))
-    assert {(size, False) for size in range(LEAST, REACH + 1)} <= sizes
-    assert vocabulary > 3 or {(LEAST, True), (REACH, True)} <= sizes
+            sizes.add((size, total >= suffixes.FEW))
+    assert {(size, False) for size in range(suffixes.LEAST, suffixes.REACH + 1)} <= sizes
+    assert vocabulary > 3 or {(suffixes.LEAST, True), (suffixes.REACH, True)} <= sizes
 
 
 def test_no_context_reaches_over_two_documents() -> None:
     """What separates them is followed by nothing, is no successor, and no id of a text is it."""
-    kept, places = read_only(made([[0, 1, 2, 3]] * 2).suffixes), new_places()
-    longest, narrow = known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
+    kept, places = suffixes.read_only(made([[0, 1, 2, 3]] * 2).suffixes), suffixes.new_places()
+    longest, narrow = suffixes.known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
     assert longest == 4
-    assert successors_at(kept, 4, narrow, places) == (0, 0, 2)
-    assert known_suffixes(kept, np.array([1, 0, 4, 3, 2]), 5, places)[0] == LEAST - 1
+    assert suffixes.successors_at(kept, 4, narrow, places) == (0, 0, 2)
+    assert suffixes.known_suffixes(kept, np.array([1, 0, 4, 3, 2]), 5, places)[0] == suffixes.LEAST - 1
 
 
 def test_many_places_are_sampled_evenly() -> None:
     """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
     documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100
-    kept, places = read_only(made(documents).suffixes), new_places()
-    longest, narrow = known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
+    kept, places = suffixes.read_only(made(documents).suffixes), suffixes.new_places()
+    longest, narrow = suffixes.known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
     assert (longest, narrow) == (5, 5)
     assert places.number[4:6].tolist() == [400, 100]
     for size, shares in ((4, {2: 0.75, 3: 0.25}), (5, {3: 1.0})):
-        found, _, seen = successors_at(kept, size, narrow, places)
+        found, _, seen = suffixes.successors_at(kept, size, narrow, places)
         after = dict(zip(places.tokens[:found].tolist(), (places.counts[:found] / seen).tolist(), strict=True))
         assert after == pytest.approx(shares, abs=0.02)
-        assert SAMPLE <= seen < FEW
+        assert suffixes.SAMPLE <= seen < suffixes.FEW
 
 
 def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
@@ -175,8 +162,8 @@ def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
 def test_arrays_that_look_up_cannot_rely_on() -> None:
     kept = made(make_documents(), VOCABULARY).suffixes
     assert kept is not None
-    assert fault_of_suffixes(kept, VOCABULARY) == ""
-    assert "places" in fault_of_suffixes(kept._replace(order=kept.order + np.uint32(1)), VOCABULARY)
-    assert "ascend" in fault_of_suffixes(kept._replace(starts=kept.starts[::-1].copy()), VOCABULARY)
+    assert suffixes.fault_of_suffixes(kept, VOCABULARY) == ""
+    assert "places" in suffixes.fault_of_suffixes(kept._replace(order=kept.order + np.uint32(1)), VOCABULARY)
+    assert "ascend" in suffixes.fault_of_suffixes(kept._replace(starts=kept.starts[::-1].copy()), VOCABULARY)
     for wrong in (kept._replace(order=kept.order[:-1]), kept._replace(tokens=kept.tokens.astype(np.uint32))):
-        assert "arrays" in fault_of_suffixes(wrong, VOCABULARY)
+        assert "arrays" in suffixes.fault_of_suffixes(wrong, VOCABULARY)

@@ -11,24 +11,14 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.drafters.ngram.ngram_search import next_random
 from outrider.inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
-from tests.inference.ngram_cases import (
-    CONFIGS,
-    TABLE,
-    TEXTS,
-    VOCABULARY,
-    FakeSession,
-    draft,
-    make_documents,
-    make_table,
-    paths_of,
-)
+from tests.inference import ngram_cases as cases
 from tests.ngram_reading import successors
 from tests.tiers import as_many
 
 
 def slow_successors(drafter: TrigramDrafter, state: tuple[int, ...], widest: int | None = None) -> list:
     """(token, P), likeliest first: the overlay before the table among equals, each in its own order."""
-    if len(state) < drafter.config.order - 1 or max(state) >= VOCABULARY:
+    if len(state) < drafter.config.order - 1 or max(state) >= cases.VOCABULARY:
         return []
     raised = successors(drafter.overlay, state)
     tokens, probabilities = successors(drafter.table, state)
@@ -41,10 +31,10 @@ def state_after(text: list[int], path: tuple[int, ...], order: int) -> tuple[int
 
 
 @settings(deadline=None, max_examples=as_many(60))
-@given(text=TEXTS, order=st.integers(2, 4), nodes=st.integers(1, 30), depth=st.integers(1, 4))
+@given(text=cases.TEXTS, order=st.integers(2, 4), nodes=st.integers(1, 30), depth=st.integers(1, 4))
 def test_best_first_finds_the_largest_path_probabilities(text: list[int], order: int, nodes: int, depth: int) -> None:
-    drafter = TrigramDrafter(TABLE, NgramConfig(order=order, nodes=nodes, depth=depth, increment=0.3), 0)
-    tree = draft(drafter, text)
+    drafter = TrigramDrafter(cases.TABLE, NgramConfig(order=order, nodes=nodes, depth=depth, increment=0.3), 0)
+    tree = cases.draft(drafter, text)
     everything: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     for _ in range(depth):
@@ -57,7 +47,7 @@ def test_best_first_finds_the_largest_path_probabilities(text: list[int], order:
     best = sorted((p for p, _ in everything), reverse=True)[:nodes]
     assert tree.path_probs.tolist() == pytest.approx(best)
     known = {path: p for p, path in everything}
-    assert [known[path] for path in paths_of(tree)] == pytest.approx(best)
+    assert [known[path] for path in cases.paths_of(tree)] == pytest.approx(best)
 
 
 def slow_puct(drafter: TrigramDrafter, text: list[int], depth: int) -> list[tuple[int, ...]]:
@@ -139,21 +129,21 @@ def random_number(seed: np.ndarray) -> float:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_puct_equals_the_algorithm(seed: int) -> None:
-    text = make_documents()[seed][: 20 + seed]
+    text = cases.make_documents()[seed][: 20 + seed]
     sizes = {"iterations": 60, "sentences": 8, "nodes": 20, "widest": 4} if seed % 2 else {}
     config = NgramConfig(search="puct", c1=(32.0, 2.0)[seed % 2], increment=0.15, order=2 + seed % 3, **sizes)
-    drafter = TrigramDrafter(TABLE, config, seed)
-    tree = draft(drafter, text)
-    assert paths_of(tree) == slow_puct(drafter, text, 4)
+    drafter = TrigramDrafter(cases.TABLE, config, seed)
+    tree = cases.draft(drafter, text)
+    assert cases.paths_of(tree) == slow_puct(drafter, text, 4)
     assert len(tree) > 3 or config.order == 4  # which knows few contexts
-    assert paths_of(draft(drafter, text)) == paths_of(tree)  # from its seed again
+    assert cases.paths_of(cases.draft(drafter, text)) == cases.paths_of(tree)  # from its seed again
 
 
 def test_the_seed_matters_to_the_search() -> None:
     text = [1, 2, 3, 0, 4, 1, 5]
     config = NgramConfig(search="puct", iterations=20, order=2)
     seeds = (-1, 2**64 - 1, *range(8))
-    found = [tuple(paths_of(draft(TrigramDrafter(TABLE, config, seed), text))) for seed in seeds]
+    found = [tuple(cases.paths_of(cases.draft(TrigramDrafter(cases.TABLE, config, seed), text))) for seed in seeds]
     assert found[0] == found[1]
     assert len({*found}) > 1
 
@@ -162,50 +152,50 @@ def test_the_seed_matters_to_the_search() -> None:
 
 
 def test_drafts_keep_to_limits() -> None:
-    text = np.random.default_rng(4).integers(0, VOCABULARY, 40).tolist()
-    for config in CONFIGS.values():
-        drafter = make_ngram_drafter(TABLE, config, 0)
+    text = np.random.default_rng(4).integers(0, cases.VOCABULARY, 40).tolist()
+    for config in cases.CONFIGS.values():
+        drafter = make_ngram_drafter(cases.TABLE, config, 0)
         for limit in (0, 1, 3):
-            tree = draft(drafter, text, limit)
-            assert max(map(len, paths_of(tree)), default=0) == limit
+            tree = cases.draft(drafter, text, limit)
+            assert max(map(len, cases.paths_of(tree)), default=0) == limit
             assert len(tree) <= drafter.max_rows
             assert tree.rows == (-1,) * len(tree)
-        drafter.begin(FakeSession([VOCABULARY + 5]), None, None)
-        assert len(drafter.draft(torch.tensor([VOCABULARY + 7]), 5)) == 0
+        drafter.begin(cases.FakeSession([cases.VOCABULARY + 5]), None, None)
+        assert len(drafter.draft(torch.tensor([cases.VOCABULARY + 7]), 5)) == 0
 
 
 @pytest.mark.slow
 def test_a_text_longer_than_its_buffers() -> None:
-    for config in CONFIGS.values():
-        drafter = make_ngram_drafter(TABLE, config, 0)
-        drafter.begin(FakeSession([1, 2]), None, None)
+    for config in cases.CONFIGS.values():
+        drafter = make_ngram_drafter(cases.TABLE, config, 0)
+        drafter.begin(cases.FakeSession([1, 2]), None, None)
         for step in range(3000):
-            root = step * step % VOCABULARY
+            root = step * step % cases.VOCABULARY
             if step % 500 == 0:
                 drafter.draft(torch.tensor([root]), 3)
-            drafter.commit(None, (), [root, (step + 1) % VOCABULARY])
+            drafter.commit(None, (), [root, (step + 1) % cases.VOCABULARY])
         tree = drafter.draft(torch.tensor([3]), 3)
         assert len(tree) > 0
 
 
 def test_what_was_learnt_is_forgotten_with_the_text() -> None:
-    table = TrigramTable.from_documents([[1, 2, 3, 1, 2, 3]], [3], VOCABULARY, "t")
+    table = TrigramTable.from_documents([[1, 2, 3, 1, 2, 3]], [3], cases.VOCABULARY, "t")
     drafter = TrigramDrafter(table, NgramConfig(depth=1), 0)
-    assert draft(drafter, [7, 8, 9, 7, 8]).tokens.tolist() == [9]
-    assert draft(drafter, [0, 7, 8]).tokens.tolist() != [9]
+    assert cases.draft(drafter, [7, 8, 9, 7, 8]).tokens.tolist() == [9]
+    assert cases.draft(drafter, [0, 7, 8]).tokens.tolist() != [9]
 
 
 def test_tables_of_next_to_nothing() -> None:
     """One context, or none: every look-up stays inside the arrays."""
     for documents, found in (([[5, 6, 7]], True), ([[5]], False)):
-        table = TrigramTable.from_documents(documents, [2, 3, 4], VOCABULARY, "t")
-        for config in CONFIGS.values():
+        table = TrigramTable.from_documents(documents, [2, 3, 4], cases.VOCABULARY, "t")
+        for config in cases.CONFIGS.values():
             drafter = make_ngram_drafter(table, config, 0)
-            assert (7 in draft(drafter, [1, 5, 6]).tokens.tolist()) == found
-            for token in range(VOCABULARY):
-                assert set(draft(drafter, [token, token, token]).tokens.tolist()) <= {6, 7, token}
+            assert (7 in cases.draft(drafter, [1, 5, 6]).tokens.tolist()) == found
+            for token in range(cases.VOCABULARY):
+                assert set(cases.draft(drafter, [token, token, token]).tokens.tolist()) <= {6, 7, token}
 
 
 def test_an_order_that_a_table_lacks_is_refused() -> None:
     with pytest.raises(UserError, match="order=4: the n-gram table has orders"):
-        make_ngram_drafter(make_table(orders=(2, 3)), NgramConfig(order=4), 0)
+        make_ngram_drafter(cases.make_table(orders=(2, 3)), NgramConfig(order=4), 0)

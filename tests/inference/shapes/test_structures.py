@@ -20,18 +20,8 @@ from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes import shapes as forms
 from outrider.inference.shapes.factory import make_structure, make_tree
-from outrider.inference.shapes.shapes import (
-    EAGLE_25,
-    Chain,
-    Shape,
-    Static,
-    _draw,
-    binary_shape,
-    full_shape,
-    parse_shape,
-    read_shape,
-)
 from outrider.inference.shapes.structure import Structure, plain_probs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
@@ -74,7 +64,7 @@ KINDS = {
 
 def made(kind: str, generator: random.Random | None = None) -> Structure:
     """A structure; with a generator, candidates are sampled."""
-    return Chain(Until(3), generator) if kind == "chain" else make_tree(KINDS[kind], generator)
+    return forms.Chain(Until(3), generator) if kind == "chain" else make_tree(KINDS[kind], generator)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +104,7 @@ def test_processed_probabilities_decide_and_know_their_rows(kind: str) -> None:
 @given(q=sources, count=st.integers(1, 6), limit=st.integers(0, 6), sampled=st.booleans())
 def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
     source, rule = KnownSource(q), Until(count)
-    tree = Chain(rule, random.Random(1) if sampled else None).draft(source, root(), limit)
+    tree = forms.Chain(rule, random.Random(1) if sampled else None).draft(source, root(), limit)
     n = min(count, limit)
     paths = check(tree, source, limit)
     assert tree.parents == tuple(range(-1, n - 1))
@@ -205,14 +195,14 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
     total, generator = 100_000, random.Random(k)
     probs = torch.tensor([float(w) for w in WEIGHTS]).expand(total, 5)
     before = probs.clone()
-    right = Counter(map(tuple, _draw(probs, k, generator, replacement=False).tolist()))
+    right = Counter(map(tuple, forms._draw(probs, k, generator, replacement=False).tolist()))
     assert torch.equal(probs, before)
     assert chi_square(right, sequential_distribution(k), total) < 5
     if k > 1:  # power: draws that forget the renormalisation must fail, as the top k of u · q
         scores = torch.rand(total, 5, generator=torch.Generator().manual_seed(k)) * probs
         wrong = Counter(map(tuple, scores.topk(k).indices.tolist()))
         assert chi_square(wrong, sequential_distribution(k), total) > 50
-    exhausted = _draw(probs[:100], 5, generator, replacement=False)
+    exhausted = forms._draw(probs[:100], 5, generator, replacement=False)
     assert (exhausted == -1).sum(-1).eq(1).all()  # q > 0 for four tokens only
     assert (exhausted[:, -1] == -1).all()
 
@@ -220,7 +210,7 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
 # --- fixed shapes ------------------------------------------------------------------------------------------------
 
 shapes = st.builds(
-    lambda paths: parse_shape(sorted({path[:i] for path in paths for i in range(1, len(path) + 1)})),
+    lambda paths: forms.parse_shape(sorted({path[:i] for path in paths for i in range(1, len(path) + 1)})),
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8),
 )
 
@@ -228,12 +218,12 @@ shapes = st.builds(
 @settings(deadline=None)
 @given(
     q=sources,
-    shape=st.one_of(shapes, st.just(EAGLE_25), st.integers(1, 40).map(binary_shape)),
+    shape=st.one_of(shapes, st.just(forms.EAGLE_25), st.integers(1, 40).map(forms.binary_shape)),
     limit=st.integers(1, 6),
 )
-def test_static_tokens_have_their_ranks(q: Q, shape: Shape, limit: int) -> None:
+def test_static_tokens_have_their_ranks(q: Q, shape: forms.Shape, limit: int) -> None:
     source = KnownSource(q)
-    tree = Static(StructureConfig("static"), None, None).ranked(source, root(), shape, limit)
+    tree = forms.Static(StructureConfig("static"), None, None).ranked(source, root(), shape, limit)
     paths = check(tree, source, limit)
     kept = [ranks for ranks in shape.paths if len(ranks) <= limit and max(ranks) < len(q(()))]
     rank_of: dict[Path_, Path_] = {(): ()}
@@ -249,22 +239,22 @@ def test_static_tokens_have_their_ranks(q: Q, shape: Shape, limit: int) -> None:
 
 
 def test_known_shapes() -> None:
-    assert len(EAGLE_25) == 25
-    assert Counter(map(len, EAGLE_25.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
-    assert Counter(map(len, binary_shape(25).paths)) == {1: 2, 2: 4, 3: 8, 4: 11}
-    assert max(max(path) for path in binary_shape(60).paths) == 1
-    assert Counter(map(len, full_shape((4, 2, 2)).paths)) == {1: 4, 2: 8, 3: 16}
+    assert len(forms.EAGLE_25) == 25
+    assert Counter(map(len, forms.EAGLE_25.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
+    assert Counter(map(len, forms.binary_shape(25).paths)) == {1: 2, 2: 4, 3: 8, 4: 11}
+    assert max(max(path) for path in forms.binary_shape(60).paths) == 1
+    assert Counter(map(len, forms.full_shape((4, 2, 2)).paths)) == {1: 4, 2: 8, 3: 16}
     for bad in (0, -3):
         with pytest.raises(UserError, match="at least 1"):
-            binary_shape(bad)
+            forms.binary_shape(bad)
     with pytest.raises(UserError, match="widths"):
-        full_shape((4, 0))
+        forms.full_shape((4, 0))
 
 
 def test_shape_files(tmp_path: Path) -> None:
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[0, 0], [1], [0]]))
-    assert read_shape(file).paths == ((0,), (1,), (0, 0))
+    assert forms.read_shape(file).paths == ((0,), (1,), (0, 0))
     for content, message in [
         ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
         ([[0], [1], [0]], r"\[0\] is listed twice"),
@@ -276,13 +266,13 @@ def test_shape_files(tmp_path: Path) -> None:
     ]:
         file.write_text(json.dumps(content))
         with pytest.raises(UserError, match=message) as error:
-            read_shape(file)
+            forms.read_shape(file)
         assert str(file) in str(error.value)
     file.write_text("[[0],")
     with pytest.raises(UserError, match="damaged list of rank paths"):
-        read_shape(file)
+        forms.read_shape(file)
     with pytest.raises(UserError, match="No such file"):
-        read_shape(tmp_path / "missing.json")
+        forms.read_shape(tmp_path / "missing.json")
 
 
 def test_plain_probs_are_float32() -> None:
