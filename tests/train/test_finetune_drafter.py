@@ -151,6 +151,13 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     assert metrics.keys() == {"tau", "accept_1", "accept_2", "accept_3", "accept_4"}
 
 
+def test_what_is_watched_fits_the_drafters_own_context(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
+    drafter = DrafterConfig(path=str(save_target(tmp_path / "short", "opt", max_position_embeddings=64)))
+    run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, steps=1), drafter=drafter, decode_tokens=60)
+    finetune_drafter(run)
+    assert log(tmp_path / "out")[-1]["eval_tau"] >= 1
+
+
 def test_the_analytic_tau_and_the_agreement_are_the_whole_targets(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from transformers import PreTrainedConfig
 
 from outrider.base.errors import warn
 from outrider.base.processes import say
@@ -43,9 +44,10 @@ class Decoding:
     eos: Collection[int]
 
     @classmethod
-    def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int) -> Self:
-        """Prompts from the beginnings of the first rows, short enough that the new tokens fit the target's context."""
-        longest = context_limit(target.config) - new_tokens
+    def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int, *drafter: PreTrainedConfig) -> Self:
+        """Prompts from the beginnings of the first rows, short enough that the new tokens fit the contexts of the
+        target, and of a `drafter` with its own."""
+        longest = min(map(context_limit, (target.config, *drafter))) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
         begun = [heldout_prompt(rows[i])[-longest:] for i in range(min(prompts, len(rows)))]

@@ -154,7 +154,8 @@ def evaluation_of(
     top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). In addition, real
     decoding (`Decoding`) by the whole target, `stack`, and `MovedNorms`.
     """
-    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
+    shape = students.plain(student.lm).config
+    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, shape)
     text, norms = HeldOutText(heldout, 1, stack), MovedNorms(student, stored_dtype(target.config))
 
     def evaluate(student: SmallLMStudent, step: int) -> Metrics:
