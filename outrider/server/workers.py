@@ -124,10 +124,10 @@ class Workers:
 
     def submit(self, jobs: Sequence[Job], seconds: float) -> Answers:
         """Write the texts of `jobs`, each when its turn comes. Raises `RefusedError` if they are too many to wait."""
-        answers = Answers(len(jobs), seconds)
         with self._lock:
             if len(self.open) + len(jobs) > self._most:
                 raise RefusedError(f"{len(self.open)} texts are written or wait already: ask again later", status=429)
+            answers = Answers(len(jobs), seconds)
             answers.futures = [self._pool.submit(self._write, job, answers, place) for place, job in enumerate(jobs)]
             self.open |= dict.fromkeys(answers.futures, answers)
         for future in answers.futures:

@@ -509,6 +509,28 @@ def test_a_full_batch_drafts_nothing_but_trials(kind: str, monkeypatch: pytest.M
     assert together(kind, 16, FULL, 0.6)[0] < 0.8
 
 
+def tried_and_wasted(gains: Sequence[float]) -> tuple[int, float]:
+    """Of texts whose drafts have such gains: the rounds of 500 with a draft, and the time that a wrong one costs."""
+    batch, tried = [len(gains), 0], 0
+    shared = Allowance(replace(FREE, rest=0.0), LOSS, lambda: (batch[0], batch[1]))
+    for batch[1] in range(501):
+        drafted = 9 * (batch[1] == 500)
+        tried += [*map(shared.opens, gains)][-1]
+        for _ in gains:
+            shared.observe([1] * drafted, drafted, 1)
+    return tried, 1 / shared.rate - 1
+
+
+@settings(deadline=None, max_examples=as_many(10))
+@given(texts=st.integers(2, 16), gain=st.floats(0.1, 0.5))
+def test_many_texts_try_and_lose_as_much_as_one(texts: int, gain: float) -> None:
+    """Their mean gain decides, a trial costs the losses of all, and the rate forgets as it does for one."""
+    for count in (1, texts):
+        tried, wasted = tried_and_wasted([-gain] * count)
+        assert (tried, wasted) == (pytest.approx((1 / count + 5) / gain, abs=2), pytest.approx(0.0018, rel=0.02))
+    assert tried_and_wasted([gain] + [-3 * gain] * (texts - 1))[0] < 250
+
+
 def test_texts_that_leave_make_room_for_drafts() -> None:
     """The number of texts now decides; in a round all draft, or none. What is no pass is not shared."""
     batch = [16, 0]
