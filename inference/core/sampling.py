@@ -6,6 +6,7 @@ committed tokens and its branch.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import transformers
@@ -55,12 +56,12 @@ class Sampler:
         self._batched = [step for step in steps if step in alike]
         steps += [p for p in processors if p not in steps]
         warpers = (
-            (transformers.TemperatureLogitsWarper, float(config.temperature), config.temperature != 1),
-            (transformers.TopKLogitsWarper, config.top_k, config.top_k > 0),
-            (transformers.TopPLogitsWarper, config.top_p, config.top_p < 1),
-            (transformers.MinPLogitsWarper, config.min_p, config.min_p > 0),
+            (config.temperature != 1, partial(transformers.TemperatureLogitsWarper, float(config.temperature))),
+            (config.top_k > 0, partial(transformers.TopKLogitsWarper, config.top_k)),
+            (config.top_p < 1, partial(transformers.TopPLogitsWarper, config.top_p)),
+            (config.min_p > 0, partial(transformers.MinPLogitsWarper, config.min_p)),
         )
-        self._steps = steps if self.greedy else [*steps, *(made(value) for made, value, acts in warpers if acts)]
+        self._steps = steps if self.greedy else [*steps, *(make() for acts, make in warpers if acts)]
         self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
 
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
