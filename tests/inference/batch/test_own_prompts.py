@@ -112,7 +112,7 @@ def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(confi
         write_prompts(config)
     monkeypatch.setattr(Shard, "save", save)
     assert files(config) == {}
-    with pytest.raises(UserError, match=r"data\.template=\"none\" \(was"):
+    with pytest.raises(UserError, match=r"template=\[\"none\"\] \(was"):
         write_prompts(replace(config, resume=True, template="none"))
     write_prompts(replace(config, resume=True))
     assert files(config) == files(expected)
