@@ -10,8 +10,7 @@ weights: transformers' `generate`, its prompt lookup, and its assisted generatio
 early exit, put together as a model; each of those with K tokens and with its defaults. bench_batch.py has llama.cpp.
 
 The result of every prompt is saved. The same command resumes a run that was stopped, or whose --minutes are over. A run
-replaces the entry of its dtype in --out and keeps the others. What the entry is made of lies beside it
-(record_raw.py).
+replaces the entry of its dtype in --out and keeps the others. What it is made of lies beside it (record_raw.py).
 """
 
 import argparse

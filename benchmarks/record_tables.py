@@ -16,6 +16,7 @@ CALLED = {
     "eesd_copies": "early exit, chains with copies", "small_copies": "small LM, chains with copies",
     "fused_small_lm": "small LM and n-grams, one tree (last in 11c898d5)", "ngrams": "n-grams (`ngrams`)",
 }  # fmt: skip
+SAME = {"small_lm_survival": "vanilla_survival", "early_exit_opt_tree_auto": "eesd_tree_auto"}  # names of an arm
 
 
 def tables(entry: Mapping[str, Any]) -> str:
@@ -46,7 +47,7 @@ def by_dtype(entries: Sequence[Mapping[str, Any]]) -> str:
     for name in by_speed({**full, **half}):
         f = full.get(name)
         cells = [f"{f['identical']}/{f['prompts']}" if f else "–", *map(_rate, (f, half.get(name)))]
-        lines.append(f"| {CALLED.get(name, name)} | {' | '.join(cells)} |")
+        lines.append(f"| {CALLED.get(SAME.get(name, name), name)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
