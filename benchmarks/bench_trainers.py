@@ -4,9 +4,9 @@
         --prompts chat=mt_bench.jsonl --prompts maths=gsm8k.jsonl --minutes 5 \
         --python trl=/tmp/trl/bin/python --python speculators=/tmp/speculators/bin/python
 
-Small LMs of one shape by `outrider finetune-drafter` on the text, also with a draft vocabulary, and from the running
-target; by TRL's SFTTrainer and GKDTrainer, and transformers' Trainer. EAGLE-3 heads by `outrider eagle3` and by
-`speculators train`, from states of the target in files. SpecForge 0.2 is left out: its loss is a Triton kernel.
+Small LMs of one shape by `outrider finetune-drafter` on the text, also with a draft vocabulary, and by TRL's
+SFTTrainer. EAGLE-3 heads by `outrider eagle3` and by `speculators train`, from states of the target in files. SpecForge
+0.2 is left out: its loss is a Triton kernel.
 
 Every arm has the same documents, token for token. A peer has its defaults, and of two learning rates that with the
 lower loss in the last 10 of --trial-steps. Its first steps are not counted; ours are. --work keeps what is done.
@@ -51,10 +51,8 @@ SEQ_LEN, ROWS, HEAD_ROWS, STEPS = 512, 4, 2, 4  # tokens of a row here; rows of 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 704,
          "tie_word_embeddings": True, "max_position_embeddings": 2048}  # fmt: skip
 RATES = (1e-3, 3e-3)  # what peers try
-PEERS = {"transformers_trainer": "trl", "trl_sft": "trl", "trl_gkd": "trl", "trl_gkd_on_policy": "trl",
-         "speculators_eagle3": "speculators"}  # fmt: skip
-OURS = {"outrider": ["objective=cross_entropy"], "outrider_some": ["objective=cross_entropy"],
-        "outrider_kl": ["objective=forward_kl"], "outrider_eagle3": []}  # fmt: skip
+PEERS = {"trl_sft": "trl", "speculators_eagle3": "speculators"}
+OURS = {"outrider": ["objective=cross_entropy"], "outrider_some": ["objective=cross_entropy"], "outrider_eagle3": []}
 HEADS = ("outrider_eagle3", "speculators_eagle3")
 Json = dict[str, Any]
 

@@ -36,8 +36,8 @@ from figures import INTERVAL, RESULTS, check, intervals, records
 from papers.judging import judge_entry
 from papers.keeping import counts_file, read_kept
 from papers.writing import markdown, measured
-from record_raw import entry_of, of_requests, raw_file, read_raw
-from record_tables import by_dtype, layouts, summary, tables, trainers
+from record_raw import entry_of, figures_of_requests, of_requests, raw_file, read_raw
+from record_tables import by_dtype, layouts, requests, summary, tables, trainers
 
 from outrider.base.words import Columns, filled
 from outrider.cli import crashing
@@ -53,7 +53,7 @@ COLUMNS: Columns = {
     "drafted/round": METHODS["drafted a pass"],
 }
 SHAPES: Mapping[str, Callable[[Any], str]] = {
-    "table": tables, "summary": summary, "layouts": layouts, "trainers": trainers,
+    "table": tables, "summary": summary, "layouts": layouts, "trainers": trainers, "requests": requests,
 }  # fmt: skip
 PLACE = re.compile(r"(<!-- ([^>]+): begin -->\n)(.*?)(<!-- \2: end -->)", re.DOTALL)
 ROOT = Path(__file__).parents[1]
@@ -136,6 +136,9 @@ def again_of(known: Mapping[str, Any], raw: Mapping[str, Mapping[str, Any]]) -> 
             yield name, label, entry, judge_entry(entry, read_kept(counts_file(RESULTS / "-", content["paper"], label)))
         for label in {**raw[name], **content["entries"]} if name in raw else ():
             yield name, label, content["entries"].get(label), raw[name].get(label) and entry_of(raw[name][label])
+        for label, entry in content.get("entries", {}).items():
+            if "turns" in entry:
+                yield name, label, entry["arms"], figures_of_requests(entry)
         every = content["turns"] if isinstance(content.get("turns"), list) else []
         for arm, count in {(turn["arm"], turn["in_flight"]): 0 for turn in every}:
             turns = [turn for turn in every if (turn["arm"], turn["in_flight"]) == (arm, count)]

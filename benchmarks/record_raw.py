@@ -28,8 +28,9 @@ from outrider.inference.measure.speed import (
     speedups_over_baselines,
     tokens_per_second,
 )
-from outrider.inference.measure.statistics import decode_statistics
+from outrider.inference.measure.statistics import bootstrap_median, decode_statistics
 
+PLAIN = "outrider"  # the arm of bench_batch.py that the others are compared with
 Json = dict[str, Any]
 
 
@@ -135,7 +136,7 @@ def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Json:
 
 
 def of_requests(turns: Sequence[Mapping[str, Any]]) -> Json:
-    """The figures of an arm of bench_batch.py with so many requests in flight, of its turns there."""
+    """The figures of an arm of bench_batch.py in commit 7fd0e04c with so many requests in flight, of its turns there."""
     counts = [count for turn in turns for count in turn["texts"].values()]
     seconds = {name: [one for turn in turns for one in turn[name]] for name in ("first", "whole")}
     return {
@@ -145,3 +146,37 @@ def of_requests(turns: Sequence[Mapping[str, Any]]) -> Json:
         **{f"{name}_seconds": {"median": statistics.median(every), "p95": float(np.quantile(every, 0.95))}
            for name, every in seconds.items()},
     }  # fmt: skip
+
+
+def of_arm(turns: Sequence[Json], plain: Sequence[Json]) -> Json:
+    """The figures of one arm with so many in flight, from its turns and those of the plain arm.
+
+    tokens_per_second: of all requests together, with the prefill. decoding: of one request, after its first step.
+    over_plain: how many times as fast as the plain arm an answer is, per token: the median of all prompts.
+    """
+    said, its = ([one for turn in arm for one in turn["requests"]] for arm in (turns, plain))
+    by = {one["prompt"]: one for one in its}
+    costs = [[one["whole"] / one["tokens"] for one in (by[mine["prompt"]], mine)] for mine in said]
+    median, interval = bootstrap_median([cost / own for cost, own in costs], Streams(0).within("requests").arrays())
+    rates = [sum(one["tokens"] for one in turn["requests"]) / turn["seconds"] for turn in turns]
+    seconds = {name: [one[name] for one in said] for name in ("first", "whole")}
+    return {
+        "tokens_per_second": statistics.median(rates),
+        "decoding": sum(one["later"] for one in said) / sum(one["whole"] - one["first"] for one in said),
+        "over_plain": {"median": median, "ci95": interval},
+        "requests": len(said),
+        "tokens": sum(one["tokens"] for one in said),
+        "identical": sum(one["text"] == by[one["prompt"]]["text"] for one in said),
+        **{f"{name}_seconds": {"median": statistics.median(every), "p95": float(np.quantile(every, 0.95))}
+           for name, every in seconds.items()},
+    }  # fmt: skip
+
+
+def figures_of_requests(entry: Mapping[str, Any]) -> dict[str, dict[str, Json]]:
+    """The `of_arm` of every arm that had all turns, by its name and the requests in flight."""
+    of: dict[str, dict[int, list[Json]]] = {}
+    for turn in entry["turns"]:
+        of.setdefault(turn["arm"], {}).setdefault(turn["in_flight"], []).append(turn)
+    whole = {name: own for name, own in of.items() if all(len(one) == entry["parts"] for one in own.values())}
+    return {name: {str(count): of_arm(turns, whole[PLAIN][count]) for count, turns in own.items()}
+            for name, own in whole.items() if PLAIN in whole}  # fmt: skip

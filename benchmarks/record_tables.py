@@ -146,3 +146,22 @@ def trainers(entry: Mapping[str, Any]) -> str:
                  gain, number(arm.get("cross_entropy"), 2), f"{arm['peak_megabytes'] / 1000:.1f} GB"]  # fmt: skip
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def requests(entry: Mapping[str, Any]) -> str:
+    """The arms of bench_batch.py, slowest first. With several numbers of requests, for each of them: tokens/s of all,
+    and the seconds to the first token (median) and to the last (95 %)."""
+    counts, lines = [str(count) for count in entry["in_flight"]], [entry["note"] + "\n"] if entry["note"] else []
+    alone = ["tokens/s", "decoding", "over Outrider, no drafter [95 %]", "to the first token", "same text"]
+    heads = ["arm", *(alone if counts == ["1"] else [f"{count} at once" for count in counts])]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, arm in sorted(entry["arms"].items(), key=lambda item: item[1][counts[0]]["tokens_per_second"]):
+        one, every = arm[counts[0]], [arm[count] for count in counts]
+        same = "–" if entry["temperature"] else f"{one['identical']}/{one['requests']}"
+        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}", figure(one["over_plain"]),
+                 f"{one['first_seconds']['median']:.2f} s", same]  # fmt: skip
+        if counts != ["1"]:
+            cells = [f"{one['tokens_per_second']:.0f}, {one['first_seconds']['median']:.2f}, "
+                     f"{one['whole_seconds']['p95']:.2f}" for one in every]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

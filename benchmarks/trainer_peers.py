@@ -1,4 +1,4 @@
-"""What bench_trainers.py runs in a peer's environment, on the CPU: one training by TRL, transformers or speculators.
+"""What bench_trainers.py runs in a peer's environment, on the CPU: one training by TRL or speculators.
 
     PYTHON trainer_peers.py JOB.json
 
@@ -57,12 +57,11 @@ class Clock:
             self.curve.append((time.perf_counter() - self.began, float(loss)))
 
 
-def by_trainer(job: Json, clock: Clock) -> None:
-    """transformers' Trainer, or TRL's SFTTrainer or GKDTrainer: a new Llama of the job's shape, saved to its folder."""
+def by_trl(job: Json, clock: Clock) -> None:
+    """TRL's SFTTrainer: a new Llama of the job's shape, saved to its folder."""
     import transformers
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     class Watch(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
@@ -75,22 +74,14 @@ def by_trainer(job: Json, clock: Clock) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job["shape"], **ends))
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.scale)
-    quick = {"gradient_checkpointing": False, "max_length": job["seq_len"]}  # where TRL's defaults save memory
-    distil = {**quick, "lmbda": float(job["trainer"] == "trl_gkd_on_policy"), "beta": 0.0, "max_new_tokens": 64,
-              "teacher_model_init_kwargs": {"dtype": "bfloat16"}}  # fmt: skip
-    padded, taught = {"data_collator": transformers.DataCollatorForSeq2Seq(tokenizer)}, {"teacher_model": job["target"]}
-    make, settings, said, own, columns = {
-        "transformers_trainer": (transformers.Trainer, transformers.TrainingArguments, {}, padded, ["labels"]),
-        "trl_sft": (SFTTrainer, SFTConfig, {**quick, "completion_only_loss": True}, {}, ["completion_mask"]),
-        "trl_gkd": (GKDTrainer, GKDConfig, distil, taught, ["completion_mask", "prompt"]),
-    }[job["trainer"].removesuffix("_on_policy")]
-    arguments = settings(
+    arguments = SFTConfig(
         output_dir=job["out"], per_device_train_batch_size=job["batch"], use_cpu=True, bf16=True, max_steps=10**6,
-        logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, **said,
+        logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, max_length=job["seq_len"],
+        gradient_checkpointing=False, completion_only_loss=True,  # its default saves memory
     )  # fmt: skip
-    trainer = make(
+    trainer = SFTTrainer(
         model=model, args=arguments, callbacks=[Watch()], optimizers=(optimizer, schedule), processing_class=tokenizer,
-        train_dataset=Dataset.from_json(job["documents"]).select_columns(["input_ids", *columns]), **own,
+        train_dataset=Dataset.from_json(job["documents"]).select_columns(["input_ids", "completion_mask"]),
     )  # fmt: skip
     loss = trainer.compute_loss
 
@@ -184,7 +175,7 @@ def main(job: Json) -> None:
         cached = cache_states(job, Path(job["states"]))
         by_speculators(job, clock)
     else:
-        by_trainer(job, clock)
+        by_trl(job, clock)
     found = {
         "seconds": clock.seconds,
         "steps": clock.steps - WARM,

@@ -197,6 +197,7 @@ def ablations(by: Drafts) -> Table:
         for at in values
     ]
     ends = {name: (f"{name} = {values[0]}", f"{name} = {values[-1]}") for name, values in swept.items()}
+    raises = "(c) θ_prob raises the acceptance rate, read as"
     return Table(
         "Fig. 5: out-degree, redundancy and pruning",
         ("draft_share", "acceptance", "per_512", "graph_success", "tau"),
@@ -206,13 +207,8 @@ def ablations(by: Drafts) -> Table:
             Claim("(b) a larger τ drafts more tokens", "per_512", ends["τ"]),
             Claim("(b) a larger τ lowers the share: merging adds hypotheses", "draft_share", ends["τ"][::-1]),
             Claim("(c) θ_prob drafts fewer tokens", "per_512", ends["θ_prob"][::-1]),
-            Claim(
-                "(c) θ_prob raises the acceptance rate, read as the draft share",
-                "draft_share",
-                ends["θ_prob"],
-                ours=True,
-            ),  # which no pruning can
-            Claim("(c) θ_prob raises the acceptance rate, read as v_d", "acceptance", ends["θ_prob"]),
+            Claim(f"{raises} the draft share", "draft_share", ends["θ_prob"], ours=True),  # which no pruning can
+            Claim(f"{raises} v_d", "acceptance", ends["θ_prob"]),
             Claim("(d) θ_sib drafts fewer tokens", "per_512", ends["θ_sib"][::-1]),
             Claim("(d) θ_sib lowers the share", "draft_share", ends["θ_sib"][::-1]),
         ),

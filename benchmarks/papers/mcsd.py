@@ -150,25 +150,12 @@ def budgets(row: NewRow) -> Table:
     claims = []
     for t in LAWS:
         for falling, rising in (("4x2", "2x4"), ("8x2", "2x8"), ("8x4", "4x8")):
-            claims.append(
-                Claim(
-                    f"{falling} beats {rising} (T = {t})",
-                    "tau",
-                    (f"{rising}, T = {t}", f"{falling}, T = {t}"),
-                    of="falling configurations beat rising ones",
-                )
-            )
+            said, terms = f"{falling} beats {rising} (T = {t})", (f"{rising}, T = {t}", f"{falling}, T = {t}")
+            claims.append(Claim(said, "tau", terms, of="falling configurations beat rising ones"))
         for budget, same in ((16, ("4x4", "8x2", "16x1")), (32, ("8x4", "16x2", "32x1"))):
-            names = tuple(f"{config}, T = {t}" for config in same)
-            claims.append(
-                Claim(
-                    f"falling configurations of {budget} leaves do alike (T = {t})",
-                    "tau",
-                    names,
-                    "level",
-                    of="falling configurations of a budget do alike",
-                )
-            )
+            terms = tuple(f"{config}, T = {t}" for config in same)
+            said = f"falling configurations of {budget} leaves do alike (T = {t})"
+            claims.append(Claim(said, "tau", terms, "level", of="falling configurations of a budget do alike"))
         more = (f"8x2, T = {t}", f"16x2, T = {t}")
         claims.append(Claim(f"32 leaves emit more a round than 16 (T = {t})", "tau", more, of="more leaves emit more"))
         claims.append(Claim(f"but are slower (T = {t})", "speedup", more[::-1], of="but are slower"))

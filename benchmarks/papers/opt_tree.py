@@ -99,18 +99,11 @@ def main_table() -> Table:
             ranked = tuple(f"{name}, {tree}, {nodes} nodes" for tree in trees)
             said = f"{' < '.join(trees)} at {nodes} nodes"
             claims.append(Claim(f"{name}: {said}", "tau", ranked, of=said))
-            sharper = (*ranked[:-1], f"{ranked[-1]}, at T = 0.5")
-            claims.append(
-                Claim(f"{name}: the same at {nodes} nodes with OPT-Tree at T = 0.5", "tau", sharper, ours=True)
-            )
-        claims.append(
-            Claim(
-                f"{name}: and in speed at 25 nodes",
-                "speedup",
-                tuple(f"{name}, {t}, 25 nodes" for t in by_size[25]),
-                of="and in speed at 25 nodes",
-            )
-        )
+            ranked = (*ranked[:-1], f"{ranked[-1]}, at T = 0.5")
+            said = f"{name}: the same at {nodes} nodes with OPT-Tree at T = 0.5"
+            claims.append(Claim(said, "tau", ranked, ours=True))
+        ranked, said = tuple(f"{name}, {tree}, 25 nodes" for tree in by_size[25]), "and in speed at 25 nodes"
+        claims.append(Claim(f"{name}: {said}", "speedup", ranked, of=said))
     return Table(
         "Tables 1 and 2: trees at a node budget (LLaMA-2-7B; MT-Bench, GSM8K)",
         ("tau", "expected", "per_round", "speedup"),
@@ -131,23 +124,14 @@ def strong_drafter(skip: Sequence[int] | None) -> Table:
              "OPT-Tree, 60 nodes": opt(60), "OPT-Tree, 60 nodes, at T = 0.5": opt(60, **sharper),
              "OPT-Tree, 100 nodes, at T = 0.5": opt(100, **sharper)}  # fmt: skip
     names = tuple(trees)
+    ranked = {"binary tree < EAGLE's tree < OPT-Tree at 25 nodes": names[:3],
+              "binary tree < OPT-Tree at 60 nodes": names[3:5]}  # fmt: skip
     return Table(
         title,
         ("tau", "expected", "per_round"),
         tuple(Row(name, skipping(method, skip)) for name, method in trees.items()),
         (
-            Claim(
-                "self-speculation: binary tree < EAGLE's tree < OPT-Tree at 25 nodes",
-                "tau",
-                names[:3],
-                of="binary tree < EAGLE's tree < OPT-Tree at 25 nodes",
-            ),
-            Claim(
-                "self-speculation: binary tree < OPT-Tree at 60 nodes",
-                "tau",
-                names[3:5],
-                of="binary tree < OPT-Tree at 60 nodes",
-            ),
+            *(Claim(f"self-speculation: {said}", "tau", own, of=said) for said, own in ranked.items()),
             Claim("OPT-Tree emits more than ten tokens a round", "tau", names[6:], "above", 10.0),
         ),
         note=f"The target without {len(skip)} of its layers drafts. OPT-Tree has {DEPTH} levels, twice as many at 0.5.",
@@ -177,24 +161,13 @@ def sampled_table() -> Table:
 
 
 def correlation() -> Table:
+    trees = {"50 nodes": opt(50), "50 nodes, at T = 0.5": opt(50, temperature=0.5)}
+    trees["early exit, 50 nodes"], said = opt(50, "early_exit"), "a larger E(A) goes with a larger A"
     return Table(
         "Fig. 5: E(A) and A of every round",
         ("correlation", "expected", "tau"),
-        (
-            Row("50 nodes", opt(50)),
-            Row("50 nodes, at T = 0.5", opt(50, temperature=0.5)),
-            Row("early exit, 50 nodes", opt(50, "early_exit")),
-        ),
-        tuple(
-            Claim(
-                f"a larger E(A) goes with a larger A ({name})",
-                "correlation",
-                (name,),
-                "above",
-                of="a larger E(A) goes with a larger A",
-            )
-            for name in ("50 nodes", "50 nodes, at T = 0.5", "early exit, 50 nodes")
-        ),
+        tuple(Row(name, tree) for name, tree in trees.items()),
+        tuple(Claim(f"{said} ({name})", "correlation", (name,), "above", of=said) for name in trees),
         note="The paper shows counts; here it is Pearson's correlation over rounds.",
     )
 
@@ -272,20 +245,11 @@ def temperatures() -> Table:
 
 
 def acceptance_by_q() -> Table:
-    return Table(
-        "Fig. 11: acceptance by q (50 nodes)",
-        BANDS,
-        (Row("OPT-Tree", opt(50)),),
-        tuple(
-            Claim(
-                f"acceptance rises from band {n} to band {n + 1}",
-                "",
-                (f"OPT-Tree@{low}", f"OPT-Tree@{high}"),
-                of="acceptance rises with q",
-            )
-            for n, (low, high) in enumerate(itertools.pairwise(BANDS), start=1)
-        ),
-    )
+    claims = []
+    for n, bands in enumerate(itertools.pairwise(BANDS), start=1):
+        terms, said = tuple(f"OPT-Tree@{band}" for band in bands), f"acceptance rises from band {n} to band {n + 1}"
+        claims.append(Claim(said, "", terms, of="acceptance rises with q"))
+    return Table("Fig. 11: acceptance by q (50 nodes)", BANDS, (Row("OPT-Tree", opt(50)),), tuple(claims))
 
 
 # ------------------------------------------------------------------------------------------------------------- sequoia

@@ -93,8 +93,8 @@ class OpenVINO:
     def __init__(self, job: Json) -> None:
         import openvino_genai as genai
 
-        draft, floats = job["draft"], {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[job["dtype"]]
-        exact = {"INFERENCE_PRECISION_HINT": floats, "KV_CACHE_PRECISION": floats}
+        draft, floats = job["draft"], {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(job["dtype"])
+        exact = {"INFERENCE_PRECISION_HINT": floats, "KV_CACHE_PRECISION": floats} if floats else {}  # its own choice
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, job["context"]
         options = {"scheduler_config": scheduler, **exact, **job["options"]}

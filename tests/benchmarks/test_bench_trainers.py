@@ -59,7 +59,7 @@ def test_the_ratio_is_of_gains_and_the_first_steps_are_not_counted() -> None:
 
     made = [[Generation((), 0.0, 0.0, (Round((1,) * (1 + most * n), 4, most, 4, 0.0),)) for n in (1, 2, 1)]
             for most in (1, 2)]  # fmt: skip
-    _, found = bench_trainers.figures(dict(zip(("outrider", "trl_gkd"), made, strict=True))).values()
+    _, found = bench_trainers.figures(dict(zip(("outrider", "trl_sft"), made, strict=True))).values()
     assert [(gain := found["gain_over_ours"])["value"], *gain["ci95"]] == pytest.approx([2.0] * 3)
     clock = trainer_peers.Clock({"steps": 10})
     for done in range(trainer_peers.WARM + 10):
