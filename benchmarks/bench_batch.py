@@ -157,7 +157,8 @@ def record(options: argparse.Namespace) -> None:
     every, until = jobs(options), time.monotonic() + 60 * options.minutes
     entry = begun(options, every[PLAIN])
     write_entry(options.out, options.entry, {**entry, "arms": figures_of_requests(entry)})
-    for turn, name in [(turn, name) for turn in range(options.parts) for name in [*every][:: (-1) ** turn]]:
+    order = [(turn, name) for turn in range(options.parts) for name in [*every][:: (-1) ** turn]]
+    for turn, name in order:
         ready = any((one["arm"], one["turn"]) == (name, turn) for one in entry["turns"])
         if ready or time.monotonic() > until:
             continue
