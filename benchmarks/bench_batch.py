@@ -60,7 +60,7 @@ def jobs(options: argparse.Namespace) -> dict[str, Json]:
     ours = {name: own for name, own in every.items() if all(own.values())}
     found: dict[str, Json] = {"serve prompt_lookup": {"engine": "serve", "draft": {}}}
     for (kind, dtype), name in product({"": "bfloat16", " int8": "int8"}.items(), ours):
-        own = {"draft": {} if name else None, "options": ours[name]}
+        own: Json = {"draft": {} if name else None, "options": ours[name]}
         found[f"{PLAIN}{kind}{name}"] = {"engine": PLAIN, "dtype": dtype, **own}
     lookup = {"method": "ngram", "tokens": options.draft_tokens, "max_ngram": MAX_NGRAM}
     for name, draft in (("", None), (" ngram", lookup)):
@@ -104,7 +104,7 @@ def choose(arm: EngineProcess, options: argparse.Namespace, eos: Sequence[int]) 
     """The ids of the first --requests prompts that --ends allows. Raises `UserError` for too few."""
     tokenizer, found = open_target(options.target).tokenizer, list[list[int]]()
     for one in read_categories(options.prompts, options.per_category, options.talk):
-        talk = list[dict[str, str]]()
+        talk = list[Json]()
         for text in one.turns:
             talk.append({"role": "user", "content": text})
             ids: Any = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)

@@ -36,7 +36,7 @@ def test_peers_write_the_target_s_texts(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(transformers, "CompileConfig", partial(transformers.CompileConfig, backend="eager"))
     target = str(save_target(tmp_path / "target"))
-    model = AutoModelForCausalLM.from_pretrained(target)
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
     written = [model.generate(torch.tensor([one]), max_new_tokens=8, do_sample=False) for one in PROMPTS]
     expected = [ids[0, len(one) :].tolist() for ids, one in zip(written, PROMPTS, strict=True)]
     job = {"target": target, "revision": None, "dtype": "float32", "device": "cpu", "context": 64, "most": 3}
