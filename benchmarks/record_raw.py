@@ -136,7 +136,7 @@ def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Json:
 
 
 def of_requests(turns: Sequence[Mapping[str, Any]]) -> Json:
-    """The figures of an arm of bench_batch.py in commit 7fd0e04c with so many requests in flight, of its turns there."""
+    """The figures of an arm of commit 7fd0e04c's bench_batch.py with so many requests in flight, of its turns."""
     counts = [count for turn in turns for count in turn["texts"].values()]
     seconds = {name: [one for turn in turns for one in turn[name]] for name in ("first", "whole")}
     return {

@@ -176,12 +176,7 @@ def main(job: Json) -> None:
         by_speculators(job, clock)
     else:
         by_trl(job, clock)
-    found = {
-        "seconds": clock.seconds,
-        "steps": clock.steps - WARM,
-        "supervised": clock.tokens,
-        "curve": clock.curve,
-    }
+    found = {"seconds": clock.seconds, "steps": clock.steps - WARM, "supervised": clock.tokens, "curve": clock.curve}
     found |= {"cached_seconds": cached, "versions": {name: version(name) for name in job["packages"]}}
     (Path(job["out"]) / "trained.json").write_text(json.dumps(found))
 

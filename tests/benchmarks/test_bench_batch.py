@@ -2,13 +2,12 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import byte_tokenizer, random_prompt, save_target
 from tests.train.jobs import CHAT
@@ -28,12 +27,11 @@ for asked in map(json.loads, sys.stdin):
 
 
 @pytest.mark.slow
-def test_peers_write_the_target_s_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_write_the_target_s_texts(tmp_path: Path) -> None:
     import batch_peers
 
-    monkeypatch.setattr(transformers, "CompileConfig", partial(transformers.CompileConfig, backend="eager"))
     target = str(save_target(tmp_path / "target"))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(target)
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
     written = [model.generate(torch.tensor([one]), max_new_tokens=8, do_sample=False) for one in PROMPTS]
     expected = [ids[0, len(one) :].tolist() for ids, one in zip(written, PROMPTS, strict=True)]
     job = {"target": target, "revision": None, "dtype": "float32", "device": "cpu", "context": 64, "most": 3}
@@ -44,9 +42,9 @@ def test_peers_write_the_target_s_texts(tmp_path: Path, monkeypatch: pytest.Monk
         assert all(len(one.times) == len(one.tokens) + 1 and one.times == sorted(one.times) for one in found)
         return [[token for step in one.tokens for token in step] for one in found]
 
-    for peer, draft in (("Compiled", None), ("Outrider", None), ("Outrider", {})):
-        engine = getattr(batch_peers, peer)({**job, "options": {}, "draft": draft})
-        assert texts(engine) == expected, peer
+    for draft in (None, {}):
+        engine = batch_peers.Outrider({**job, "options": {}, "draft": draft})
+        assert texts(engine) == expected
     assert texts(engine, eos=[expected[0][2]])[0] == expected[0][: expected[0].index(expected[0][2]) + 1]
     first, second = (texts(engine, prompts=PROMPTS[:1] * 4, temperature=1.5) for _ in range(2))
     assert (first, first[1]) == (second, first[0])
@@ -78,9 +76,7 @@ def test_a_run_goes_on_and_its_figures_are_of_all_requests(tmp_path: Path, monke
     assert asked == [(0, 1, [0]), (0, 2, [0, 2])] * 2 + [(1, 1, [1]), (1, 2, [1, 3])] * 2
     assert [one["tokens_per_second"] for arm in entry["arms"].values() for one in arm.values()] == [0.5, 1.0] * 2
     drafted = entry["arms"]["outrider prompt_lookup"]["2"]
-    assert (drafted["decoding"], drafted["over_plain"]) == (1.0, {"median": 2.0, "ci95": [2.0, 2.0]})
-    assert [drafted[name] for name in ("requests", "tokens", "identical")] == [4, 16, 4]
-    assert (drafted["first_seconds"]["p95"], drafted["whole_seconds"]["median"]) == (1.0, 4.0)
+    assert [drafted[name] for name in ("decoding", "requests", "tokens", "identical")] == [1.0, 4, 16, 4]
+    assert (drafted["over_plain"]["ci95"], drafted["whole_seconds"]["median"]) == ([2.0, 2.0], 4.0)
     assert entry_after("--new-tokens=4")["turns"] == entry["turns"]
-    assert starts.read_text().count("outrider") == 5
     assert entry_after("--new-tokens=5", "--minutes=0")["turns"] == []
