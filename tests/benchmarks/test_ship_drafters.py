@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +62,23 @@ def ship(run: Path, out_dir: Path, target: str | None = None) -> None:
 
 
 def load(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    where = {
-        "checkpoint": str(folder / "eesd"),
-        "small_lm": str(folder / "small_lm"),
-        "table": str(folder / "trigrams"),
-    }
-    config = EvaluateConfig(**where, target=str(target), methods=METHODS)
-    assert trained_seconds(config) == {"small_lm": 200.4}
-    return dict(load_drafters(config, open_target(str(target)), dtype=dtype, device="cpu"))
+    checkpoint, small_lm, table = (str(folder / name) for name in ("eesd", "small_lm", "trigrams"))
+    own = EvaluateConfig(checkpoint=checkpoint, small_lm=small_lm, table=table, target=str(target), methods=METHODS)
+    assert trained_seconds(own) == {"small_lm": 200.4}
+    return dict(load_drafters(own, open_target(str(target)), dtype=dtype, device="cpu"))
 
 
 def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     ship(run, out_dir)
     before, shipped = load(run, run / TARGET, torch.bfloat16), load(out_dir, run / TARGET, torch.bfloat16)
-    for expected, got in (
-        (before["early_exit"].drafter, shipped["early_exit"].drafter),
-        (before["early_exit"].head, shipped["early_exit"].head),
-        (before["small_lm"].drafter, shipped["small_lm"].drafter),
-        (before["small_lm"].head, shipped["small_lm"].head),
-    ):
-        torch.testing.assert_close(got.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    for kind, part in product(("early_exit", "small_lm"), ("drafter", "head")):
+        got, expected = (getattr(one[kind], part).state_dict() for one in (shipped, before))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
     text = "def f():\n    return 'ü'"
     assert load_tokenizer(str(out_dir / "small_lm"))(text) == load_tokenizer(str(run / "small_lm"))(text)
-    table = TrigramTable.open(out_dir / "trigrams")
-    assert all(
-        level.counts.tolist() == before["ngrams"].levels[order].counts.tolist() for order, level in table.levels.items()
-    )
+    for order, level in TrigramTable.open(out_dir / "trigrams").levels.items():
+        assert level.counts.tolist() == before["ngrams"].levels[order].counts.tolist()
     meta = read_meta(out_dir / "eesd")
     assert (meta.dtype, meta.fingerprint) == ("bfloat16", read_meta(run / "eesd").fingerprint)
     assert (out_dir / "eesd/README.md").read_text() == "evaluate-checkpoint checkpoint=eesd\n"
