@@ -294,8 +294,8 @@ def inflate_early_exit(
     drafter = from_pretrained(source, narrow.config, narrow.fingerprint, dtype=torch.float32)
     kept: torch.dtype = dtype or getattr(torch, meta.dtype)
     weights = {name: change.apply(name, one) for name, one in drafter.state_dict().items()}
-    weights = {name: one.to(kept) if one.is_floating_point() else one for name, one in weights.items()}
-    made = empty_drafter(meta, wide.config).assign(weights)
+    made = empty_drafter(meta, wide.config)
+    made.load_state_dict(weights, assign=True)
     save_pretrained(to, made, wide.fingerprint, meta.training | {"inflated_from": str(source)}, kept)
 
 

@@ -18,7 +18,7 @@ from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.early_exit import source_of
 from outrider.inference.drafters.shaped import ModelDrafter, copies_of
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource
@@ -34,6 +34,7 @@ EXITS = {  # exit layer, depth; a tie of the head to the target's
     "early_exit, shared head": (LAYERS - 1, 1, False),
     "early_exit, first layer": (1, 1, True),
     "early_exit, two layers": (LAYERS - 2, 2, True),
+    "early_exit, one pass": (LAYERS - 1, 1, True),
 }
 OTHER_LMS: dict[str, dict[str, Any]] = {  # of other weights, which are seldom right
     "small_lm, wider vocabulary": {"vocab_size": VOCABULARY + 60},
@@ -71,7 +72,8 @@ class Target:
     def exit(self, kind: str, noise: float = 0.15) -> EarlyExit:
         layer, depth, own_head = EXITS[kind]
         some = self.some_tokens if kind.endswith("some tokens") else None
-        made = make_drafter(self.path, layer, noise, own_head=own_head, depth=depth, tokens=some, dtype=self.dtype)
+        shape: dict[str, Any] = {"own_head": own_head, "depth": depth, "parallel": 3 * kind.endswith("one pass")}
+        made = make_drafter(self.path, layer, noise, tokens=some, dtype=self.dtype, **shape)
         if not own_head:
             made.use_head(self.stack.head)
         return made
@@ -102,7 +104,7 @@ class Target:
             return SmallLMSource(self.small(kind))
         if kind == "skip_layers":
             return SkipLayersSource([LAYERS - 1])
-        return Eagle3Source(self.head) if kind == "eagle3" else EarlyExitSource(self.exit(kind, noise))
+        return Eagle3Source(self.head) if kind == "eagle3" else source_of(self.exit(kind, noise))
 
     def drafter(self, kind: str, method: MethodConfig, seed: int = 0, *, drawn: bool = False) -> ModelDrafter:
         structure = make_structure(method, Streams(seed), drawn)

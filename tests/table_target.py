@@ -28,6 +28,7 @@ class TableModel:
     device, dtype, exit_layer, window = CPU, torch.float32, 1, None
     layers: Sequence[Any] = (None,)  # how many there are is asked of an exit
     draft_tokens: Any = None
+    parallel = 0
     draft_vocabulary: Any = None
 
     def __init__(self, rows: Sequence[Sequence[float]]):
@@ -111,7 +112,7 @@ class TableSession(Session):
     def run_rows(
         self, name: str, pass_: Any, x: Tensor, parents: Sequence[int], wanted: int | None = None
     ) -> tuple[Tensor, ...]:
-        self.feed(x[0, :, 0], parents)
+        self.feed(x if x.dim() == 1 else x[0, :, 0], parents)
         return self.run_draft_layers(name, pass_, x, 0, self.first, wanted)
 
     def aux_hidden(self, rows: Sequence[int]) -> Tensor:
@@ -143,11 +144,12 @@ class TableSession(Session):
     ) -> tuple[Tensor, ...]:
         view = SimpleNamespace(
             masks=lambda: {None: None},
+            positions=None,
             rotary=None,
             cache=cache,
             wanted=lambda hidden: hidden[:, -(wanted or len(x[0])) :],
         )
-        cache.length += x.shape[1]
+        cache.length += x.shape[min(x.dim() - 1, 1)]
         return pass_(x, view)
 
 

@@ -82,15 +82,16 @@ def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
 
 
 def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True, depth: int = 1,
-                 tokens: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> EarlyExit:  # fmt: skip
+                 tokens: torch.Tensor | None = None, dtype: torch.dtype = torch.float32, parallel: int = 0,
+                 ) -> EarlyExit:  # fmt: skip
     """An untrained exit (the target's last `depth` layers) after `exit_layer` layers, its matrices shaken by `noise`.
 
     At exit_layer = LAYERS − depth without noise it is the target itself, so every draft is accepted; some noise
-    makes some drafts wrong. tokens: the only ones that it predicts.
+    makes some drafts wrong. tokens: the only ones that it predicts. parallel: drafted in one pass, from a random mask.
     """
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
-    shape = {"own_head": own_head, "depth": depth, "draft_tokens": tokens}
+    shape = {"own_head": own_head, "depth": depth, "draft_tokens": tokens, "parallel": parallel}
     drafter = EarlyExit(model, exit_layer, **shape).requires_grad_(False)
     if depth > 1:
         last = load_layers(open_tensors(str(path)), config, range(LAYERS - depth, LAYERS), dtype=dtype)
@@ -100,6 +101,8 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
     for parameter in (each for layer in drafter.layers for each in layer.parameters()):
         if parameter.numel() > 1:  # one number alone has no spread
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    if drafter.mask is not None:
+        drafter.mask.copy_(torch.randn(drafter.mask.shape, generator=generator))
     return drafter
 
 

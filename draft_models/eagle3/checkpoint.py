@@ -121,8 +121,7 @@ def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[in
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
         return None
     given = maps[D2T].long()
-    ids: list[int] = (given if changes.draft_ids == "index" else torch.arange(len(given)) + given).tolist()
-    return ids
+    return (given if changes.draft_ids == "index" else torch.arange(len(given)) + given).tolist()
 
 
 def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:

@@ -55,6 +55,7 @@ class DrafterMeta:
     exit_depth: Count = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
+    parallel: Count | None = None  # tokens that it drafts in one pass; null: one
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
@@ -97,6 +98,7 @@ def save_pretrained(
         own_layer=not isinstance(drafter.layer, NoLayer),
         exit_depth=len(drafter.layers),
         draft_vocabulary=None if drafter.draft_tokens is None else len(drafter.draft_tokens),
+        parallel=drafter.parallel or None,
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=fingerprint,
         training=dict(training),
@@ -146,13 +148,12 @@ def from_pretrained(
         {name: ("floats" if one.is_floating_point() else "integers", *one.shape) for name, one in state.items()}
         for state in (drafter.state_dict(), weights)
     )
-    if expected != found:
-        differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+    if differing := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
         raise UserError(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
             f"stored {found.get(differing[0])}, expected {expected.get(differing[0])}"
         )
-    drafter.assign({name: placed(tensor, device, dtype) for name, tensor in weights.items()})
+    drafter.load_state_dict({name: placed(one, device, dtype) for name, one in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()
 
 
@@ -162,17 +163,14 @@ def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
     tokens = None if count is None else torch.empty(count, dtype=torch.long, device="meta")
     return EarlyExit(
         empty_layers(config, exit_layers(config, meta.exit_layer)), meta.exit_layer, own_head=meta.own_head,
-        own_layer=meta.own_layer, depth=meta.exit_depth, draft_tokens=tokens,
+        own_layer=meta.own_layer, depth=meta.exit_depth, draft_tokens=tokens, parallel=meta.parallel or 0,
     )  # fmt: skip
 
 
 def read_draft_tokens(path: Path | str) -> list[int] | None:
     """The draft vocabulary of the drafter in `path`; None: all tokens. Raises `UserError`."""
     meta = read_meta(path)
-    if meta.draft_vocabulary is None:
-        return None
-    tokens: list[int] = _read_weights(path, meta)["draft_tokens"].tolist()
-    return tokens
+    return None if meta.draft_vocabulary is None else _read_weights(path, meta)["draft_tokens"].tolist()
 
 
 def placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -217,8 +215,12 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
 
     Its layers are the target's first N and the exit's. With a draft vocabulary, other tokens are never the argmax (see
     `whole_rows`).
-    Raises `UserError` if the target's weights cannot be read, or if a layer's index decides what it computes.
+    Raises `UserError` if the target's weights cannot be read, if a layer's index decides what it computes, or if it
+    drafts several tokens in one pass.
     """
+    if drafter.parallel:
+        what = f"an early exit that drafts {drafter.parallel} tokens in one pass"
+        raise UserError(f"{what}: no engine runs it, as no token stands for its masks; it runs here alone")
     own = () if isinstance(drafter.layer, NoLayer) else drafter.layers
     last = target.config.num_hidden_layers - 1
     model = target.layers([*range(drafter.exit_layer), *(last for _ in own)], dtype=dtype)

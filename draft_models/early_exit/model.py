@@ -1,7 +1,6 @@
 """EESD's early-exit drafter: a transformer layer (or several), norm and head on the target's first N layers."""
 
 import copy
-from collections.abc import Mapping
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -9,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.base.errors import require
 from outrider.draft_models.targets.model_files import decoder_layers, final_norm, number_layer, spec_of
 from outrider.draft_models.targets.narrowed import spread
-from outrider.draft_models.targets.stack import call_layer, normed_product
+from outrider.draft_models.targets.stack import LayerStack, call_layer, normed_product
 from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
 
 
@@ -38,6 +37,9 @@ class EarlyExit(nn.Module):
     `own_head`, the head. Without `own_layer` norm and head directly follow the first `exit_layer` layers, as in the
     paper's ablation. draft_tokens: ids [k], ascending, of its draft vocabulary, whose rows the head has; None: the
     whole `vocabulary`.
+
+    parallel: the tokens that it drafts in one pass, all but the first from masks (PARD, arXiv 2504.18583); 0: one. A
+    mask has the id `vocabulary`, and enters the target's first layer as the last token would, plus the vector `mask`.
     """
 
     draft_tokens: Tensor | None
@@ -51,6 +53,7 @@ class EarlyExit(nn.Module):
         own_layer: bool = True,
         depth: int = 1,
         draft_tokens: Tensor | None = None,
+        parallel: int = 0,
     ):
         super().__init__()
         last, parts, head = decoder_layers(model)[-1], spec_of(model), model.get_output_embeddings()
@@ -65,6 +68,8 @@ class EarlyExit(nn.Module):
         self.call, self.rule = parts.calls[-1], parts.logits
         self.window = model.config.sliding_window if self.call.slides else None
         self.register_buffer("draft_tokens", draft_tokens)
+        self.parallel = parallel
+        self.mask = nn.Parameter(head.weight.new_zeros(model.config.hidden_size)) if parallel else None
         self.shared_head: list[nn.Linear] = []
         if not own_head:
             self.use_head(head)
@@ -89,14 +94,19 @@ class EarlyExit(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""
-        return self._outward(self.draft_logits(hidden))
+        return self.logits_after_norm(self.norm(hidden))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
         """The same from the output of its norm."""
-        return self._outward(self.rule(self.output_head(hidden)))
-
-    def _outward(self, logits: Tensor) -> Tensor:
+        logits = self.rule(self.output_head(hidden))
         return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.vocabulary)
+
+    def embed(self, stack: LayerStack, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The input [B, Q, d] of the target's first layer for tokens or masks at positions [B, Q]."""
+        if self.mask is None:
+            return stack.embed(tokens, positions)
+        known = stack.embed(tokens.clamp(max=self.vocabulary - 1), positions)
+        return known + (tokens == self.vocabulary)[..., None] * self.mask.to(known.dtype)
 
     def run(self, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
         """The exit's layers on hidden states [B, Q, d] of the target's layer N → [B, Q, d]."""
@@ -104,21 +114,15 @@ class EarlyExit(nn.Module):
             hidden = call_layer(layer, self.call, hidden, mask, rotary, cache)
         return hidden
 
-    def assign(self, weights: Mapping[str, Tensor]) -> "EarlyExit":
-        """Use exactly `weights` as the parameters; returns self."""
-        self.load_state_dict(dict(weights), strict=True, assign=True)
-        return self
-
 
 def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
     """A copy of `head`, or of its rows for `tokens`."""
     if tokens is None:
         return copy.deepcopy(head)
-    weight, bias = head.weight, head.bias
-    rows = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
-    rows.weight = nn.Parameter(weight.detach()[tokens], requires_grad=False)
-    if bias is not None:
-        rows.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
+    rows = nn.Linear(head.weight.shape[1], len(tokens), bias=head.bias is not None, device="meta")
+    for name, whole in (("weight", head.weight), ("bias", head.bias)):  # of a packed head, which has no parameters
+        if whole is not None:
+            setattr(rows, name, nn.Parameter(whole.detach()[tokens], requires_grad=False))
     return rows
 
 
@@ -131,3 +135,4 @@ evaluate-checkpoint checkpoint={path:option} target={target:option} method=eesd_
 
 Serving engines have no kind of drafter that reads the target's inner layers. `outrider export checkpoint={path:option}`
 writes it as an ordinary causal LM, which they take as a draft model."""
+USE_IN_ONE_PASS = USE.partition("Serving")[0] + "It drafts several tokens in one pass, which no engine does with it."

@@ -6,7 +6,7 @@ Whether a model is run rightly is decided by test runs (`draft_models.targets.pr
 import inspect
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +165,10 @@ class LayerStack(nn.Module):
         for number, _ in enumerate(parts.tables):
             self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
             self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode: inside a student it is frozen, without dropout and router jitter."""
+        return super().train(False)
 
     @property
     def device(self) -> torch.device:

@@ -24,7 +24,7 @@ from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.draft_models.targets.stack import LayerStack, require_layers
+from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Band, Target
 from outrider.inference.doctor.scores import Recording, read
 from outrider.inference.drafters.shaped import bare
@@ -95,22 +95,6 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     return head.logits(torch.stack(found))
 
 
-@torch.inference_mode()
-def draft_by_exit(drafter: EarlyExit, stack: LayerStack, recording: Recording) -> Tensor:
-    """Logits [1, places, V] of an early exit on the target `stack`."""
-    hidden = recording.aux_hidden[drafter.exit_layer]
-    positions = torch.arange(hidden.shape[1], device=hidden.device)
-    mask = None if drafter.window is None else Band.sliding(positions, drafter.window)
-    out = drafter.run(hidden, mask, stack.rotary(positions[None]))
-    return drafter.logits(out[:, recording.start - 1 : -1])
-
-
-def draft_by_lm(lm: Target, recording: Recording) -> Tensor:
-    """Logits [1, places, V'] of a small LM; its vocabulary size V' may differ from the target's."""
-    logits, _ = read(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)
-    return logits[None, :-1]
-
-
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
     """Whether the target is the one that the drafter was trained on, as far as `record`, which may be empty, tells."""
     name, settings = record.get("target", "a target not said"), record.get("settings")
@@ -125,14 +109,27 @@ def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
 
 def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     """An early exit that is prepared to decode on `stack`. It was loaded, so its digests are this target's."""
-    drafting = partial(draft_by_exit, bare(model), require_layers(stack))
-    return Examinee([Variant(DECLARED, drafting, (bare(model).exit_layer,))])
+    drafter, layers = bare(model), require_layers(stack)
+
+    @torch.inference_mode()
+    def drafting(recording: Recording) -> Tensor:
+        hidden = recording.aux_hidden[drafter.exit_layer]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        mask = None if drafter.window is None else Band.sliding(positions, drafter.window)
+        out = drafter.run(hidden, mask, layers.rotary(positions[None]))
+        return drafter.logits(out[:, recording.start - 1 : -1])
+
+    return Examinee([Variant(DECLARED, drafting, (drafter.exit_layer,))])
 
 
 def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     """A small LM for `target`."""
-    variant = Variant(DECLARED, partial(draft_by_lm, cast("SmallLM", bare(model))))
-    return Examinee([variant], [made_for(read_record(where, LM_TRAINING_FILE), target)])
+    lm = cast("SmallLM", bare(model))
+
+    def drafting(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
+        return read(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
+
+    return Examinee([Variant(DECLARED, drafting)], [made_for(read_record(where, LM_TRAINING_FILE), target)])
 
 
 def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:

@@ -20,13 +20,13 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare
+from outrider.inference.drafters.shaped import BesideTarget, TrainedDrafterPlugin, bare
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
 
 
-class Eagle3Source:
+class Eagle3Source(BesideTarget):
     """EAGLE-3's draft model (arXiv 2503.01840), in its own session next to the target's.
 
     An entry of its cache is a pair: the target's feature at a position, and the token at the next position. So there is
@@ -41,9 +41,6 @@ class Eagle3Source:
     token's feature is the head's output for its parent. Its entry is dropped at the end of the round, and an accepted
     token runs again with the target's feature.
     """
-
-    split = 0
-    hidden: Tensor
 
     def __init__(self, head: Eagle3):
         self.head = head
@@ -97,10 +94,6 @@ class Eagle3Source:
         self.hidden = out[0]
         self._outputs = torch.cat([self._outputs, self.hidden])
         return logits[0]
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self.target.target_hidden
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         aux = self.target.aux_hidden(rows)

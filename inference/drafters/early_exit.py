@@ -24,13 +24,14 @@ from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
-from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare, head_identity
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.shaped import BesideTarget, OnePass, TrainedDrafterPlugin, bare, head_identity
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.kinds import Placed, Trained
 from outrider.inference.settings.method import MethodConfig
 
 
-class EarlyExitSource:
+class EarlyExitSource(BesideTarget):
     """EESD's draft model: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
 
     The exit layer has its own cache. A row that was verified without being extended (the last token of a draft) has no
@@ -42,11 +43,8 @@ class EarlyExitSource:
         self.split = drafter.exit_layer
         self.predicted = drafter.draft_tokens
 
-    aux_layers: tuple[int, ...] = ()
-    hidden: Tensor
-
     def begin(self, session: Session) -> None:
-        self.session = session = session.layered()
+        self.target = self.session = session = session.layered()
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, wanted=0)
@@ -54,7 +52,7 @@ class EarlyExitSource:
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         start = self.session.rows
-        hidden = self.session.feed(tokens, parents)
+        hidden = self.feed(tokens, parents)
         waiting = self._pending.shape[1]
         if waiting:
             hidden = torch.cat([self._pending, hidden], dim=1)
@@ -62,6 +60,10 @@ class EarlyExitSource:
         hidden, logits = self._exit(hidden, start - waiting, len(parents))
         self.hidden = hidden[0, waiting:]
         return logits[0]
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Add rows to the session, through the target's first layers; returns their hidden states [1, n, d]."""
+        return self.session.feed(tokens, parents)
 
     def _exit(self, hidden: Tensor, start: int, wanted: int) -> tuple[Tensor, Tensor]:
         """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
@@ -78,10 +80,6 @@ class EarlyExitSource:
         hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, wanted)
         return hidden, logits[:, logits.shape[1] - wanted :]
 
-    @property
-    def target_hidden(self) -> Tensor:
-        return self.session.target_hidden
-
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base = self.session.base
         extended = max(0, self.cache.length - base)
@@ -91,6 +89,40 @@ class EarlyExitSource:
             self._pending = torch.cat([self._pending, fresh], dim=1)
         if self.cache.length > base:
             self.cache.keep(base, known)
+
+
+class ParallelExitSource(OnePass, EarlyExitSource):
+    """An early exit that drafts several tokens in one pass, which runs through the target's first layers too.
+
+    The session drops the whole pass: its cache never has masks, and the root runs again with what is drafted. The
+    exit's cache keeps the root.
+    """
+
+    def __init__(self, drafter: EarlyExit):
+        super().__init__(drafter)
+        self.mask, self.pass_tokens = drafter.vocabulary, drafter.parallel
+
+    def run_pass(self, tokens: Tensor) -> Tensor:
+        logits = EarlyExitSource.extend(self, tokens, chain_parents(0, len(tokens)))
+        self.session.first.keep(self.session.base, ())
+        self.session.start_round()
+        self.cache.keep(self.session.base, [0])
+        return logits
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        drafter, stack = self.drafter, self.session.stack
+
+        def masked(tokens: Tensor, view: View) -> tuple[Tensor]:
+            hidden = drafter.embed(stack, tokens[None], view.positions)
+            return (stack.run(hidden, 0, drafter.exit_layer, view.rotary, view.masks(), view.cache),)
+
+        (hidden,) = self.session.run_rows(f"masks of exit {id(drafter)}", masked, tokens, parents)
+        return hidden
+
+
+def source_of(drafter: EarlyExit) -> EarlyExitSource:
+    """The draft model of an early exit."""
+    return ParallelExitSource(drafter) if drafter.parallel else EarlyExitSource(drafter)
 
 
 class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
@@ -142,7 +174,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         save_parts(folder, as_causal_lm(drafter, target, dtype))
 
     def draft_model(self, model: EarlyExit, method: MethodConfig) -> DraftModel:
-        return EarlyExitSource(model)
+        return source_of(model)
 
 
 PLUGIN = EarlyExitPlugin()

@@ -21,7 +21,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.core.tree import DraftTree
+from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, DrafterPlugin, Placed, Trained, read_record
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
@@ -132,6 +132,8 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
         drafting, allowance = self.draft_model(bare(model), method), None if tuning is None else tuning.allowance()
+        if isinstance(drafting, OnePass) and method.structure.kind == "chain":
+            drafting.pass_tokens = min(drafting.pass_tokens, method.stop.longest())
         return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
 
 
@@ -166,6 +168,47 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
 
     def trained(self, where: str) -> Trained:
         return Trained.of(read_record(where, self.record))
+
+
+class BesideTarget:
+    """What draft models that begin at the target's first layer have alike. target: the session of the text."""
+
+    split = 0
+    aux_layers: tuple[int, ...] = ()
+    target: Session
+    hidden: Tensor
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.target.target_hidden
+
+
+class OnePass(BesideTarget):
+    """The part of a draft model that drafts `pass_tokens` tokens in one pass (PARD, arXiv 2504.18583).
+
+    The pass of a round is over the root and, for each token after the first, the id `mask`. The logits after a row
+    depend on its depth alone: the i-th token of every path is from the marginal distribution of the text's i-th next
+    token. So no other row is run, and rows deeper than the pass have its last logits. The caches drop the masks.
+    """
+
+    mask: int
+    pass_tokens: int
+
+    @abstractmethod
+    def run_pass(self, tokens: Tensor) -> Tensor:
+        """Run the root and masks [n] and drop the masks; returns the logits after each [n, K], and sets `hidden`."""
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        if parents[0] == ROOT:
+            left = self.target.context - self.target.base  # positions of the text
+            masks = tokens.new_full((max(0, min(self.pass_tokens, left) - 1),), self.mask)
+            self._logits = self.run_pass(torch.cat([tokens, masks]))
+            self._hidden, self._depths = self.hidden, list[int]()  # both by depth; the depths of the round's rows
+        depths = [0 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
+        self._depths += depths
+        places = [min(depth, len(self._logits) - 1) for depth in depths]
+        self.hidden = self._hidden[places]
+        return self._logits[places]
 
 
 class TimedModel:

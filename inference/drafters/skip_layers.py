@@ -11,11 +11,11 @@ from torch import Tensor
 from outrider.base.errors import UserError, require
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
-from outrider.inference.drafters.shaped import ModelDrafterPlugin
+from outrider.inference.drafters.shaped import BesideTarget, ModelDrafterPlugin
 from outrider.inference.settings.method import MethodConfig
 
 
-class SkipLayersSource:
+class SkipLayersSource(BesideTarget):
     """The target without the layers `skip`; embedding, norm, head and cache are the target's.
 
     A drafted token sees the whole target's keys and values of the text before the draft; those of the draft come from
@@ -23,16 +23,13 @@ class SkipLayersSource:
     an empty round, so nothing of the draft is committed.
     """
 
-    split = 0
-    aux_layers: tuple[int, ...] = ()
     predicted = None
-    hidden: Tensor
 
     def __init__(self, skip: Sequence[int] | None):
         self.skip = skip
 
     def begin(self, session: Session) -> None:
-        self.session = session = session.layered()
+        self.target = self.session = session = session.layered()
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
         self._kept = [layer for layer in range(count) if layer not in skipped]
@@ -52,10 +49,6 @@ class SkipLayersSource:
         hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, start, session.rest)
         self.hidden = hidden[0]
         return logits[0]
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self.session.target_hidden
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Nothing to do: the session has the only cache and commits it."""

@@ -27,24 +27,20 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare
+from outrider.inference.drafters.shaped import BesideTarget, OnePass, TrainedDrafterPlugin, bare
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN
+from outrider.inference.settings import CHAIN_TOKENS
 from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
 
 
-class SmallLMSource:
+class SmallLMSource(BesideTarget):
     """A small LM that shares only the vocabulary with the target.
 
     It runs in its own session, next to the target's. A row that was verified without being extended has no entry in
     its cache. The row's token waits in `_pending` and runs with the next extension, before the root. Logits of all
     tokens are cut or padded with −∞ to the target's vocabulary size.
     """
-
-    split = 0
-    aux_layers: tuple[int, ...] = ()
-    hidden: Tensor
 
     def __init__(self, lm: Target):
         self.lm = lm
@@ -83,10 +79,6 @@ class SmallLMSource:
         """The ids; ids beyond its embedding, which a text may contain, are replaced by its last one."""
         return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
-    @property
-    def target_hidden(self) -> Tensor:
-        return self.target.target_hidden
-
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         waiting = len(self._pending)
         extended = self.session.rows - waiting  # ≤ 0: no row was extended, and the pending tokens continue to wait
@@ -99,46 +91,27 @@ class SmallLMSource:
             self._pending = torch.cat([self._pending, unknown])
 
 
-class ParallelSource(SmallLMSource):
-    """A small LM that drafts `pass_tokens` tokens in one pass (PARD, arXiv 2504.18583).
-
-    The pass of a round is over the root and, for each token after the first, the token `mask`. The logits after a row
-    depend on its depth alone: the i-th token of every path is from the marginal distribution of the text's i-th next
-    token. So no other row is run, and rows deeper than the pass have its last logits. The cache drops the masks:
-    accepted tokens wait in `_pending`, and run before the next root.
-    """
-
-    one_pass = True  # a draft has no further one
+class ParallelSource(OnePass, SmallLMSource):
+    """A small LM that drafts several tokens in one pass. Accepted ones wait in `_pending`, and run before the next
+    root."""
 
     def __init__(self, lm: Target, mask: int, tokens: int):
         super().__init__(lm)
         self.mask, self.pass_tokens = mask, tokens
-        self._depths: list[int] = []  # of the round's rows
-        self._logits, self._hidden = torch.empty(0), torch.empty(0)  # by depth
 
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        if self.session.rows == 0:
-            left = self.session.context - self.session.base - len(self._pending)  # positions of the text
-            masks = tokens.new_full((max(0, min(self.pass_tokens, left) - 1),), self.mask)
-            self._logits = super().extend(torch.cat([tokens, masks]), chain_parents(0, len(masks) + 1))
-            self._hidden = self.hidden
-            self._depths.clear()
-        depths = [0 if parent < 0 else self._depths[parent] + 1 for parent in parents]
-        self._depths += depths
-        places = [min(depth, len(self._logits) - 1) for depth in depths]
-        self.hidden = self._hidden[places]
-        return self._logits[places]
+    def run_pass(self, tokens: Tensor) -> Tensor:
+        return SmallLMSource.extend(self, tokens, chain_parents(0, len(tokens)))
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         super().commit(rows[:1], tokens)  # the rows after the root were masks
 
 
-def source_of(lm: Target, longest: int) -> SmallLMSource:
-    """The draft model of a small LM, as its config says. longest: the most tokens of a draft."""
+def source_of(lm: Target) -> SmallLMSource:
+    """The draft model of a small LM, as its config says."""
     mask = getattr(lm.config, MASK_TOKEN, None)
     if mask is None:
         return SmallLMSource(lm)
-    return ParallelSource(lm, mask, min(longest, getattr(lm.config, PASS_TOKENS, CHAIN_TOKENS)))
+    return ParallelSource(lm, mask, getattr(lm.config, PASS_TOKENS, CHAIN_TOKENS))
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
@@ -173,7 +146,7 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return empty_model(read_config(where, role="small_lm"))
 
     def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
-        return source_of(model, method.stop.longest() if method.structure.kind == "chain" else LONGEST_CHAIN)
+        return source_of(model)
 
 
 PLUGIN = SmallLMPlugin()

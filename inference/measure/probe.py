@@ -22,7 +22,7 @@ from outrider.inference.core.session import Pass, Session, View
 from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.shaped import ModelDrafter, TimedModel
+from outrider.inference.drafters.shaped import ModelDrafter, OnePass, TimedModel
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
 from outrider.inference.settings.kinds import KINDS
@@ -221,7 +221,7 @@ class _Probe(Structure):
     def into(self, drafter: Drafter) -> Drafter:
         """`drafter` with these structures in turn."""
         model = cast(ModelDrafter, drafter).model
-        self._one_pass = getattr(model, "one_pass", False)
+        self._one_pass = isinstance(model, OnePass)
         return ModelDrafter(model, self)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:

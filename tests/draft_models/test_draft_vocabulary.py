@@ -28,11 +28,12 @@ from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
+from outrider.train.recipes.early_exit import train_early_exit
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, open_stack, random_prompt, save_target
 from tests.train import jobs
+from tests.train.jobs import exit_student
 
 TOKENS = torch.tensor([3, 7, 100, 101, 256])
 
@@ -89,39 +90,12 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.roll(-1, 1), "positions": torch.arange(24)[None], "documents": zeros}
 
 
-@pytest.mark.parametrize("objective", ["cross_entropy", "forward_kl", "acceptance"])
-def test_over_all_tokens_it_is_what_it_was(tmp_path: Path, objective: str) -> None:
-    """Losses and gradients; over some, the losses of a head of these rows alone."""
-    target = open_target(str(save_target(tmp_path, kv_heads=2)))
-    layers = exit_layers(target.config, 2) if objective == "cross_entropy" else None
-
-    def step(tokens: torch.Tensor | None) -> tuple[float, torch.Tensor]:
-        model = target.layers(layers, dtype=torch.float32)
-        student = EarlyExitStudent(model, 2, train_head=True, objective=objective, draft_tokens=tokens)
-        loss = student(**batch())["loss_sum"]
-        loss.backward()
-        assert student.drafter.head is not None
-        rows = target.layers(layers, dtype=torch.float32).get_output_embeddings().weight
-        assert torch.equal(student.drafter.head.weight, rows if tokens is None else rows[tokens])
-        assert student.drafter.head.weight.grad is not None
-        return loss.item(), student.drafter.head.weight.grad
-
-    whole, every = step(None), step(torch.arange(target.config.vocab_size))
-    assert every[0] == pytest.approx(whole[0], rel=1e-6)
-    torch.testing.assert_close(every[1], whole[1])
-    some = step(TOKENS)
-    assert some[1].shape == (len(TOKENS), target.config.hidden_size)
-    assert some[0] != pytest.approx(whole[0])
-
-
 def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path) -> None:
     """Frozen as they are, stored nowhere, and packed for decoding from a target that is packed itself."""
     path = save_target(tmp_path / "target", kv_heads=2)
     target = open_target(str(path))
     layers = exit_layers(target.config, LAYERS - 1)
-    student = EarlyExitStudent(
-        target.layers(layers, dtype=torch.float32), LAYERS - 1, train_head=False, draft_tokens=TOKENS
-    )
+    student = exit_student(target.layers(layers, dtype=torch.float32), LAYERS - 1, TOKENS, train_head=False)
     student(**batch())["loss_sum"].backward()
     assert not student.drafter.output_head.weight.requires_grad
     trained, frozen = ([p.numel() for p in student.parameters() if p.requires_grad == wanted] for wanted in (1, 0))
@@ -153,7 +127,7 @@ def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:
 
     def work(tokens: torch.Tensor | None) -> int:
         model = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
-        student = EarlyExitStudent(model, 2, train_head=False, objective="kl_tv", cached=True, draft_tokens=tokens)
+        student = exit_student(model, 2, tokens, train_head=False, objective="kl_tv", teacher="cached")
         with FlopCounterMode(display=False) as counted:
             student(**batch(), **cached)["loss_sum"].backward()
         return counted.get_total_flops()

@@ -65,9 +65,14 @@ class OfSome(TableModel):
 class OnePass(TableModel):
     """A drafter of two tokens in a pass: what it says after token 3 stands for all but the first."""
 
+    parallel, vocabulary = 2, 3  # of an early exit
+
     def __init__(self, rows: Sequence[Sequence[float]]):
         super().__init__(rows)
         self.config.pard_token, self.config.parallel_tokens = 3, 2
+
+    def embed(self, stack: TableModel, tokens: Tensor, positions: object) -> Tensor:
+        return tokens[..., None]
 
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
@@ -129,6 +134,9 @@ CASES = {
     "chain, block": Case(block(max_draft=3)),
     "chain, block, confidence": Case(block("confidence", "eagle3", max_draft=4, threshold=0.28)),
     "chain, one pass": Case(block(max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))),
+    "chain, one pass of an exit": Case(
+        block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
+    ),
     "chain, copied": Case(replace(block(max_draft=3), copy=3)),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say

@@ -24,10 +24,10 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_structure
-from outrider.train.recipes.early_exit import EarlyExitStudent
 from tests.families import FAMILIES, LAYERS, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import method_of, random_prompt, reference_generate
+from tests.train.jobs import exit_student
 
 SHAPES = (StructureConfig(), StructureConfig(kind="opt_tree", nodes=10, delta=0.0, max_depth=5))
 TOKENS = 20
@@ -82,7 +82,7 @@ def test_an_early_exit_trains_on_it(target: OpenTarget) -> None:
     for distill in (False, True):
         layers = None if distill else exit_layers(target.config, 2)
         model = target.layers(layers, dtype=torch.float32)
-        student = EarlyExitStudent(model, 2, train_head=False, objective="forward_kl" if distill else "cross_entropy")
+        student = exit_student(model, 2, train_head=False, objective="forward_kl" if distill else "cross_entropy")
         trained = [p for p in student.parameters() if p.requires_grad]
         before = student(**batch)["loss_sum"]
         before.backward()

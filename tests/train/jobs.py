@@ -26,6 +26,7 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core import run_dir
+from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig
 from tests.forked import Fork
@@ -106,6 +107,12 @@ def distilling(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) 
         out_dir=str(out_dir),
     )
     return replace(settings, **changes)
+
+
+def exit_student(model: Any, exit_layer: int, tokens: Tensor | None = None, **changes: Any) -> EarlyExitStudent:
+    """The student of `distilling` with these changes, on target layers `model`. tokens: its draft vocabulary."""
+    data = DataConfig(source="local", path="responses-*.jsonl")  # which nothing reads
+    return EarlyExitStudent(model, distilling(Path(), data, Path(), exit_layer=exit_layer, **changes), tokens)
 
 
 def heading(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> Eagle3Config:

@@ -14,12 +14,11 @@ from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.train.parts.heldout import HeldOutText
 from outrider.train.parts.on_policy import OnPolicy
-from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.recipes.small_lm import SmallLMStudent
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
-from tests.tiny import random_prompt
-from tests.train.test_small_lm_student import on_own_samples
+from tests.train.jobs import exit_student
+from tests.train.test_small_lm_student import batch, on_own_samples
 
 SATURATED = {"final_logit_softcapping": 0.01}  # most logits are the cap, and the first of them is the choice
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +29,6 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "factor": ("cohere", {}),
 }
 QUICK = ("bias", "cap that most logits reach")
-SPLIT = 14  # where the second document of a row begins
 
 
 @pytest.fixture(scope="module", params=quick_where(lambda name: name in QUICK, HEADS))
@@ -40,57 +38,31 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return open_target(str(path))
 
 
-def batch() -> dict[str, Tensor]:
-    """A row of two documents, every third position of it unsupervised."""
-    ids = torch.tensor([random_prompt(24, seed=3)])
-    labels = ids.roll(-1, 1).masked_fill(torch.arange(24) % 3 == 0, IGNORE)
-    labels[:, [SPLIT - 1, -1]] = IGNORE
-    positions = torch.cat([torch.arange(SPLIT), torch.arange(24 - SPLIT)])[None]
-    return {"input_ids": ids, "labels": labels, "positions": positions, "documents": (torch.arange(24) >= SPLIT)[None]}
-
-
 def own_logits(model: Any) -> Tensor:
-    """[24, V] of `batch`, by the forward of `model` over each document alone."""
+    """[24, V] of a row of two documents, by the forward of `model` over each document alone."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        return torch.cat([model(part).logits[0] for part in batch()["input_ids"].split((SPLIT, 24 - SPLIT), dim=1)])
+        return torch.cat([model(part).logits[0] for part in batch(1, 24)["input_ids"].split(12, dim=1)])
 
 
 def whole(target: OpenTarget) -> Any:
     return AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("distill", [False, True])
-@pytest.mark.parametrize("train_head", [False, True])
-def test_an_early_exit_learns_from_what_models_say(target: OpenTarget, train_head: bool, distill: bool) -> None:
-    rows = batch()
-    few = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
-    student = EarlyExitStudent(
-        target.layers(dtype=torch.float32) if distill else target.layers([0, 1, LAYERS - 1], dtype=torch.float32),
-        2,
-        train_head=train_head,
-        objective="forward_kl" if distill else "cross_entropy",
-    )
-    keep = rows["labels"][0] != IGNORE
-    q, p = own_logits(few)[keep].log_softmax(-1), own_logits(whole(target))[keep].log_softmax(-1)
-    expected = (p.exp() * (p - q)).sum() if distill else -q.gather(1, rows["labels"][0][keep][:, None]).sum()
-    torch.testing.assert_close(student(**rows)["loss_sum"], expected, rtol=1e-4, atol=1e-4)
-
-
 def test_what_is_watched_are_the_models_choices(target: OpenTarget) -> None:
-    rows = batch()
+    rows = batch(1, 24)
     few = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
-    student = EarlyExitStudent(few, 2, train_head=True)
-    stack = target.stack(dtype=torch.float32)
+    student, stack, keep = exit_student(few, 2), target.stack(dtype=torch.float32), rows["labels"] != IGNORE
     (choices,) = HeldOutText([{name: value[0] for name, value in rows.items()}], 1, stack).choices
-    for found, model in ((student.judged(rows)[0], few), (choices, whole(target))):
-        expected = own_logits(model).argmax(-1)[None].masked_fill(rows["labels"] == IGNORE, IGNORE)
-        assert torch.equal(found, expected)
+    assert torch.equal(choices != IGNORE, keep)
+    watched = student.drafter.logits_after_norm(student.supervised(rows)[0]).argmax(-1)
+    for found, model in ((watched, few), (choices[keep], whole(target))):
+        assert torch.equal(found, own_logits(model).argmax(-1)[keep[0]])
 
 
 def test_a_small_lm_learns_from_its_own_samples(target: OpenTarget) -> None:
     """As drafter and as teacher; written out with whole forwards."""
-    rows, policy = batch(), OnPolicy(1.0, 6, 5, None)
+    rows, policy = batch(1, 24), OnPolicy(1.0, 6, 5, None)
     lm = target.layers([0, LAYERS - 1], dtype=torch.float32).requires_grad_(True)
     one = SmallLMStudent(lm, "reverse_kl", layer_stack(target.layers(dtype=torch.float32)), policy)
     one.begin_step(3)
@@ -107,8 +79,8 @@ def test_what_is_frozen_does_not_drop_out(tmp_path: Path, family: str) -> None:
     """Their configs say dropout 0.1: neither what an early exit sits on nor what it learns from may have any."""
     opened = open_target(str(save_family(tmp_path, family)))
     model = opened.layers(dtype=torch.float32)
-    student = EarlyExitStudent(model, 2, train_head=True, train_layer=False, objective="forward_kl")
-    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    student = exit_student(model, 2, train_layer=False, objective="forward_kl")
+    inputs = {name: value for name, value in batch(1, 24).items() if name != "labels"}
     for found, expected in zip(student.train().hidden(**inputs), student.eval().hidden(**inputs), strict=True):
         assert torch.equal(found, expected)
     assert student.train().drafter.training

@@ -1,5 +1,6 @@
-"""Drafts of several tokens in one pass: the loss of packed rows is that of every draft by itself."""
+"""The loss of packed rows is that of every document by itself, and of every draft of several tokens by itself."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,105 +8,179 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
 from outrider.draft_models.small_lm.model import load_small_lm
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.model_files import decoder_layers, final_norm
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.target import Band
 from outrider.inference.drafters.small_lm import source_of
+from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy, row_generator
 from outrider.train.parts.parallel import DraftBand, Parallel
-from outrider.train.recipes.small_lm import SmallLMStudent, finetune_drafter
+from outrider.train.recipes.early_exit import EarlyExitStudent
+from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.students.early_exit import ExitOnFrozenLayers
 from outrider.train.students.small_lm import drafter_config, parallel_of, small_lm_plan
+from tests.families import save_family
 from tests.faults import plant
-from tests.tiny import VOCABULARY, open_stack, save_target
-from tests.train.jobs import FIT, finetuning, require_lossless, save_responses
+from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, open_stack, save_target
+from tests.train.jobs import FIT, exit_student, finetuning, require_lossless, save_responses
+from tests.train.test_heads import HEADS
 from tests.train.test_small_lm_student import batch, student
 
 MASK = VOCABULARY - 1
 DRAFTS = Parallel(tokens=4, keep=0.7, mask=MASK, seed=0)
-FEW = torch.tensor([*range(100), MASK])
+FEW, EVERY = torch.tensor([*range(100), MASK]), torch.arange(VOCABULARY)
+Say = Callable[[Tensor, int], Tensor]  # a text and a number of masks after it → logits [text + masks, K]
+Both = tuple[Any, Say, list[Tensor], list[Tensor]]  # a student, its drafter by itself; the parameters of both
+Rows = dict[str, Tensor]
 
 
-def by_itself(one: SmallLMStudent, target: Path, rows: dict[str, Tensor]) -> Tensor:
+def lm_alone(target: Path, objective: str, drafts: Parallel | None, few: Tensor | None, cached: bool) -> Both:
+    one = student(target, objective, None, drafts, few).train()
+    vars(one)["teacher"], own = None if cached else one.teacher, one.stack.draft_vocabulary
+
+    def say(text: Tensor, masks: int) -> Tensor:
+        one.lm.set_attn_implementation("eager")
+        text = torch.cat([text, torch.full((masks,), MASK)])
+        logits: Tensor = one.lm((text if own is None else own.inward(text))[None]).logits[0]
+        return logits if own is None else logits[:, : len(own.tokens)]
+
+    return one, say, [*one.lm.parameters()], [*one.lm.parameters()]
+
+
+def exit_alone(
+    target: Path, objective: str, drafts: Parallel | None, few: Tensor | None, cached: bool, layer: int = 2,
+    depth: int = 1, train_head: bool = True,
+) -> Both:  # fmt: skip
+    """Beside transformers' own model of its layers, which is fed the masks."""
+    opened, tokens = open_target(str(target)), 0 if drafts is None else drafts.tokens
+    shape: dict[str, Any] = {"exit_depth": depth, "train_head": train_head, "parallel": tokens, "objective": objective}
+    first, last = [*range(layer)], opened.config.num_hidden_layers - 1
+    model = opened.layers([*first, last] if cached or objective == "cross_entropy" else None, dtype=torch.float32)
+    one = exit_student(model, layer, few, teacher="cached" if cached else "online", **shape)
+    plain = opened.layers([*first, *[last] * depth], dtype=torch.float32).requires_grad_(True)
+    plain.set_attn_implementation("eager")
+    embed, head = plain.get_input_embeddings(), plain.get_output_embeddings()
+    mask = torch.randn(opened.config.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    if drafts is not None:
+        one.parallel = replace(drafts, mask=opened.config.vocab_size)
+        one.drafter.mask.data.copy_(mask)
+
+    def say(text: Tensor, masks: int) -> Tensor:
+        given = torch.cat([embed(text), (embed.weight[-1] + mask).expand(masks, -1)])
+        fed: dict[str, Tensor] = {"inputs_embeds": given[None]} if masks else {"input_ids": text[None]}
+        logits: Tensor = plain(**fed).logits[0]
+        return logits if few is None else logits[:, few]
+
+    parts = [*decoder_layers(plain)[layer:], final_norm(plain), *([head] if train_head else [])]
+    its = [mask] * (drafts is not None) + [parameter for part in parts for parameter in part.parameters()]
+    return one, say, [*one.drafter.parameters()], [] if depth > 1 or plain.config.tie_word_embeddings else its
+
+
+def by_itself(one: Any, say: Say, target: Path, few: Tensor | None, rows: Rows, recorded: Rows) -> Tensor:
     """The sum over every supervised token and every draft from it that is kept, each by a forward of its own: the text
     of its document up to there, then masks. Its tokens are compared with what the whole target says of the text."""
     whole = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
-    one.lm.set_attn_implementation("eager")
-    own, loss, tokens = one.stack.draft_vocabulary, torch.zeros(()), 1 if one.parallel is None else DRAFTS.tokens
-    for ids, labels, documents in zip(rows["input_ids"], rows["labels"], rows["documents"], strict=True):
+    loss, tokens = torch.zeros(()), 1 if one.parallel is None else DRAFTS.tokens
+    each = zip(rows["input_ids"], rows["labels"], rows["documents"], strict=True)
+    for row, (ids, labels, documents) in enumerate(each):
         numbers = row_generator(0, one.step, ids).random(len(ids))
         for document in documents.unique():
             part = (documents == document).nonzero()[:, 0]
-            logits = whole(ids[part][None]).logits[0].detach()
+            logits, own = whole(ids[part][None]).logits[0].detach(), say(ids[part], 0)
             for place in range(len(part)):
                 if labels[part[place]] == IGNORE:
                     continue
                 depth = sum(numbers[part[place]] < DRAFTS.keep**j for j in range(1, tokens))
                 depth = min(depth, len(part) - 1 - place)
-                text = torch.cat([ids[part[: place + 1]], torch.full((depth,), MASK)])
-                said = one.lm((text if own is None else own.inward(text))[None]).logits[0, place:]
+                said = say(ids[part[: place + 1]], depth)[place:] if depth else own[place:]
                 for j in range(depth + 1):
-                    if labels[part[place + j]] != IGNORE:
-                        loss = loss + divergence(one, said[j], logits[place + j], int(labels[part[place + j]]))
+                    at = part[place + j]
+                    known = {name: value[row, at][None] for name, value in recorded.items()}
+                    loss = loss + divergence(one, few, said[j][None], logits[place + j][None], labels[at][None], known)
     return loss / sum(DRAFTS.keep**j for j in range(tokens))
 
 
-def divergence(one: SmallLMStudent, said: Tensor, wanted: Tensor, label: int) -> Tensor:
-    own = one.stack.draft_vocabulary
-    if own is not None:
-        said, wanted = said[: len(own.tokens)], wanted[own.tokens]
-        label = own.tokens.tolist().index(label) if label in own.tokens else IGNORE
+def divergence(one: Any, few: Tensor | None, said: Tensor, wanted: Tensor, label: Tensor, known: Rows) -> Tensor:
+    """Of logits [1, K] from the target's [1, V], or from those of its tokens that are known; 0 without a label."""
+    every, vocabulary = (torch.eye(logits.shape[-1]) for logits in (said, wanted))
     if one.objective == "cross_entropy":
-        return -said.log_softmax(-1)[label] if label != IGNORE else torch.zeros(())
-    q, p = said.log_softmax(-1), wanted.log_softmax(-1)
-    return (p.exp() * (p - q)).sum() if one.objective == "forward_kl" else (q.exp() * (q - p)).sum()
+        return F.cross_entropy(said, places(label, few, len(vocabulary)), ignore_index=IGNORE, reduction="sum")
+    if known:
+        top = (places(known["top_ids"], few, len(vocabulary)), known["top_logprobs"], known["tail"])
+        return linear_topk_divergence(said, every, *top, label, one.objective)
+    return linear_divergence(said, every, wanted, vocabulary, label, one.objective, tokens=few)
 
 
-def gradients(one: SmallLMStudent, loss: Tensor) -> list[Tensor | None]:
-    return [*torch.autograd.grad(loss, [*one.lm.parameters()], allow_unused=True)]
+def require_alone(made: Both, target: Path, few: Tensor | None, rows: Rows, recorded: Rows) -> None:
+    """The losses are the same, and the gradients."""
+    one, say, own, its = made
+    loss, expected = one(**rows, **recorded)["loss_sum"], by_itself(one, say, target, few, rows, recorded)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(loss, own, allow_unused=True)
+    wanted = torch.autograd.grad(expected, its, allow_unused=True) if its else found
+    assert its or all(gradient.abs().max() > 0 for gradient in found)
+    assert [mine is None for mine in found] == [other is None for other in wanted]
+    for mine, other in zip(found, wanted, strict=True):
+        fits = mine is None or mine.shape == other.shape
+        torch.testing.assert_close(mine, other if fits else other[few], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "objective", "drafts", "few", "cached"),
-    [
-        ("llama", "forward_kl", DRAFTS, None, False),
-        ("mistral", "reverse_kl", DRAFTS, None, False),  # its window is shorter than the documents
-        ("qwen3", "cross_entropy", DRAFTS, FEW, False),
-        ("llama", "forward_kl", DRAFTS, FEW, True),
-        ("mistral", "forward_kl", None, None, False),
-        ("qwen3", "cross_entropy", None, FEW, False),
-    ],
-)
+DRAFTED = [
+    ("llama", "forward_kl", DRAFTS, None, False),
+    ("mistral", "reverse_kl", DRAFTS, None, False),  # its window is shorter than the documents
+    ("qwen3", "cross_entropy", DRAFTS, FEW, False),
+    ("llama", "forward_kl", DRAFTS, FEW, True),
+    ("mistral", "forward_kl", None, None, False),
+    ("qwen3", "cross_entropy", None, FEW, False),
+]
+CASES: list[tuple[Any, ...]] = [
+    *((alone, *case) for alone in (lm_alone, exit_alone) for case in DRAFTED),
+    *((alone, "llama", kind, None, few, cached)
+      for alone, few in ((lm_alone, FEW), (exit_alone, None)) for kind in DIVERGENCES for cached in (False, True)),
+    *((exit_alone, "llama", kind, None, EVERY, False) for kind in ("cross_entropy", "forward_kl", "acceptance")),
+    *((exit_alone, name, "cross_entropy", None, None, False, layer, depth)
+      for name in ARCHITECTURES for layer, depth in ((1, 1), (LAYERS - 1, 1), (1, 2))),
+    *((exit_alone, name, kind, None, None, False, 2, 1, own)
+      for name in HEADS for kind in ("cross_entropy", "forward_kl") for own in (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_loss_is_that_of_every_draft_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, objective: str, drafts: Parallel | None,
-    few: Tensor | None, cached: bool,
-) -> None:  # fmt: skip
-    """And so are the gradients, also where rows are attended to in blocks. Cached: all of what the target says."""
-    target, rows = save_target(tmp_path / "target", architecture, kv_heads=2), batch(length=40)
-    rows["labels"][:, -1] = 7  # where masks stand that only fill a row up
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...]
+) -> None:
+    """And so are the gradients, also where rows are attended to in blocks. Cached: the most likely of each token."""
+    alone, architecture, _, drafts, few, cached, *_ = case
+    family, changes = HEADS.get(architecture, ("", {}))
+    target = save_family(tmp_path, family, **changes) if family else save_target(tmp_path, architecture, kv_heads=2)
+    rows, recorded = batch(2, 32), Rows()
+    rows["labels"][1:, -1] = 7  # where masks stand that only fill a row up; the other row is padded
+    rows["documents"], rows["labels"][0, -5:] = rows["documents"].clone(), IGNORE
+    rows["documents"][0, -4:] = -1
     if few is not None:
         rows["input_ids"] %= 120
-    for blocks in (512, 32):
+    if cached:
+        stack = open_stack(target)[1]
+        taught = packed_hidden(stack, *(rows[name] for name in ("input_ids", "positions", "documents")))
+        top = stack.logits_after_norm(taught).log_softmax(-1).topk(5)
+        recorded = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+    for blocks in (512, 32) if drafts else (512,):
         monkeypatch.setattr(Band, "BLOCK", blocks)
-        one, recorded = student(target, objective, None, drafts, few).train(), {}
-        if cached:
-            taught = one.teach(*(rows[name] for name in ("input_ids", "positions", "documents")))
-            top = one.teacher.logits_after_norm(taught).log_softmax(-1).topk(VOCABULARY)
-            recorded = {"top_ids": top.indices, "top_logprobs": top.values, "tail": torch.zeros(taught.shape[:2])}
-            one._unregistered = (one.stack, None)
-        loss = one(**rows, **recorded)["loss_sum"]
-        found, alone = gradients(one, loss), by_itself(one, target, rows)
-        torch.testing.assert_close(loss, alone, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found, gradients(one, alone), rtol=1e-3, atol=1e-4)
+        require_alone(alone(target, *case[2:]), target, few, rows, recorded)
 
 
-DRAWN, SEEN = (Parallel, "predict"), (DraftBand, "block")
+DRAWN, SEEN, HIDDEN = (Parallel, "rows"), (DraftBand, "block"), (ExitOnFrozenLayers, "hidden")
 FAULTS = {  # where, and what stands there instead
     "the next token is seen": (*SEEN, "& (keys <= last)", "& (keys <= last + 1)"),
     "other drafts are seen": (*SEEN, "keys, 1] == last", "keys, 1] <= last"),
@@ -120,16 +195,23 @@ FAULTS = {  # where, and what stands there instead
     "depths dropped alike": (*DRAWN, "self.keep ** torch", "self.keep + 0 * torch"),
     "another step's drafts": (*DRAWN, "row_generator(self.seed, step, row)", "row_generator(self.seed, 0, row)"),
     "unsupervised anchors": (*DRAWN, "& (labels != IGNORE)[..., None]", ""),
+    "masks without their vector": (EarlyExit, "embed", "* self.mask", "* 0 * self.mask"),
+    "an exit's own positions": (*HIDDEN, "self.stack.rotary(where)", "self.stack.rotary(where.clamp(max=9))"),
+    "taught by other texts": (*HIDDEN, "trunk[:, :length].detach()", "trunk[:, :length].detach().flip(0)"),
+    "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(masked)", "set_grad_enabled(False)"),
+    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / self.each", "loss"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_rows_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     plant(monkeypatch, *FAULTS[fault])
-    target = save_target(tmp_path, "mistral", kv_heads=2)
-    one, rows = student(target, parallel=DRAFTS).train(), batch(length=28)
-    one.begin_step(3)
-    assert (one(**rows)["loss_sum"] - by_itself(one, target, rows)).abs() > 1e-3
+    target, rows = save_target(tmp_path, "mistral", kv_heads=2), batch(length=28)
+    for alone in (lm_alone, exit_alone) if FAULTS[fault][:2] in (DRAWN, SEEN) else (exit_alone,):
+        made = alone(target, "forward_kl", DRAFTS, None, False)
+        made[0].begin_step(3)
+        with pytest.raises((AssertionError, RuntimeError)):
+            require_alone(made, target, None, rows, {})
 
 
 def test_a_step_draws_its_drafts_and_judging_has_none(target: Path) -> None:
@@ -138,7 +220,7 @@ def test_a_step_draws_its_drafts_and_judging_has_none(target: Path) -> None:
         one.begin_step(step)
         losses.append(one(**rows)["loss_sum"])
     assert losses[0] == losses[2] != losses[1]
-    every = replace(DRAFTS, keep=1.0).predict(3, one.stack, **rows)[1][:, 20:] != IGNORE
+    every = replace(DRAFTS, keep=1.0).rows(3, one.stack, **rows).labels[:, 20:] != IGNORE
     assert every.sum(1).tolist() == [3 + 2 + 1 + 8 + 7 + 6] * 3
     assert one.eval()(**rows)["loss_sum"] == student(target).eval()(**rows)["loss_sum"]
     one.on_policy = OnPolicy(1.0, 6, 5, None)  # whose samples are drafted from too
@@ -160,7 +242,7 @@ def test_a_drafter_of_several_tokens_is_trained_and_drafts(tmp_path: Path, targe
     assert some == (small.predicted is not None)
     assert small.predicted is None or MASK in small.predicted
     model, stack = open_stack(target)
-    require_lossless(source_of(small, 4), model, stack)
+    require_lossless(source_of(small), model, stack)
     again = replace(run, drafter=DrafterConfig(path=run.out_dir), out_dir=str(tmp_path / "plain"), parallel=0,
                     draft_vocabulary=None, fit=replace(fit, steps=1))  # fmt: skip
     finetune_drafter(again)

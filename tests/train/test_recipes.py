@@ -113,7 +113,9 @@ def test_the_drafter_is_the_best_not_the_last(recipe: Recipe, tmp_path: Path, ta
 RUNS = [("early_exit", {}), ("eagle3", {}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})]
 
 
-@pytest.mark.parametrize(("name", "more"), [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2})])
+@pytest.mark.parametrize(
+    ("name", "more"), [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2}), ("early_exit", {"parallel": 3})]
+)
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:

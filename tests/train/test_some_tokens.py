@@ -12,13 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.base.errors import UserError
-from outrider.draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, read_draft_vocabulary, widen
-from outrider.draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
+from outrider.draft_models.draft_vocabulary import TOKENS_FILE, narrow, read_draft_vocabulary, widen
 from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target, read_config
-from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.drafters.small_lm import PLUGIN
 from outrider.inference.loading.memory_plan import Place, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -80,37 +78,6 @@ def test_widened_it_drafts_the_same_for_engines_with_one_vocabulary(tmp_path: Pa
     torch.testing.assert_close(served[..., TOKENS], drafted[..., : len(TOKENS)])
     assert torch.equal(served.argmax(-1), own.outward(drafted).argmax(-1))
     assert not is_narrowed(AutoConfig.from_pretrained(tmp_path / "wide"))
-
-
-@pytest.mark.parametrize("objective", ["cross_entropy", *DIVERGENCES])
-def test_its_losses_are_those_over_its_tokens(tmp_path: Path, objective: str) -> None:
-    """By the whole target and by cached distributions, in which there are tokens that it has not."""
-    whole, small = models(save_target(tmp_path))
-    rows, identity = batch(), torch.eye(VOCABULARY)
-    q = whole(rows["input_ids"]).logits[..., TOKENS]
-    teacher = layer_stack(open_target(str(save_target(tmp_path / "teacher", seed=1))).layers(dtype=torch.float32))
-    p = whole_logits(teacher, rows)
-    if objective == "cross_entropy":
-        labels = places(rows["labels"], TOKENS, VOCABULARY)
-        expected = torch.nn.functional.cross_entropy(q.flatten(0, 1), labels.flatten(), reduction="sum")
-        torch.testing.assert_close(SmallLMStudent(small, objective)(**rows)["loss_sum"], expected)
-        return
-    given = (rows["labels"], objective)
-    expected = linear_divergence(q, identity[: len(TOKENS), : len(TOKENS)], p, identity, *given, tokens=TOKENS)
-    torch.testing.assert_close(SmallLMStudent(small, objective, teacher)(**rows)["loss_sum"], expected)
-    top = p.log_softmax(-1).topk(40)
-    cached = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
-    known = (places(cached["top_ids"], TOKENS, VOCABULARY), cached["top_logprobs"], cached["tail"])
-    expected = linear_topk_divergence(q, identity[: len(TOKENS), : len(TOKENS)], *known, *given)
-    torch.testing.assert_close(SmallLMStudent(small, objective)(**rows, **cached)["loss_sum"], expected)
-
-
-@torch.no_grad()
-def whole_logits(stack: LayerStack, rows: dict[str, Tensor]) -> Tensor:
-    stack.reserve(20)
-    masks, rotary = stack.packed_masks(rows["documents"]), stack.rotary(rows["positions"])
-    hidden = stack.embed(rows["input_ids"], rows["positions"])
-    return stack.logits(stack.run(hidden, 0, len(stack.layers), rotary, masks))
 
 
 def test_it_samples_the_targets_ids(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path: Path, killed_at: 
     assert len(rest.rates) == rest.result.steps  # the log has each step once
     assert rest.rates[at:] == pytest.approx(whole.rates[at : rest.result.steps], abs=0.05)
     again = timed(tmp_path / "killed", pace, config=config, resume=True)
-    assert again.result.was_finished
+    assert again.result.resumed_from == again.result.steps
     assert again.result.steps == rest.result.steps
 
 

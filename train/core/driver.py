@@ -102,7 +102,8 @@ def _run(config: RunConfig, training: Training[Student], state: PartialState) ->
         sharding.make_whole(training.saved_whole, frozen=True)
     if not state.is_main_process:
         return
-    if training.finished is not None and result.was_finished and (out_dir / training.finished).exists():
+    known = training.finished is not None and (out_dir / training.finished).exists()
+    if known and result.resumed_from == result.steps:
         print(f"{out_dir}: finished already", flush=True)
         return
     step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)

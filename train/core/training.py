@@ -30,14 +30,9 @@ class FitResult:
     """
 
     steps: int
-    resumed_from: int  # 0: from the beginning
+    resumed_from: int  # 0: from the beginning; as many as `steps`: nothing was left to do
     metrics: dict[str, float]
     seconds: float
-
-    @property
-    def was_finished(self) -> bool:
-        """True if there was nothing left to do: the weights are those of an earlier call."""
-        return self.resumed_from == self.steps
 
 
 @dataclass(frozen=True)

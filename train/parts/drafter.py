@@ -27,6 +27,7 @@ from outrider.train.core import run_dir
 from outrider.train.core.optimizers import layer_matrices
 from outrider.train.core.sharding import trained_parameters
 from outrider.train.core.training import Trained, TrainRows
+from outrider.train.parts.parallel import Parallel
 from outrider.train.settings.drafters import DrafterConfig, DrafterTraining
 from outrider.train.settings.toy import ToyTargetConfig
 
@@ -101,6 +102,7 @@ def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabular
     layers that many times.
     """
     fit, device, matrices = config.fit, planned_device(), layer_matrices(student)
+    width = round(config.seq_len * max(1.0, Parallel(getattr(config, "parallel", 0), 0, 0).predictions))
     rows, inner = fit.micro_batch_rows or fit.batch_rows, {id(one) for one in matrices}
     frozen = sum(one.nbytes for one in student.parameters() if not one.requires_grad)
     muon = sum(one.numel() for one in matrices) if fit.optimizer == "muon" else 0  # which has one moment
@@ -114,8 +116,8 @@ def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabular
         Held("frozen weights", frozen, "frozen_dtype=bfloat16"),
         Held("trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"),
         Held(
-            f"activations of {rows} rows × {config.seq_len} tokens",
-            rows * config.seq_len * FLOAT32_BYTES * (2 * read + steps * (handed_on + inside)),
+            f"activations of {rows} rows × {width} tokens",
+            rows * width * FLOAT32_BYTES * (2 * read + steps * (handed_on + inside)),
             "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
         ),
         Held("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),

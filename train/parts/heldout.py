@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from outrider.base.errors import warn
 from outrider.base.processes import say
 from outrider.base.progress import counted
-from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, analytic_tau, judge, placed
+from outrider.draft_models.acceptance import AcceptanceOf, Logits, acceptance_by_target, analytic_tau, judge, placed
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -112,15 +112,22 @@ class HeldOutText:
                 accept = acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
             self.acceptances.append(accept)
 
-    def judge(self, judged: Callable[[Batch, AcceptanceOf | None], tuple[Tensor, Tensor | None]]) -> Metrics:
+    @torch.no_grad()
+    def judge(self, logits: Logits, states_of: Callable[[Batch], tuple[Tensor, AcceptanceOf | None]]) -> Metrics:
         """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
         the same against the target's argmax, if that is known. tau_analytic: see `expected_tau`.
 
-        judged: (batch, the target's distributions) → the drafter's argmax and acceptance probability, [B, T] each.
+        states_of: a drafter's states [n, d] at the supervised positions of a batch, whose `logits` are its own, and the
+        target's distributions there if they are not stored here.
         """
+        guesses, accepted = list[Tensor](), list[Tensor]()
         pairs = list(zip(self.batches, self.acceptances, strict=True))
-        found = [judged(*pair) for pair in counted(pairs, "judging held-out text", "batches")]
-        guesses, accepted = [guess for guess, _ in found], [known for _, known in found if known is not None]
+        for batch, accept in counted(pairs, "judging held-out text", "batches"):
+            states, known = states_of(batch)
+            choices, found = judge(logits, states, accept or known)
+            keep = batch["labels"].to(states.device) != IGNORE
+            guesses.append(placed(choices, keep, IGNORE))
+            accepted += [] if found is None else [placed(found, keep, torch.nan)]
         metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
         if accepted:
             metrics |= expected_tau(accepted, [batch["documents"] for batch in self.batches])
@@ -155,15 +162,6 @@ def supervised_hidden(stack: LayerStack, batch: Batch) -> Tensor:
     """A causal LM's hidden states after its last norm [n, d] at the supervised positions of packed rows [B, T]."""
     moved = {key: batch[key].to(stack.device) for key in ("input_ids", "labels", "positions", "documents")}
     return packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[moved["labels"] != IGNORE]
-
-
-@torch.no_grad()
-def judged(drafter: LayerStack, batch: Batch, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
-    """A small LM's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere, and its acceptance
-    probability [B, T] under the target's distribution `accept`, NaN elsewhere; None without `accept`."""
-    keep = batch["labels"].to(drafter.device) != IGNORE
-    choices, accepted = judge(drafter.logits_after_norm, supervised_hidden(drafter, batch), accept)
-    return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 
 def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

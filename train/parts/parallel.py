@@ -1,22 +1,32 @@
-"""Drafts of several tokens in one pass (PARD, arXiv 2504.18583): the rows that a small LM learns them from."""
+"""Drafts of several tokens in one pass (PARD, arXiv 2504.18583): the rows that a drafter learns them from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.target import Band
-from outrider.train.parts.heldout import packed_hidden
+from outrider.draft_models.targets.target import Band, Masks
 from outrider.train.parts.on_policy import row_generator
 
-# The states [B, N, d] that predict labels [B, N], and a function from values [B, T, …] of what the positions of packed
-# rows [B, T] predict to those of all N.
-Predictions = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+
+class DraftRows(NamedTuple):
+    """Packed rows [B, T] and the masks of drafts after them: ids, positions and labels [B, N] of all.
+
+    seen: the attention masks by window; None: the documents say them. of: a function from values [B, T, …] of what the
+    positions of the packed rows predict to those of all N.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    seen: Masks | None
+    labels: Tensor
+    of: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,7 @@ class DraftBand(Band):
 
 @dataclass(frozen=True)
 class Parallel:
-    """Drafting `tokens` tokens in one pass, all but the first by the token `mask`.
+    """Drafting `tokens` tokens in one pass, all but the first by the id `mask`.
 
     Training keeps the masks of depths 1 to j of an anchor with probability `keep` ** j (conditional drop).
     """
@@ -66,13 +76,13 @@ class Parallel:
         return tuple((text + part, text + end, min(first[part:end]), max(last[part:end]) + 1,
                       text + max(0, part - self.tokens + 2)) for part, end in parts)  # fmt: skip
 
-    def predict(
+    def rows(
         self, step: int, stack: LayerStack, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor
-    ) -> Predictions:
-        """Of packed rows [B, T] and, after them, the masks of drafts that begin at supervised positions, their anchors.
+    ) -> DraftRows:
+        """Packed rows [B, T] and, after them, the masks of drafts that begin at supervised positions, their anchors.
 
-        A mask of depth j stands j positions after its anchor and predicts the label there, as a draft's token 1 + j
-        does. Which masks there are is a function of seed, step and each row's content.
+        stack: what runs them. A mask of depth j stands j positions after its anchor and predicts the label there, as a
+        draft's token 1 + j does. Which masks there are is a function of seed, step and each row's content.
         """
         most, (count, length), device = self.tokens - 1, input_ids.shape, input_ids.device
         numbers = [torch.from_numpy(row_generator(self.seed, step, row).random(length)) for row in input_ids]
@@ -85,17 +95,40 @@ class Parallel:
         anchors, depth = chosen.div(most, rounding_mode="floor").where(real, length - 1), (chosen % most + 1) * real
         places = torch.arange(length, device=device).expand(count, -1)
         of, last = torch.cat([places, anchors + depth], 1), torch.cat([places, anchors], 1)
-        masks = {}
+        seen = {}
         for window in set(stack.windows):
             text, begun = packed_band(documents, window), packed_band(documents).first.gather(1, anchors)
             begun = begun if window is None else torch.maximum(begun, anchors + depth - (window - 1))
             each = zip(text.blocks, *(x.tensor_split(len(text.blocks)) for x in (begun, anchors)), strict=True)
             blocks = tuple(known + self._blocks(length, *group) for known, *group in each)
-            seen = torch.stack([torch.cat([text.first, begun], 1), last], -1)
-            masks[window] = DraftBand(seen, blocks, text=length, window=window)
+            first = torch.stack([torch.cat([text.first, begun], 1), last], -1)
+            seen[window] = DraftBand(first, blocks, text=length, window=window)
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
         where = torch.cat([positions, positions.gather(1, anchors) + depth], 1)
         wanted = labels.gather(1, of)
         wanted[:, length:].masked_fill_(~real, IGNORE)
         rows = torch.arange(count, device=device)[:, None]
-        return packed_hidden(stack, ids, where, documents, masks), wanted, lambda values: values[rows, of]
+        return DraftRows(ids, where, seen, wanted, lambda values: values[rows, of])
+
+
+class DraftStudent(nn.Module):
+    """A student that may learn to draft several tokens in one pass. parallel: how; None: it drafts one a pass."""
+
+    stack: LayerStack  # which runs the rows
+    parallel: Parallel | None = None
+    step = 0
+
+    def begin_step(self, step: int) -> None:
+        """Called by `fit` before each step, since what is drawn depends on the step."""
+        self.step = step
+
+    @property
+    def each(self) -> float:
+        """The predictions of a supervised token, by which the loss is divided."""
+        return self.parallel.predictions if self.parallel is not None and self.training else 1.0
+
+    def rows(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> DraftRows:
+        """The rows to run; masks in training only, as judging is of one token a pass."""
+        if self.parallel is None or not self.training:
+            return DraftRows(input_ids, positions, None, labels, lambda values: values)
+        return self.parallel.rows(self.step, self.stack, input_ids, labels, positions, documents)

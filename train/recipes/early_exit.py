@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from outrider.base.processes import from_main, say
 from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.draft_vocabulary import places
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
-from outrider.draft_models.early_exit.model import USE
+from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyExit
 from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
-from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.early_exit import source_of
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import prepare as prepare_drafters
 from outrider.inference.settings.kinds import EARLY_EXIT
@@ -40,7 +39,7 @@ from outrider.train.parts.drafter import (
 from outrider.train.parts.heldout import Decoding, HeldOutText, MovedNorms
 from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import EesdConfig
-from outrider.train.students.early_exit import ExitOnFrozenLayers, exit_on, exit_plan, layers_read, with_shape
+from outrider.train.students.early_exit import ExitOnFrozenLayers, exit_plan, layers_read, with_shape
 
 
 @rehearsable
@@ -77,12 +76,12 @@ def prepare(
     else:
         tokens = begun.draft_tokens
     model = target.layers(layers, dtype=frozen_dtype(config.frozen_dtype, state.device), device=state.device)
-    student = exit_on(EarlyExitStudent, model, config, None if tokens is None else tokens.to(state.device))
+    student = EarlyExitStudent(model, config, None if tokens is None else tokens.to(state.device))
     if begun is not None:
-        student.drafter.load_state_dict(begun.state_dict())
+        student.drafter.load_state_dict(begun.state_dict(), strict=False)  # it may have a mask, or need one
     trained, frozen = parameters_of(student)
-    accept = "top_k_lower_bound" if config.distils else "none"
-    accept = "whole_target" if reads_all else accept
+    accept = "whole_target" if reads_all else "top_k_lower_bound" if config.distils else "none"
+    accept = "none" if config.parallel else accept  # it is of one pass a token
     read = f"read_bytes={target.files.bytes_read} read_tensors={target.files.tensors_read}/{len(target.files.file_of)}"
     say(f"eesd exit_layer={exit_layer} {read} trained_parameters={trained} frozen_parameters={frozen} "
         f"processes={state.num_processes} objective={config.objective} tau_analytic={accept}")  # fmt: skip
@@ -98,7 +97,7 @@ def prepare(
         facts |= {"metrics": trained.metrics, "training_seconds": trained.result.seconds}
         dtype = stored_dtype(target.config)
         save_pretrained(Path(config.out_dir), student.drafter, fingerprint, facts, dtype, trained_on)
-        write_card(config, target.config, student, start, trained)
+        write_card(config, target.config.num_hidden_layers, student.drafter, start, trained)
 
     return Training(
         student,
@@ -110,6 +109,7 @@ def prepare(
         save=save,
         finished=CARD_FILE,
         keeps_best=config.decode_prompts > 0,
+        on_step=student.begin_step,
         minutes=config.minutes,
     )
 
@@ -122,19 +122,20 @@ class EarlyExitStudent(ExitOnFrozenLayers):
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
-        hidden, target = self.hidden(input_ids, positions, documents)
+        rows = self.rows(input_ids, labels, positions, documents)
+        hidden, target = self.hidden(input_ids, positions, documents, rows)
         mine = head_product(self.drafter.output_head, hidden)
-        rule, tokens = self.drafter.rule, self.drafter.draft_tokens
+        rule, tokens, vocabulary = self.drafter.rule, self.drafter.draft_tokens, self.drafter.vocabulary
         if self.objective == "cross_entropy":
-            labels = places(labels, tokens, self.drafter.vocabulary)
-            return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
-        if target is None:
-            ids = places(top_k["top_ids"], tokens, self.drafter.vocabulary)
-            known = (ids, top_k["top_logprobs"], top_k["tail"])
-            return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
-        sides = (*mine, *head_product(self.stack.head, target))
-        total = linear_divergence(*sides, labels, self.objective, rule=rule, target_rule=rule, tokens=tokens)
-        return {"loss_sum": total}
+            loss = linear_cross_entropy(*mine, places(rows.labels, tokens, vocabulary), rule=rule)
+        elif target is None:
+            ids, logprobs, tail = (rows.of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
+            known = (places(ids, tokens, vocabulary), logprobs, tail)
+            loss = linear_topk_divergence(*mine, *known, rows.labels, self.objective, rule=rule)
+        else:
+            sides = (*mine, *head_product(self.stack.head, rows.of(target)))
+            loss = linear_divergence(*sides, rows.labels, self.objective, rule=rule, target_rule=rule, tokens=tokens)
+        return {"loss_sum": loss / self.each}
 
 
 def evaluation_of(
@@ -143,8 +144,8 @@ def evaluation_of(
     """The evaluation during training: metrics of `HeldOutText.judge`, `Decoding` and `MovedNorms`.
 
     tau_analytic uses the whole target if it is loaded, for the loss or for `decode_prompts`. With the target's cached
-    top-k it is a lower bound (see `acceptance_by_top_k`). Else it is absent. With `decode_prompts` the whole target is
-    loaded too, for top1_target and real decoding.
+    top-k it is a lower bound (see `acceptance_by_top_k`). Else, and with `parallel`, it is absent. With
+    `decode_prompts` the whole target is loaded too, for top1_target and real decoding.
     """
     device, whole = student.stack.device, None
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
@@ -154,27 +155,28 @@ def evaluation_of(
     norms = MovedNorms(student, stored_dtype(target.config))
 
     def evaluate(_: EarlyExitStudent, step: int) -> Metrics:
-        found = text.judge(student.judged)
+        found = text.judge(student.drafter.logits_after_norm, student.supervised)
+        if student.parallel is not None:
+            found.pop("tau_analytic", None)
         if whole is not None:
             shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
             drafter = copy.deepcopy(student.drafter, shared).to(whole.dtype).requires_grad_(False)
             prepare_drafters(whole, {EARLY_EXIT.name: drafter})
-            found |= decoding(whole, EarlyExitSource(drafter))
+            found |= decoding(whole, source_of(drafter))
         return found | norms(student, step)
 
     return evaluate
 
 
-def write_card(
-    config: EesdConfig, target: PreTrainedConfig, student: EarlyExitStudent, start: str | None, trained: Trained
-) -> None:
-    """Write the card of the saved drafter, and say that it is saved."""
-    names, tokens = ("exit_layer", "exit_depth", "train_head", "seq_len"), student.drafter.draft_tokens
+def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str | None, trained: Trained) -> None:
+    """Write the card of the saved `drafter` of a target of so many layers, and say that it is saved."""
+    names, tokens = ("exit_layer", "exit_depth", "train_head", "seq_len"), drafter.draft_tokens
     facts: dict[str, object] = {name: getattr(config, name) for name in names}
     facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
     facts |= {} if start is None else {"went on from": Path(start).name}
-    facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {target.vocab_size}"}
+    facts |= {"tokens a pass": config.parallel} if config.parallel else {}
+    facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {drafter.vocabulary}"}
     tau = "tau" if config.decode_prompts else "tau_analytic"
-    write_drafters_card(config, USE, facts, trained, [tau] if tau in trained.metrics else [])
-    layers = f"{config.exit_layer} of {target.num_hidden_layers}"
-    say(f"saved drafter={Path(config.out_dir)} exit_layer={layers} step={trained.step}")
+    use = USE_IN_ONE_PASS if config.parallel else USE
+    write_drafters_card(config, use, facts, trained, [tau] if tau in trained.metrics else [])
+    say(f"saved drafter={Path(config.out_dir)} exit_layer={config.exit_layer} of {layers} step={trained.step}")

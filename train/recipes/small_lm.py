@@ -37,7 +37,7 @@ from outrider.train.parts.drafter import (
     require_vocabulary,
     write_records,
 )
-from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, HeldOutText, MovedNorms, judged
+from outrider.train.parts.heldout import Decoding, HeldOutText, MovedNorms, packed_hidden, supervised_hidden
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import FinetuneConfig
@@ -97,7 +97,7 @@ def prepare(
         config.fit,
         identity,
         evaluation_of(config, target, heldout, student, stack) if stack and state.is_main_process else None,
-        partial(save, config, target, student, own, identity),
+        partial(save, config, target, student, identity),
         finished=TRAINING_FILE,
         keeps_best=True,
         saved_whole=student,  # adapters are merged into frozen weights
@@ -116,17 +116,18 @@ class SmallLMStudent(students.SmallLMAndTeacher):
         top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`."""
         if self.training and self.on_policy is not None and self.on_policy.due(self.step):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
-        hidden, wanted, of = self.predictions(input_ids, labels, positions, documents)
+        rows = self.rows(input_ids, labels, positions, documents)
+        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
         rule, own = self.stack.spec.logits, self.stack.draft_vocabulary
         tokens, vocabulary = (None, 0) if own is None else (own.tokens, own.vocabulary)
         if self.objective == "cross_entropy":
-            loss = linear_cross_entropy(*self.product(hidden), places(wanted, tokens, vocabulary), rule=rule)
+            loss = linear_cross_entropy(*self.product(hidden), places(rows.labels, tokens, vocabulary), rule=rule)
         elif self.teacher is None:
-            ids, logprobs, tail = (of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
+            ids, logprobs, tail = (rows.of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
             known = (places(ids, tokens, vocabulary), logprobs, tail)
-            loss = linear_topk_divergence(*self.product(hidden), *known, wanted, self.objective, rule=rule)
+            loss = linear_topk_divergence(*self.product(hidden), *known, rows.labels, self.objective, rule=rule)
         else:
-            loss = self.divergence(hidden, of(self.teach(input_ids, positions, documents)), wanted)
+            loss = self.divergence(hidden, rows.of(self.teach(input_ids, positions, documents)), rows.labels)
         return {"loss_sum": loss / self.each}
 
     def _on_own_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
@@ -137,12 +138,13 @@ class SmallLMStudent(students.SmallLMAndTeacher):
         assert self.on_policy is not None
         assert self.teacher is not None
         vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
-        rows = (input_ids, labels, positions)
-        ids, own, where, documents = self.on_policy.continued(students.plain(self.lm), self.step, *rows, vocabulary)
-        hidden, wanted, of = self.predictions(ids, own, where, documents)
-        taught = of(self.teach(ids, where, documents))
+        given = (input_ids, labels, positions)
+        ids, own, where, documents = self.on_policy.continued(students.plain(self.lm), self.step, *given, vocabulary)
+        rows = self.rows(ids, own, where, documents)
+        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
+        taught = rows.of(self.teach(ids, where, documents))
         weights = (labels != IGNORE).sum(1) / (own != IGNORE).sum(1)
-        losses = [self.divergence(*row) for row in zip(hidden, taught, wanted, strict=True)]
+        losses = [self.divergence(*row) for row in zip(hidden, taught, rows.labels, strict=True)]
         return (torch.stack(losses) * weights).sum() / self.each
 
 
@@ -160,24 +162,19 @@ def evaluation_of(
 
     def evaluate(student: SmallLMStudent, step: int) -> Metrics:
         drafter = layer_stack(student.merged(stack.dtype))
-        found = text.judge(partial(judged, drafter))
+        found = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
         analytic = () if student.parallel else ("tau_analytic",)  # it is of one pass a token
         known = {name: found[name] for name in ("top1_target", *analytic) if name in found}
-        return known | decoding(stack, source_of(drafter, WATCHED_DRAFT)) | norms(student, step)
+        return known | decoding(stack, source_of(drafter)) | norms(student, step)
 
     return evaluate
 
 
 def save(
-    config: FinetuneConfig,
-    target: OpenTarget,
-    student: SmallLMStudent,
-    own: DraftVocabulary | None,
-    identity: dict[str, object],
-    trained: Trained,
+    config: FinetuneConfig, target: OpenTarget, student: SmallLMStudent, identity: dict[str, object], trained: Trained
 ) -> None:
     """Write the drafter, its card and, last, the record of its training."""
-    drafter = student.merged(stored_dtype(target.config))
+    drafter, own = student.merged(stored_dtype(target.config)), student.stack.draft_vocabulary
     drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
     export(drafter, target.tokenizer, Path(config.out_dir))
     facts: dict[str, object] = {"objective": config.objective}

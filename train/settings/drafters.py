@@ -59,14 +59,18 @@ class DrafterTraining(TargetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtTraining(DrafterTraining):
-    """A training that can learn from cached distributions of the target."""
+    """A training that can learn from cached distributions of the target, and to draft several tokens in one pass."""
 
     teacher: Teacher = "online"
     """source of the target's distribution, for objectives other than cross_entropy: online runs the whole target;
     cached reads the top k stored with `data`"""
+    parallel: Annotated[int, Ge(0), Le(16)] = 0
+    """tokens that it learns to draft in one pass, all but the first from a mask (PARD, arXiv 2504.18583); 0: one pass a
+    token"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
         cached = self.teacher == "cached"
         self.require("debug", not (self.debug and cached), "teacher=online: a tiny target has no cached answers")
         needed = "a divergence as objective and data=local with the responses of generate-responses (top_k_logits=K)"
@@ -220,9 +224,6 @@ class FinetuneConfig(TaughtTraining):
     draft_vocabulary: Count | None = None
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
     finished drafter"""
-    parallel: Annotated[int, Ge(0), Le(16)] = 0
-    """tokens that it learns to draft in one pass, all but the first from a mask token (PARD, arXiv 2504.18583); 0: one
-    pass a token"""
     lora_rank: NotNegative = opt(0, "0: all weights are trained")
     lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
     frozen_dtype: RunDtype = "auto"
@@ -237,7 +238,6 @@ class FinetuneConfig(TaughtTraining):
         self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
         steady = on_text or self.minutes is None
         self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
-        self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
         whole = not (self.parallel and self.lora_rank)
         self.require("lora_rank", whole, "0 with parallel: adapters do not train the mask token's embedding")
         known = self.lora_alpha is None or self.lora_rank > 0

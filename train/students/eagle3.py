@@ -97,12 +97,6 @@ class HeadOnTarget(nn.Module):
             head.embed_tokens.requires_grad_(False)
         self.recomputed = False
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the head's mode; the frozen target stays in eval mode, as in decoding."""
-        super().train(mode)
-        self.stack.eval()
-        return self
-
     def gradient_checkpointing_enable(self) -> None:
         """Store the output of each step and recompute its activations in the backward pass."""
         self.recomputed = True

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
+from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k
 from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.losses import IGNORE
@@ -20,6 +20,7 @@ from outrider.draft_models.targets.target import Rotary
 from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, planned_device, weight_bytes
 from outrider.train.core.training import Batch, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
+from outrider.train.parts.parallel import DraftRows, DraftStudent, Parallel
 from outrider.train.settings.drafters import EesdConfig
 
 
@@ -44,58 +45,41 @@ def default_exit_layer(target: PreTrainedConfig) -> int:
     return max(1, round(0.08 * target.num_hidden_layers))
 
 
-Student = TypeVar("Student", bound="ExitOnFrozenLayers")
-
-
-class ExitOnFrozenLayers(nn.Module):
+class ExitOnFrozenLayers(DraftStudent):
     """The target's frozen first N layers, and a trainable exit layer on them: EESD's training module, without the loss.
 
-    The exit layer, its norm and, with `train_head`, its head become float32 master weights. Everything else is frozen,
-    keeps its dtype and runs without gradient.
+    The exit layer, its norm, with `train_head` its head, and its mask become float32 master weights. Everything else is
+    frozen, keeps its dtype and runs without gradient, but for what masks run through.
 
-    objective: cross_entropy on the labels, as in the paper, or one of `draft_models.losses.DIVERGENCES` from the target
-    at every supervised position. For a divergence `model` is the whole target, and layers N..L−1 run too, on the hidden
-    states of layer N. With `cached` the rows contain the target's top-k instead. Then, and for cross-entropy, `model`
-    has only the layers of `exit_layers` (see `load_layers`).
+    config: its shape (see `with_shape`) and objective: cross_entropy on the labels, as in the paper, or one of
+    `draft_models.losses.DIVERGENCES` from the target at every supervised position. For a divergence `model` is the
+    whole target, and layers N..L−1 run too, on the hidden states of layer N. With teacher=cached the rows contain the
+    target's top-k instead. Then, and for cross-entropy, `model` has only the layers of `exit_layers`.
+
+    draft_tokens: the draft vocabulary. Cross-entropy uses only labels in it; for divergences see
+    `draft_models.losses`. Without `train_head` the drafter's head is the target's rows for these tokens, and the
+    target's other rows are dropped unless the target is an online teacher.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        exit_layer: int,
-        *,
-        train_head: bool,
-        train_layer: bool = True,
-        depth: int = 1,
-        objective: str = "cross_entropy",
-        cached: bool = False,
-        draft_tokens: Tensor | None = None,
-    ):
-        """draft_tokens: the draft vocabulary. Cross-entropy uses only labels in it; for divergences see
-        `draft_models.losses`. Without `train_head` the drafter's head is the target's rows for these tokens, and the
-        target's other rows are dropped unless the target is an online teacher.
-        """
+    def __init__(self, model: PreTrainedModel, config: EesdConfig, draft_tokens: Tensor | None = None):
         super().__init__()
-        self.objective = objective
-        self.online = objective != "cross_entropy" and not cached  # the whole target is part of this module
+        assert config.exit_layer is not None
+        self.objective, self.online = config.loss, config.online
         self.drafter = EarlyExit(
-            model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
-        ).float()
-        self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
+            model, config.exit_layer, own_head=config.train_head, own_layer=config.train_layer, depth=config.exit_depth,
+            draft_tokens=draft_tokens, parallel=config.parallel,
+        ).float()  # fmt: skip
+        if config.parallel:
+            self.parallel = Parallel(config.parallel, self.drafter.vocabulary, config.fit.seed)
+        self.head_rows = self.drafter.output_head if not config.train_head and draft_tokens is not None else None
         self.stack = layer_stack(model, rotary_dtype=torch.float32)
         if not self.online:
-            self.stack.layers = self.stack.layers[:exit_layer]
+            self.stack.layers = self.stack.layers[: config.exit_layer]
             del self.stack.norm
-            if train_head or self.head_rows is not None:
+            if config.train_head or self.head_rows is not None:
                 del self.stack.head
         self.stack.requires_grad_(False)
         self.drafter.requires_grad_(True)
-
-    def train(self, mode: bool = True) -> Self:
-        """Dropout and router jitter apply to the exit layer only; the frozen target stays in eval mode."""
-        super().train(mode)
-        self.stack.eval()
-        return self
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the exit layer in the backward pass instead of keeping its activations."""
@@ -104,52 +88,57 @@ class ExitOnFrozenLayers(nn.Module):
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d]."""
-        masks = self.stack.packed_masks(documents)
-        self.stack.reserve(positions.shape[1])
-        rotary = self.stack.rotary(positions)
-        exit_layer = self.drafter.exit_layer
-        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            tables = tuple((cos.to(self.stack.dtype), sin.to(self.stack.dtype)) for cos, sin in rotary.tables)
-            frozen = Rotary(positions, tables)
-            trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
-            target = None
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, rows: DraftRows | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d].
+
+        rows: these and masks after them, of which the exit has outputs too, [B, N, d]. Their gradients run through the
+        frozen layers.
+        """
+        text, length = self.stack.packed_masks(documents), positions.shape[1]
+        ids, where, seen = (input_ids, positions, None) if rows is None else rows[:3]
+        masked, seen = seen is not None and torch.is_grad_enabled(), seen or text
+        self.stack.reserve(length)
+        rotary, exit_layer, target = self.stack.rotary(where), self.drafter.exit_layer, None
+        tables = tuple((cos.to(self.stack.dtype), sin.to(self.stack.dtype)) for cos, sin in rotary.tables)
+        with torch.set_grad_enabled(masked), torch.autocast(input_ids.device.type, enabled=False):
+            embedded = self.drafter.embed(self.stack, ids, where)
+            trunk = self.stack.run(embedded, 0, exit_layer, Rotary(where, tables), seen)
             if self.online:
-                target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
-                target = self.stack.norm(target)
-        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
+                own = Rotary(positions, tuple((cos[:, :length], sin[:, :length]) for cos, sin in tables))
+                target = trunk[:, :length].detach()
+                target = self.stack.norm(self.stack.run(target, exit_layer, len(self.stack.layers), own, text))
+        hidden = self.drafter.run(trunk.float(), seen[self.drafter.window], rotary)
         return self.drafter.norm(hidden), target
 
-    @torch.no_grad()
-    def judged(self, batch: Batch, accept: AcceptanceOf | None = None) -> tuple[Tensor, Tensor | None]:
-        """The drafter's argmax [B, T] at supervised positions of a batch of rows, IGNORE elsewhere, and its acceptance
-        [B, T] there, NaN elsewhere; None instead of acceptance if no distribution of the target is known.
-
-        accept: the target's distribution at the supervised positions; None: that of the target in this module, or of
-        its top-k.
-        """
+    def supervised(self, batch: Batch) -> tuple[Tensor, AcceptanceOf | None]:
+        """The exit's states [n, d] after its norm at the supervised positions of a batch of rows, and the distributions
+        there of the target in this module, or by its top-k; None: neither is known."""
         given = {name: value.to(self.stack.device) for name, value in batch.items()}
         hidden, target = self.hidden(given["input_ids"], given["positions"], given["documents"])
-        keep, head, rule = given["labels"] != IGNORE, self.drafter.output_head, self.drafter.rule
-        if accept is None and target is not None:
-            accept = acceptance_by_target(lambda states: rule(self.stack.head(states)), target[keep])
-        elif accept is None and "tail" in given:
+        keep, accept = given["labels"] != IGNORE, None
+        if target is not None:
+            accept = acceptance_by_target(self.stack.logits_after_norm, target[keep])
+        elif "tail" in given:
             accept = acceptance_by_top_k(*(given[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
-        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), accept)
-        return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
+        return hidden[keep].to(self.drafter.output_head.weight.dtype), accept
 
 
 def exit_plan(config: EesdConfig, target: PreTrainedConfig) -> Plan:
     """The memory of training an early exit of the shape in `config`."""
-    student, read = empty_exit(config, target)
-    held = fit_memory(config, student, target.hidden_size, target.vocab_size)
+    student, values = empty_exit(config, target)
+    read = target.hidden_size
+    if config.parallel:  # gradients run through the frozen layers, see `fit_memory`
+        through = student.stack.layers[: config.exit_layer].parameters()
+        read += 3 * sum(sum(one.shape) for one in through if one.ndim == 2) // 4
+    held = fit_memory(config, student, read, target.vocab_size)
     if config.decode_prompts:  # in addition to the student, in the dtype for serving
         place = Place.of("auto", target, context_limit(target), planned_device())
         whole = weight_bytes(target, place) + cache_bytes(target, place)
         held.append(Held("the whole target, to decode with", whole, "decode_prompts=0"))
-    facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": read}
-    facts |= {"read_gb": f"{read * stored_dtype(target).itemsize / GB:.2f}"}
+    facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
+    facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / GB:.2f}"}
     return Plan(held, facts | {"trained_parameters": parameters_of(student)[0]})
 
 
@@ -162,7 +151,7 @@ def empty_exit(config: EesdConfig, target: PreTrainedConfig) -> tuple[ExitOnFroz
     stored = {id(one): one.numel() for one in model.state_dict(keep_vars=True).values()}  # tied ones once
     size = config.draft_vocabulary
     tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
-    return exit_on(ExitOnFrozenLayers, model, config, tokens), sum(stored.values())
+    return ExitOnFrozenLayers(model, config, tokens), sum(stored.values())
 
 
 def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | None:
@@ -170,18 +159,3 @@ def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | Non
     assert config.exit_layer is not None
     layers = exit_layers(target, config.exit_layer)
     return None if config.online else layers
-
-
-def exit_on(kind: type[Student], model: PreTrainedModel, config: EesdConfig, tokens: Tensor | None) -> Student:
-    """The student of this `kind` that `config` asks for, on target layers `model`, with draft vocabulary `tokens`."""
-    assert config.exit_layer is not None
-    return kind(
-        model,
-        config.exit_layer,
-        train_head=config.train_head,
-        train_layer=config.train_layer,
-        depth=config.exit_depth,
-        objective=config.loss,
-        cached=config.teacher == "cached",
-        draft_tokens=tokens,
-    )

@@ -1,11 +1,10 @@
 """The small LM in training: what it begins with, the module that its recipe trains, and what that holds."""
 
 import copy
-from dataclasses import replace
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -32,7 +31,7 @@ from outrider.train.core.training import Plan
 from outrider.train.parts.drafter import fit_memory, llama_config
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy
-from outrider.train.parts.parallel import Parallel, Predictions
+from outrider.train.parts.parallel import DraftStudent, Parallel
 from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
 
 
@@ -137,13 +136,15 @@ def start_lm(
     return lm.to(device)
 
 
-class SmallLMAndTeacher(nn.Module):
+class SmallLMAndTeacher(DraftStudent):
     """A float32 small LM, trained whole or through adapters as given: the training module, without the loss.
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
     target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
-    it is not trained, saved or wrapped. parallel: drafts of several tokens in one pass; None: one token a pass.
+    it is not trained, saved or wrapped. stack: the layers of the small LM, adapters included.
     """
+
+    teacher: LayerStack | None
 
     def __init__(
         self,
@@ -157,27 +158,14 @@ class SmallLMAndTeacher(nn.Module):
         self.lm = lm
         self.objective = objective
         self.on_policy, self.parallel = on_policy, parallel
-        self.step = 0
-        self._unregistered = (layer_stack(plain(lm), rotary_dtype=torch.float32), teacher)
-
-    @property
-    def stack(self) -> LayerStack:
-        """The layers of the small LM, adapters included."""
-        return self._unregistered[0]
-
-    @property
-    def teacher(self) -> LayerStack | None:
-        return self._unregistered[1]
+        vars(self).update(stack=layer_stack(plain(lm), rotary_dtype=torch.float32), teacher=teacher)  # no submodules
 
     def begin_step(self, step: int) -> None:
-        """Called by `fit` before each step, since the samples depend on the step.
-
-        Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling needs
-        a different number of forwards on each process.
-        """
+        """Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling
+        needs a different number of forwards on each process."""
         if self.on_policy is not None and any(map(is_shared_out, self.parameters())):
             raise UserError("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0")
-        self.step = step
+        super().begin_step(step)
 
     def gradient_checkpointing_enable(self) -> None:
         plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -188,17 +176,6 @@ class SmallLMAndTeacher(nn.Module):
         if plain(lm) is not lm:
             lm = lm.merge_and_unload()  # type: ignore[operator]
         return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
-
-    @property
-    def each(self) -> float:
-        """The predictions of a supervised token, by which the loss is divided."""
-        return self.parallel.predictions if self.parallel is not None and self.training else 1.0
-
-    def predictions(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Predictions:
-        """Of packed rows [B, T], in training with `parallel` also of masks after them."""
-        if self.parallel is None or not self.training:
-            return packed_hidden(self.stack, input_ids, positions, documents), labels, lambda values: values
-        return self.parallel.predict(self.step, self.stack, input_ids, labels, positions, documents)
 
     def product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Like `head_product`, without the row for tokens outside the draft vocabulary, which is never proposed."""
@@ -229,7 +206,5 @@ def plain(lm: PreTrainedModel) -> PreTrainedModel:
 def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
     """The memory of training a small LM of config `drafter`, with the target."""
     place = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
-    rows = Parallel(config.parallel, 0, 0).predictions if config.parallel else 1.0
-    wide = replace(config, seq_len=round(rows * config.seq_len))
-    fitted = fit_memory(wide, empty_model(drafter), 0, target.vocab_size)
+    fitted = fit_memory(config, empty_model(drafter), 0, target.vocab_size)
     return Plan(target_memory(target, place) + fitted, {})

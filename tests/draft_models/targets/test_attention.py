@@ -18,12 +18,12 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.recipes.toy import packed_mask
 from tests.families import save_family
 from tests.forked import Fork
 from tests.memory import Largest
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
+from tests.train.jobs import exit_student
 
 
 def textbook(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -168,7 +168,7 @@ def test_students_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for block, checkpointed in ((1000, False), (16, False), (16, True)):
         in_blocks(monkeypatch, block)
         model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
-        student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl").train()
+        student = exit_student(model, 2, objective="forward_kl").train()
         if checkpointed:
             student.gradient_checkpointing_enable()
         loss = student(**given)["loss_sum"]
@@ -220,7 +220,7 @@ def test_packed_training_makes_nothing_square(tmp_path: Path) -> None:
     path = save_target(tmp_path, "qwen2", kv_heads=1, max_position_embeddings=2 * LONG)
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
-    student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl")
+    student = exit_student(model, 2, objective="forward_kl")
     given = batch(1, LONG, 60)
     with Largest() as largest:
         student(**given)["loss_sum"].backward()

@@ -35,6 +35,7 @@ SOURCES = (
     "early_exit",
     "early_exit, first layer",
     "early_exit, two layers",
+    "early_exit, one pass",
     "small_lm",
     "small_lm, one pass",
     "skip_layers",
@@ -77,7 +78,8 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
         EarlyExitSource: lambda: EarlyExitSource(source.drafter),
         Eagle3Source: lambda: Eagle3Source(source.head),
     }
-    other = kind.get(type(source), lambda: SmallLMSource(target.small("small_lm")))()
+    made = (make for one, make in kind.items() if isinstance(source, one))
+    other = next(made, lambda: SmallLMSource(target.small("small_lm")))()
     other.begin(fresh)
     fresh_aux = fresh.aux_hidden(range(len(text))) if source.aux_layers else None
     fresh.commit(range(len(text)))

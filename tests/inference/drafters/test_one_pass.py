@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from outrider.draft_models.early_exit.checkpoint import as_causal_lm
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import TargetSession
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters import early_exit
+from outrider.inference.drafters.early_exit import ParallelExitSource
+from outrider.inference.drafters.shaped import ModelDrafter, OnePass
 from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource, source_of
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import Chain, make_tree
@@ -21,22 +26,46 @@ from outrider.train.parts.capture import Drafting, Text, capture
 from outrider.train.parts.heldout import Decoding
 from tests.faults import plant
 from tests.known_targets import PROMPT, Target, targets
+from tests.tiny import LAYERS, make_drafter
 
 MASK, DEPTH = 258, 5
 make = pytest.fixture(scope="module")(targets)
+# A source, its last norm, a model that says the same, and what that is fed for a text and masks.
+Said = tuple[Any, Any, Any, Callable[[list[int]], Tensor]]
 
 
-def largest_error(target: Target, tree: bool, count: int = 14) -> float:
+def of_small_lm(target: Target) -> Said:
+    small = target.small("small_lm")
+    whole = AutoModelForCausalLM.from_pretrained(target.folder / "small_lm", dtype=target.dtype)
+    assert type(source_of(small)) is SmallLMSource
+    with patch.multiple(small.config, pard_token=MASK, parallel_tokens=DEPTH, create=True):
+        source = source_of(small)
+    embed = whole.get_input_embeddings()
+    return source, small.norm, whole, lambda text: embed(torch.tensor([[*text, *[MASK] * DEPTH]]))
+
+
+def of_exit(target: Target) -> Said:
+    """Beside transformers' own model of the target's first layers and the exit's."""
+    shape: dict[str, Any] = {"noise": 0.15, "dtype": target.dtype}
+    drafter, plain = (make_drafter(target.path, LAYERS - 2, **shape, parallel=count) for count in (DEPTH, 0))
+    whole: Any = as_causal_lm(plain, open_target(str(target.path)), target.dtype)
+    embed = whole.get_input_embeddings()
+    masks = (embed.weight[-1] + drafter.mask).expand(1, DEPTH, -1)
+    said = early_exit.source_of(drafter), drafter.norm, whole
+    return *said, lambda text: torch.cat([embed(torch.tensor([text])), masks], 1)
+
+
+KINDS = {"small_lm": (of_small_lm, "extend"), "early_exit": (of_exit, "run_rows")}  # and what runs a pass of a session
+
+
+def largest_error(target: Target, kind: str, tree: bool, count: int = 14) -> float:
     """Of all logits and hidden states of a generation, against the model's own forward over text and masks.
 
     A draft is one pass, of no more rows than are left of the text.
     """
-    small, text, depths, errors = target.small("small_lm"), [*PROMPT], list[int](), list[float]()
-    whole = AutoModelForCausalLM.from_pretrained(target.folder / "small_lm", dtype=target.dtype)
-    assert type(source_of(small, DEPTH)) is SmallLMSource
-    with patch.object(small.config, "pard_token", MASK, create=True):
-        source = source_of(small, DEPTH)
-    extend = source.extend
+    of, name = KINDS[kind]
+    source, norm, whole, fed = of(target)
+    text, depths, errors, extend = [*PROMPT], list[int](), list[float](), source.extend
 
     def compared(tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if parents[0] < 0:
@@ -44,50 +73,60 @@ def largest_error(target: Target, tree: bool, count: int = 14) -> float:
         depths.extend(0 if parent < 0 else depths[parent] + 1 for parent in parents)
         own = [len(text) - 1 + depth for depth in depths[-len(parents) :]]
         logits = extend(tokens, parents)
-        said = whole(torch.tensor([[*text, *[MASK] * DEPTH]]), output_hidden_states=True)
-        for found, wanted in ((logits, said.logits), (small.norm(source.hidden), said.hidden_states[-1])):
+        said = whole(inputs_embeds=fed(text), output_hidden_states=True)
+        for found, wanted in ((logits, said.logits), (norm(source.hidden), said.hidden_states[-1])):
             errors.append(float((found - wanted[0, own]).abs().max()))
         return logits
 
-    source.extend = compared  # type: ignore[method-assign]
+    source.extend = compared
     drafts, nodes = 0, StructureConfig("opt_tree", nodes=9, max_depth=DEPTH, delta=0.0)
     shape: Any = make_tree(nodes) if tree else Chain(FixedLength(DEPTH))
-    with patch.object(TargetSession, "extend", autospec=True, side_effect=TargetSession.extend) as passes:
+    with (
+        patch.object(type(source), "run_pass", autospec=True, side_effect=type(source).run_pass) as drafted,
+        patch.object(TargetSession, name, autospec=True, side_effect=getattr(TargetSession, name)) as passes,
+    ):
         for r in speculative(target.stack, ModelDrafter(source, shape), PROMPT, max_new_tokens=count):
             text += r.tokens
             drafts += r.drafted > 0
-    rows = [one.args[3] for one in passes.call_args_list]
-    assert (len(rows), max(rows)) == (drafts, DEPTH)
+    rows = [len(one.args[1]) for one in drafted.call_args_list]
+    assert (len(passes.call_args_list), len(rows), max(rows)) == (drafts, drafts, DEPTH)
     assert text[len(PROMPT) :] == target.text_after(PROMPT, count)
     return max(errors)
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_what_is_drafted_is_what_the_model_says_after_masks(make: Callable[..., Target], tree: bool) -> None:
-    assert largest_error(make("qwen3"), tree) < 1e-9
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drafted_is_what_the_model_says_after_masks(make: Callable[..., Target], kind: str, tree: bool) -> None:
+    assert largest_error(make("qwen3"), kind, tree) < 1e-9
 
 
 def test_no_draft_is_deeper_than_its_pass(make: Callable[..., Target]) -> None:
     """Also in an evaluation of a training, and in what a calibration head learns from."""
     target, small = make("qwen3"), make("qwen3").small("small_lm")
     with patch.multiple(small.config, create=True, pard_token=MASK, parallel_tokens=2):
-        captured = capture(
-            Drafting(partial(speculative, target.stack), lambda: source_of(small, 9), 14, 6), Text(PROMPT)
-        )
-        found = Decoding([PROMPT], 14, ())(target.stack, source_of(small, 9))
+        captured = capture(Drafting(partial(speculative, target.stack), lambda: source_of(small), 14, 6), Text(PROMPT))
+        found = Decoding([PROMPT], 14, ())(target.stack, source_of(small))
     assert captured["position"].max() == 2
     assert {"accept_1", "accept_2"} == {*found} - {"tau"}
 
 
-FAULTS = {  # of the class, and what stands there instead
-    "masks stay in the cache": ("commit", "rows[:1]", "[*range(len(tokens))]"),
-    "a token before the root is not read": ("commit", "tokens)", "[*tokens[:1], *tokens[2:]])"),
-    "all tokens from the root": ("extend", "self._depths[parent] + 1 for", "0 for"),
-    "the root is a mask": ("extend", "torch.cat([tokens, masks])", "torch.cat([masks, masks[:1]])"),
+FAULTS = {  # the class, its function, and what stands there instead
+    "masks stay in the cache": (ParallelSource, "commit", "rows[:1]", "[*range(len(tokens))]"),
+    "a token before the root is not read": (ParallelSource, "commit", "tokens)", "[*tokens[:1], *tokens[2:]])"),
+    "all tokens from the root": (OnePass, "extend", "self._depths[parent] + 1 for", "0 for"),
+    "the root is a mask": (OnePass, "extend", "torch.cat([tokens, masks])", "torch.cat([masks, masks[:1]])"),
+    "masks stay in the exit's cache": (ParallelExitSource, "run_pass", "self.cache.keep(self.session.base, [0])", ""),
+    "in the target's": (ParallelExitSource, "run_pass", "self.session.first.keep(self.session.base, ())", ""),
+    "in the round": (ParallelExitSource, "run_pass", "self.session.start_round()", ""),
+    "masks that are tokens": (EarlyExit, "embed", "(tokens == self", "(tokens > self"),
+    "a mask is another token": (EarlyExit, "embed", "self.vocabulary - 1)", "self.vocabulary - 2)"),
+    "tokens that are masks": (EarlyExit, "embed", "(tokens == self.vocabulary)", "(tokens >= 0)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    plant(monkeypatch, ParallelSource, *FAULTS[fault])
-    assert largest_error(make("qwen3"), False) > 1e-3
+    plant(monkeypatch, *FAULTS[fault])
+    kind = "small_lm" if FAULTS[fault][0] in (ParallelSource, OnePass) else "early_exit"
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert largest_error(make("qwen3"), kind, False) < 1e-3

@@ -32,7 +32,7 @@ from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.early_exit import empty_exit, exit_on, exit_plan
+from outrider.train.students.early_exit import empty_exit, exit_plan
 from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
@@ -231,7 +231,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     model = load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype))
     assert files.bytes_read == 4 * read
     tokens = None if config.draft_vocabulary is None else torch.arange(config.draft_vocabulary)
-    student = exit_on(EarlyExitStudent, model, config, tokens)
+    student = EarlyExitStudent(model, config, tokens)
     optimizer = build_optimizer(student, config.fit)
     student(**BATCH)["loss_sum"].backward()
     optimizer.step()
@@ -251,14 +251,14 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
 @pytest.mark.slow
 def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bool, tied: bool) -> None:
-    """With both optimizers, without a layer, with two, and with a draft vocabulary."""
+    """With both optimizers, without a layer, with two, with a draft vocabulary, of several tokens in one pass."""
     path = save_target(tmp_path / "target", tied=tied)
     config = replace(CONFIG, objective=objective, train_head=train_head, frozen_dtype="float32")
     require_allocated(path, config)
     require_allocated(path, replace(config, fit=replace(config.fit, optimizer="muon")))
     require_allocated(path, replace(config, train_layer=False))
     require_allocated(path, replace(config, exit_depth=2))
-    require_allocated(path, replace(config, draft_vocabulary=24))
+    require_allocated(path, replace(config, draft_vocabulary=24, parallel=4))
 
 
 @pytest.mark.parametrize(
