@@ -17,6 +17,7 @@ from outrider.draft_models.eagle3.model import Steps
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
+from outrider.train.parts.on_policy import kept_depths, row_generator
 from outrider.train.recipes import eagle3 as recipe
 from outrider.train.recipes.eagle3 import Eagle3Student
 from outrider.train.settings.fit import FitConfig
@@ -46,10 +47,10 @@ class Case:
 
 @pytest.fixture(params=["3", "3.1"])
 def case(request: pytest.FixtureRequest, target: Path) -> Case:
-    return make_case(target, request.param, TOKENS)
+    return a_case(target, request.param, TOKENS, keep={"3": 1.0, "3.1": 0.6}[request.param])
 
 
-def make_case(target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl") -> Case:
+def a_case(target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl", keep: float = 1) -> Case:
     model, stack = open_stack(target)
     size = None if tokens is None else len(tokens)
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
@@ -58,7 +59,7 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
-    config: Any = SimpleNamespace(**OPTIONS, objective=objective)
+    config: Any = SimpleNamespace(**OPTIONS, objective=objective, keep=keep, fit=FitConfig(steps=1, seed=4))
     student = Eagle3Student(stack, head, config)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
@@ -121,11 +122,12 @@ def expected(case: Case, objective: str, weights: dict[str, Tensor]) -> Tensor:
     """The loss, one prediction after the other."""
     total, all_shares = torch.zeros(()), sum(DECAY**step for step in range(STEPS))
     tokens = torch.tensor(case.facts.draft_tokens)
-    every, own = torch.eye(VOCABULARY), torch.eye(len(tokens))
+    every, own, keep = torch.eye(VOCABULARY), torch.eye(len(tokens)), case.student.keep
+    drawn = [row_generator(4, case.student.step, ids).random(len(ids)) for ids in case.batch["input_ids"]]
     for (b, place, step), logits in drafts(case, weights).items():
         at = place + 1 + step  # the position of the predicted label
         label = case.batch["labels"][b, at]
-        if label == IGNORE:
+        if label == IGNORE or drawn[b][place] >= keep**step:
             continue
         one = torch.zeros(1, dtype=torch.long)
         if objective == "cross_entropy":
@@ -135,7 +137,7 @@ def expected(case: Case, objective: str, weights: dict[str, Tensor]) -> Tensor:
         else:
             given = (logits[None], own, case.logits[b, at][None], every, one, objective)
             loss = linear_divergence(*given, tokens=tokens)
-        total = total + DECAY**step / all_shares * loss
+        total = total + DECAY**step / all_shares / keep**step * loss
     return total
 
 
@@ -189,17 +191,24 @@ def test_long_and_recomputed_steps_are_the_same(case: Case, monkeypatch: pytest.
 @pytest.mark.parametrize("objective", ["cross_entropy", *DIVERGENCES])
 @pytest.mark.parametrize("some", [True, False])
 def test_every_objective_is_what_it_says(target: Path, objective: str, some: bool) -> None:
-    case = make_case(target, "3.1", TOKENS if some else None, objective)
+    case = a_case(target, "3.1", TOKENS if some else None, objective)
     with torch.no_grad():
         wanted = expected(case, objective, leaves(case))
         torch.testing.assert_close(case.student(**case.batch)["loss_sum"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_depths_are_kept_at_their_shares_of_the_positions() -> None:
+    """By which the weights of losses are divided; and with a depth all before it are."""
+    kept = kept_depths(0.5, 3, 0, 1, torch.arange(9000).view(30, -1)).float()
+    torch.testing.assert_close(kept.mean((0, 1)), torch.tensor([1, 0.5, 0.25]), rtol=0, atol=0.02)
+    assert torch.equal(kept, kept.cummin(-1).values)
 
 
 def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
     """Under autocast, which rounds keys and queries after the rotation."""
     found = []
     for on in (False, True):
-        case = make_case(target, "3.1", TOKENS)
+        case = a_case(target, "3.1", TOKENS)
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             loss = case.student(**case.batch)["loss_sum"]
         loss.backward()
@@ -213,7 +222,7 @@ def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
 @pytest.mark.parametrize("version", ["3", "3.1"])
 def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: str) -> None:
     """Its outputs after a text and the next tokens of it equal those of the steps at that position."""
-    case = make_case(target, version, None)
+    case = a_case(target, version, None)
     head, stack = copy.deepcopy(case.student.head).requires_grad_(False), case.student.stack
     head.use_embedding(stack.embed_tokens.weight)
     text = case.batch["input_ids"][0, :7].tolist()  # the first document
@@ -248,6 +257,9 @@ FAULTS = {  # where, and what stands there instead
     "the tokens of step 0": (*GUESSED, "where + 1 + step) %", "where + 1) %"),
     "positions that only later steps need": (*GUESSED, "(wanted.flip(-1).cumsum(-1).flip(-1) > 0)", "wanted"),
     "the next entry is seen": (SomeQueries, "block", "keys <= self.last", "keys <= 1 + self.last"),
+    "drawn for another step": (recipe, "kept_depths", "(seed, step, row)", "(seed, 1 + step, row)"),
+    "drawn, with the weight of all": (HeadOnTarget, "__init__", "counts.sum() / kept", "counts.sum()"),
+    "drawn, with a weight that is not the inverse": (HeadOnTarget, "__init__", "/ kept,", "* kept,"),
     "predictions in the order of steps": (*GUESSED, "(chosen)[order]", "(chosen)"),
 }
 
@@ -256,13 +268,13 @@ FAULTS = {  # where, and what stands there instead
 def test_a_planted_fault_is_found(target: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     plant(monkeypatch, *FAULTS[fault])
     with pytest.raises(AssertionError, match=r"Tensor-likes are not close|Scalars are not close"):
-        assert_same(make_case(target, "3", TOKENS))
+        assert_same(a_case(target, "3", TOKENS, keep=0.6 if fault.startswith("drawn") else 1.0))
 
 
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -> None:
     """At least what they keep, and less than twice that; it grows with the number of steps."""
-    case = make_case(target, "3.1", TOKENS)
+    case = a_case(target, "3.1", TOKENS)
     if recomputed:
         case.student.gradient_checkpointing_enable()
     ids = torch.randint(256, (2, 64))
@@ -281,7 +293,7 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
         _loss = case.student(**rows)["loss_sum"]
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
     fit = FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed)
-    config: Any = SimpleNamespace(**OPTIONS, objective="forward_kl", fit=fit, seq_len=64, frozen_dtype="float32")
+    config: Any = SimpleNamespace(**OPTIONS, objective="", keep=1.0, fit=fit, seq_len=64, frozen_dtype="float32")
     plan = head_plan(config, case.student.head.reading, case.student.stack.config)
     (planned,) = (one.size for one in plan.held if one.what.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken

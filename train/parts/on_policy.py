@@ -107,3 +107,10 @@ def row_generator(seed: int, step: int, row: Tensor) -> np.random.Generator:
     """A stream that depends on the row's content, not on its place in the global batch or on its process."""
     content = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
     return Streams(seed).arrays("on_policy", step, content)
+
+
+def kept_depths(keep: float, depths: int, seed: int, step: int, rows: Tensor) -> Tensor:
+    """bool [B, T, depths]: which depths of drafts after each position of rows [B, T] are kept, j with probability
+    keep ** j and all before it with it: a function of seed, step and each row's content."""
+    drawn = torch.stack([torch.from_numpy(row_generator(seed, step, row).random(rows.shape[1])) for row in rows])
+    return (drawn[..., None] < keep ** torch.arange(depths)).to(rows.device)

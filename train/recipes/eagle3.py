@@ -34,6 +34,7 @@ from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
 from outrider.train.parts.drafter import frozen_dtype, parameters_of, pick_tokens, write_records
 from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, MovedNorms, batches_of
+from outrider.train.parts.on_policy import kept_depths
 from outrider.train.parts.target_states import RowsInTurn, with_states
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.students.eagle3 import Guesses, HeadOnTarget, head_plan, judge_steps, predictions, reading_of
@@ -109,6 +110,7 @@ def prepare(
         finished=heads.TRAINING_FILE,
         keeps_best=True,
         saved_whole=student.head,
+        on_step=partial(setattr, student, "step"),
         minutes=config.minutes,
     )
 
@@ -126,6 +128,8 @@ class Eagle3Student(HeadOnTarget):
         known = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
         own = self.head.draft_tokens if self.objective == "cross_entropy" else None
         wanted = predictions(places(labels, own, self.head.reading.vocabulary), documents, self.steps)
+        if self.keep < 1:
+            wanted &= kept_depths(self.keep, self.steps, self.seed, self.step, input_ids)
         guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), wanted)
         return {"loss_sum": self.loss(guesses, known[:, :, -1], labels, self.counts[guesses.steps])}
 

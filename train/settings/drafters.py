@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
 from outrider.base.errors import require
@@ -272,6 +272,7 @@ class Eagle3Config(DrafterTraining):
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")
     draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft")
     step_decay: Annotated[Share, Ge(0)] = opt(0.8, "weight of a step's loss relative to the step before")
+    keep: Annotated[float, Gt(0), Le(1)] = opt(1.0, "share of a step's positions at which the next runs, drawn; 1: all")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
     dialect: Written = "specforge"

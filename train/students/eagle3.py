@@ -81,7 +81,8 @@ class HeadOnTarget(nn.Module):
     Step t of `steps` predicts token j at position j − 2 − t of its document: step 0 from the target's feature there and
     the token after it, later steps from the previous step's output there and the next token of the text. So every token
     is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `step_decay` times
-    that of the previous step, and all weights sum to 1.
+    that of the previous step, and all weights sum to 1. With `keep` step t is drawn to run at a share of keep^t of the
+    positions, with 1 / keep^t times the weight. So the expected loss and gradient are those of all positions.
     """
 
     counts: Tensor
@@ -89,9 +90,11 @@ class HeadOnTarget(nn.Module):
     def __init__(self, stack: LayerStack, head: Eagle3, config: Eagle3Config) -> None:
         super().__init__()
         self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
-        self.objective, self.steps = config.objective, config.draft_steps
+        self.objective, self.steps, self.keep = config.objective, config.draft_steps, config.keep
+        self.seed, self.step = config.fit.seed, 0
         counts = torch.tensor([config.step_decay**step for step in range(self.steps)], device=stack.device)
-        self.register_buffer("counts", counts / counts.sum(), persistent=False)
+        kept = self.keep ** torch.arange(self.steps, device=stack.device)
+        self.register_buffer("counts", counts / counts.sum() / kept, persistent=False)
         head.lm_head.requires_grad_(config.train_head)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)

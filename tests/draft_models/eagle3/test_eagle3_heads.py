@@ -127,17 +127,15 @@ def test_a_map_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     offsets, member = weights["d2t"], weights["t2d"]
     last = len(offsets) - 1
     beyond = {"d2t": offsets + torch.eye(last + 1, dtype=torch.long)[last]}
-    assert f"makes draft token {last} the target's token {VOCABULARY}" in refused(
-        tmp_path, "specforge", {**weights, **beyond}
-    )
+    said = refused(tmp_path, "specforge", {**weights, **beyond})
+    assert f"makes draft token {last} the target's token {VOCABULARY}" in said
     index = {"d2t": offsets + torch.arange(last + 1)}  # its value as an index instead of an offset
     assert "expected ascending ones, 0 to 39. It holds offsets" in refused(tmp_path, "specforge", {**weights, **index})
     assert "expected ascending ones" in refused(tmp_path, "specforge", {**weights, "d2t": offsets.flip(0)})
     unset = {"d2t": torch.zeros_like(offsets), "t2d": torch.ones_like(member)}
     assert "d2t and t2d name other tokens (8 and 40)" in refused(tmp_path, "specforge", {**weights, **unset})
-    assert "d2t holds torch.float32: expected integers" in refused(
-        tmp_path, "specforge", {**weights, "d2t": offsets.float()}
-    )
+    said = refused(tmp_path, "specforge", {**weights, "d2t": offsets.float()})
+    assert "d2t holds torch.float32: expected integers" in said
 
 
 def eagle_config(**changes: Any) -> dict[str, Any]:
@@ -151,16 +149,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a tap beyond": ("speculators", {TAPS: [0, 4, 9]}, r"boundaries \[0, 4, 9\], but expected are 0 to 8"),
     "taps in disorder": ("speculators", {TAPS: [4, 0, 8]}, "expected boundaries in ascending order"),
     "taps of no number": ("speculators", {TAPS: [True, 4, 8]}, "expected a list of layers"),
-    "taps at odds": (
-        "specforge",
-        {TAPS: [0, 3, 6]},
-        r"eagle_config.*=\[0, 3, 6\] means boundaries \[1, 4, 7\]",
-    ),
-    "other taps at odds": (
-        "specforge",
-        eagle_config(layer_ids=[0, 3, 6]),
-        r"eagle_config\.layer_ids=\[0, 3, 6\] means",
-    ),
+    "taps at odds": ("specforge", {TAPS: [0, 3, 6]}, r"eagle_config.*=\[0, 3, 6\] means boundaries \[1, 4, 7\]"),
+    "other taps at odds": ("specforge", eagle_config(layer_ids=[0, 3, 6]), r"config\.layer_ids=\[0, 3, 6\] means"),
     "a tap that is no number": ("specforge", eagle_config(layer_ids=["low"]), "layer_ids=.*expected a list of layers"),
     "switches at odds": ("specforge", eagle_config(norm_output=False), "norm_output=True at the top, False in"),
     "no taps": ("specforge", eagle_config(use_aux_hidden_state=False), "use_aux_hidden_state=False: a head without"),
@@ -187,9 +177,8 @@ def test_a_switch_that_is_left_out_is_seen_in_the_tensors(tmp_path: Path, dialec
     facts = DIALECTS[dialect]
     config = {name: value for name, value in facts.config.items() if name != switch}
     said = open_head(write_head(tmp_path / "said", facts, head_weights(facts)), TARGET)
-    assert open_head(write_head(tmp_path, replace(facts, config=config), head_weights(facts)), TARGET).reading == (
-        said.reading
-    )
+    again = open_head(write_head(tmp_path, replace(facts, config=config), head_weights(facts)), TARGET)
+    assert again.reading == said.reading
 
 
 def test_the_activation_is_that_of_the_config(tmp_path: Path) -> None:
@@ -211,9 +200,8 @@ def test_aux_hidden_states_by_the_names_of_servers(tmp_path: Path) -> None:
     }
     assert former.keys() != weights.keys()
     config = {key: value for key, value in facts.config["eagle_config"].items() if key != TAPS}
-    named = write_head(
-        tmp_path / "b", facts, former, eagle_config={**config, "layer_ids": [1, 4, 7]}, use_aux_norm=True
-    )
+    changes = {"eagle_config": {**config, "layer_ids": [1, 4, 7]}, "use_aux_norm": True}
+    named = write_head(tmp_path / "b", facts, former, **changes)
     assert open_head(named, TARGET).reading == head.reading
 
 
