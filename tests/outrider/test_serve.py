@@ -246,15 +246,21 @@ def test_pieces_that_are_there_are_sent_together(model: Any, end: list[Any], eve
 
 
 def test_a_reader_is_told_of_the_time_also_while_pieces_come() -> None:
-    async def read() -> None:
-        answers = Answers(1, 0.05)
-        answers.put((0, Piece("a")))
-        async for _ in answers.read():
-            answers.put((0, Piece("a")))
-            await asyncio.sleep(0)
+    pieces: list[Piece] = []
 
-    with pytest.raises(UserError, match=r"timeout=0\.05"):
-        asyncio.run(asyncio.wait_for(read(), 60))
+    async def read() -> None:
+        with patch.object(asyncio.get_running_loop(), "time", lambda: float(len(pieces))):  # one a second
+            answers = Answers(1, 100)
+            answers.put((0, Piece("a")))
+            async for _, piece in answers.read():
+                assert len(pieces) < 105
+                pieces.append(piece)
+                answers.put((0, piece))
+                await asyncio.sleep(0)
+
+    with pytest.raises(UserError, match="timeout=100"):
+        asyncio.run(read())
+    assert len(pieces) > 99
 
 
 def test_what_requests_replace_in_the_targets_settings_is_read_once(model: Any) -> None:
