@@ -25,7 +25,7 @@ from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens, position_limits
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.kinds import Kind
-from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.driver import train
 from outrider.train.core.training import Batch, Metrics, Trained, Training
 from outrider.train.parts.calibration_scores import brier, judge, later_half, plot_reliability, predict, temper
@@ -61,8 +61,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
 
     def load() -> Drafting:
         decode = students.load_decoder(config, kind, target, model, dtype, state.device)
-        method = MethodConfig(kind.name, stop=StopConfig(max_draft=config.max_draft))
-        draft_model = partial(plugin.draft_model, model, method)
+        draft_model = partial(plugin.draft_model, model, MethodConfig(kind.name))
         return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
 
     settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
