@@ -8,15 +8,12 @@ from outrider.base.words import figure
 Figures = Mapping[str, Any]
 # An arm's name for readers; in backticks, its `method=`.
 CALLED = {
-    "transformers_generate": "transformers' `generate`", "transformers_prompt_lookup": "transformers' prompt lookup",
-    "llama_cpp": "llama-cpp-python, BF16 file, no drafter", "autoregressive": "**Outrider, no drafter**",
-    "vanilla_survival": "small LM, chains (`small_lm/survival`)", "opt_tree_auto": "small LM, trees (`opt_tree_auto`)",
-    "eesd_survival": "early exit, chains (`eesd_survival`)",
-    "eesd_tree_auto": "early exit, trees (`early_exit/opt_tree_auto`)", "prompt_lookup": "`prompt_lookup`",
-    "eesd_copies": "early exit, chains with copies", "small_copies": "small LM, chains with copies",
-    "fused_small_lm": "small LM and n-grams, one tree (last in 11c898d5)", "ngrams": "n-grams (`ngrams`)",
+    "transformers_generate": "transformers' `generate`", "autoregressive": "**Outrider, no drafter**",
+    "eesd_survival": "early exit, chains (`eesd_survival`)", "eesd_copies": "early exit, chains with copies",
+    "early_exit_opt_tree_auto": "early exit, trees (`early_exit/opt_tree_auto`)", "prompt_lookup": "`prompt_lookup`",
+    "small_lm_survival": "small LM, chains (`small_lm/survival`)", "small_copies": "small LM, chains with copies",
+    "opt_tree_auto": "small LM, trees (`opt_tree_auto`)", "ngrams": "n-grams (`ngrams`)",
 }  # fmt: skip
-SAME = {"small_lm_survival": "vanilla_survival", "early_exit_opt_tree_auto": "eesd_tree_auto"}  # names of an arm
 
 
 def tables(entry: Mapping[str, Any]) -> str:
@@ -47,7 +44,7 @@ def by_dtype(entries: Sequence[Mapping[str, Any]]) -> str:
     for name in by_speed({**full, **half}):
         f = full.get(name)
         cells = [f"{f['identical']}/{f['prompts']}" if f else "–", *map(_rate, (f, half.get(name)))]
-        lines.append(f"| {CALLED.get(SAME.get(name, name), name)} | {' | '.join(cells)} |")
+        lines.append(f"| {CALLED.get(name, name)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
