@@ -2,9 +2,10 @@
 
     python benchmarks/paper.py gsd --target T --small-lm S --prompts chat=mt_bench.jsonl
 
-PAPER is eesd, aded, gsd, opt_tree or mcsd. Every table that does not need the paper's hardware is printed with its
-figures and ours, and with every claim: *holds*, *does not hold*, *undecided*, or *not run* and why. Claims are
-orderings and trends. They are judged by 95 % jackknife intervals over conversations, all rows on the same ones.
+PAPER is eesd, aded, gsd, opt_tree or mcsd; or ngrams, which is no paper (papers/ngrams.py). Every table that does not
+need the paper's hardware is printed with its figures and ours, and with every claim: *holds*, *does not hold*,
+*undecided*, or *not run* and why. Claims are orderings and trends. They are judged by 95 % jackknife intervals over
+conversations, all rows on the same ones.
 
 Nothing is timed without --timed, so a busy machine does no harm: τ, shares and drafted tokens do not depend on it.
 With --timed every row whose time a claim is about is decoded once more, in turn with plain decoding; that wants a
@@ -50,7 +51,7 @@ from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.settings.kinds import KINDS
 
-PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd")
+PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd", "ngrams")
 RESULTS = Path(__file__).parent / "results"
 ALL = 10**9  # prompts
 OPTIONS = {"small_lm": "--small-lm", "early_exit": "--checkpoint", "eagle3": "--eagle3", "ngrams": "--table"}
@@ -65,9 +66,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small-lm", help="a small LM for it")
     parser.add_argument("--checkpoint", help="an early exit for it")
     parser.add_argument("--eagle3", help="an EAGLE-3 head for it")
-    parser.add_argument("--table", action="append", help="an n-gram table; aded: several, of growing corpora")
+    parser.add_argument("--table", action="append", help="an n-gram table; aded and ngrams: several")
     parser.add_argument("--ablation", help="eesd: a folder with the drafters no_layer and open_data")
-    parser.add_argument("--exits", nargs="+", help="eesd: early exits of several shapes, for Figs. 4 and 5")
     parser.add_argument(
         "--skip", type=int, nargs="+", help="eesd, gsd, opt_tree: layers that self-speculation leaves out; eesd chooses"
     )
@@ -98,7 +98,7 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
     require((options.target is None) != (options.transcripts is None), "target", options.target,
             "either --target or --transcripts")  # fmt: skip
     recorded = options.transcripts is not None
-    require(not recorded or options.paper == "aded", "transcripts", options.transcripts, "a target; they are for aded")
+    require(not recorded or options.paper in ("aded", "ngrams"), "transcripts", options.transcripts, "a target")
     require(not recorded or options.tokenizer is not None, "tokenizer", None, "the tokenizer of --transcripts")
     require(not (recorded and options.timed), "timed", True, "a target: recordings take no time")
     require(options.tokens >= 2, "tokens", options.tokens, "at least 2")
@@ -111,8 +111,7 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ["work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "exits", "judge", "shuffle",
-            "num_prompts"]  # fmt: skip
+    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "shuffle", "num_prompts")
     asked = {key: value for key, value in vars(options).items() if key not in free}
     asked |= {"digests": digests_of(options)}
     path = options.work / "options.json"

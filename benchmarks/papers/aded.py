@@ -122,10 +122,7 @@ def main_table(options: Any, groups: Sequence[str]) -> Table:
 
 def adaptation() -> Table:
     adapted, built = "adapted", "as built"
-    rows = (
-        Row(adapted, drafting(EARLY)),
-        Row(built, drafting(replace(EARLY, adapt=False))),
-    )
+    rows = (Row(adapted, drafting(EARLY)), Row(built, drafting(replace(EARLY, adapt=False))))
     claims = [Claim("adaptation lifts τ", "tau", (built, adapted))]
     claims += [Claim(f"also from token {name[5:]} on", name, (built, adapted), of=claims[0].says) for name in STRETCHES]
     return Table(

@@ -70,8 +70,8 @@ class Table:
     """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours. Names of
     rows, and claims, are unique in a table: they match the tables of several targets.
 
-    plot: the quantity that its picture shows, over the rows' x; or several, as alpha_*, over their numbers. never: the
-    reason why none of it is run. note: one sentence.
+    plot: the quantity that its picture shows, over the rows' x. never: the reason why none of it is run. note: one
+    sentence.
     """
 
     title: str
@@ -116,6 +116,8 @@ class Quantity:
 
 QUANTITIES = {
     "tau": Quantity("τ", _share("tokens", "rounds"), ("rounds",)),
+    "tau_new": Quantity("τ without questions 81 and 130", _share("new_tokens", "new_rounds"), ("new_rounds",)),
+    "tau_asked": Quantity("τ of these two", _share("asked_tokens", "asked_rounds"), ("asked_rounds",)),
     "alpha": Quantity("α", _share("accepted", "tried"), ("tried",), 3),
     "acceptance": Quantity("v_d", _share("accepted", "drafted")),
     "draft_share": Quantity("draft share", _share("accepted", "output"), digits=3),

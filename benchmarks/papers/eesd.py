@@ -5,12 +5,9 @@ the layers that `choose_skip.py` chooses, on other prompts. Table 4 needs furthe
 train/eesd.py trains three of them by the paper's recipe; they differ in one option: mixed, no_layer
 (`train_layer=false`) and open_data (the open data alone). paper_head is the drafter of --checkpoint with the paper's
 calibration head (train/calibrate.py odds=false), which sees only hidden states.
-Figs. 4 and 5 compare the early exits in --exits, which differ only in their numbers of layers.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,7 @@ from choose_skip import choose_for
 from outrider.base.errors import require
 from outrider.base.files import write_json
 from outrider.draft_models.calibration import META_FILE as CALIBRATION
-from outrider.draft_models.early_exit.checkpoint import META_FILE, DrafterMeta, read_meta
-from outrider.draft_models.targets.model_files import decoder_layers, empty_model
-from outrider.draft_models.targets.open_target import read_config
+from outrider.draft_models.early_exit.checkpoint import META_FILE, read_meta
 from outrider.inference.drafters.shaped import head_identity
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from papers.claims import Claim, Row, Table
@@ -40,8 +35,6 @@ long on a CPU, with far smaller targets (the paper: 13 and 5.9 times); benchmark
 RECIPE, PAPERS_HEAD = "EESD by the paper's recipe, Beta-TS", "EESD, Cali-TS, the paper's head"
 CALI, CALI_FASTER = "Cali-TS beats Beta-TS (HM)", "Cali-TS beats Beta-TS (speed-up)"
 SHOWN = ("hm", "acceptance", "draft_share", "tau", "per_round", "speedup")
-SHOWN_OF_EXITS = ("hm", "alpha_1", "tau", "per_round", "step_share", "gain_by_weights", "trained_steps", "speedup")
-NEEDS = "needs several --exits"
 
 
 def chain(rule: str, source: str = "early_exit", longest: int = FIXED, **settings: Any) -> MethodConfig:
@@ -70,8 +63,7 @@ def tables(*, options: Any, **_: Any) -> dict[str, Table]:
         "table_7": trees(no_head, note),
         "table_8": breakdown(no_head, note),
         "figure_3": lengths(no_head, note),
-        **tables_of_exits(options.target, options.exits or (), chain("beta")),
-    }  # fmt: skip
+    }
 
 
 def lacks_head(source: str, where: str | None) -> str:
@@ -281,80 +273,3 @@ def lengths(no_head: str, head: str) -> Table:
         xlabel="K",
         note=f"The paper has curves of speed-up only. A rule beats the best K if it beats every one. {head}".strip(),
     )
-
-
-# --------------------------------------------------------------------------------------------------------------- exits
-
-
-@dataclass(frozen=True)
-class Exit:
-    """A checkpoint of an early exit: where it lies, the target's layers under it, and how many it has."""
-
-    where: str
-    first: int
-    depth: int
-    meta: DrafterMeta
-
-
-def tables_of_exits(target: str | None, exits: Sequence[str], method: Any) -> dict[str, Table]:
-    """Figs. 4 and 5. exits: where they lie. method: what drafts with each of them."""
-    known = [Exit(where, meta.exit_layer, meta.exit_depth, meta) for where in exits for meta in [read_meta(where)]]
-    firsts = sorted((one for one in known if one.depth == 1), key=lambda one: one.first)
-    by_first = {n: sorted((one for one in known if one.first == n), key=lambda one: one.depth) for n in
-                sorted({one.first for one in known})}  # fmt: skip
-    depths = max(by_first.values(), key=len, default=[])
-    return {
-        "figure_4": figure(
-            "Fig. 4: the number of first layers N",
-            [(f"N = {one.first}", one.first, one) for one in firsts],
-            ("more layers raise HM", "but not the speed", "nor the tokens that a pass's weights bring"),
-            "N", target, method,
-        ),
-        "figure_5": figure(
-            "Fig. 5: the number of exit layers",
-            [(f"{one.depth} exit layer{'s' * (one.depth > 1)}", one.depth, one) for one in depths],
-            ("more exit layers raise HM", "one is fastest", "one brings most tokens for the weights that are read"),
-            "exit layers", target, method,
-        ),
-    }  # fmt: skip
-
-
-def figure(
-    title: str,
-    exits: Sequence[tuple[str, int, Exit]],
-    said: Sequence[str],
-    xlabel: str,
-    target: str | None,
-    method: Any,
-) -> Table:
-    """A row for every exit; the three claims are of HM, of speed-ups and of tokens by the weights that are read."""
-    if len({x for _, x, _ in exits}) < 2 or target is None:
-        return Table(title, never=NEEDS)
-    names = [name for name, _, _ in exits]
-    rows = tuple(
-        Row(name if names.count(name) == 1 else f"{name} ({Path(one.where).name})", method, other=one.where, x=x,
-            facts=facts_of(one, target))
-        for name, x, one in exits
-    )  # fmt: skip
-    up = (rows[0].name, rows[-1].name)
-    claims = tuple(
-        Claim(text, quantity, terms)
-        for text, quantity, terms in zip(
-            said, ("hm", "speedup", "gain_by_weights"), (up, up[::-1], up[::-1]), strict=True
-        )
-    )
-    note = "By weights: a pass of the target costs the weights that it reads, and so does a drafted token."
-    return Table(title, SHOWN_OF_EXITS, rows, claims, plot="hm", xlabel=xlabel, note=note)
-
-
-def facts_of(one: Exit, target: str) -> tuple[tuple[str, float], ...]:
-    """The weights that a draft's step and a pass of the target read, and the steps that it was trained for."""
-    config = read_config(target, role="target")
-    model: Any = empty_model(config)
-    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model)]
-    head = model.get_output_embeddings().weight.numel()
-    own = head if one.meta.draft_vocabulary is None else head * one.meta.draft_vocabulary / config.vocab_size
-    step = sum(sizes[: one.first]) + one.depth * sizes[-1] + own
-    known: tuple[tuple[str, float], ...] = (("step_weights", float(step)), ("pass_weights", float(sum(sizes) + head)))
-    steps = one.meta.training.get("steps")
-    return known if steps is None else (*known, ("trained_steps", float(steps)), ("trained_runs", 1.0))

@@ -52,7 +52,8 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
     drafters |= {"ngrams": others[options.table[0]]} if options.table else {}
     stack = load_stack(setup.target, None, **placed, by_layers=True)
     prepare(stack, drafters)
-    for where in further_exits(options):
+    trained = sorted(Path(options.ablation).glob("*/drafter.json")) if options.ablation else []
+    for where in (str(path.parent) for path in trained):  # early exits besides --checkpoint
         own = {"plain": PLAIN, **{key_of(row): row.method for row in rows if row.method and row.other == where}}
         loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), setup.target, **placed)
         prepare(stack, {"early_exit": loaded["early_exit"]})
@@ -125,12 +126,6 @@ def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
         replace(prompt, turns=(*example, *prompt.turns) if prompt.chat else ("\n\n".join((*example, prompt.turns[0])),))
         for prompt in prompts
     ]
-
-
-def further_exits(options: argparse.Namespace) -> list[str]:
-    """Early exits besides --checkpoint."""
-    trained = sorted(Path(options.ablation).glob("*/drafter.json")) if options.ablation else []
-    return [*(str(path.parent) for path in trained), *(options.exits or ())]
 
 
 def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:

@@ -35,11 +35,12 @@ def said(name: str, entry: Mapping[str, Any]) -> str:
     counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, UNDECIDED, NOT_RUN))
     times = f", times of {entry['timed']} of them" if entry["timed"] else ""
     standing = sum(claim.get("stands", False) for claim in claims)
-    return (
-        f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × {entry['length']}, "
-        f"{entry['dtype']}{times}. The paper's statements: {counted}. {standing} of {decided} decisions about their "
-        "parts stand by Holm's correction over all."
+    said = f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × {entry['length']}, "
+    judged = (
+        f" The paper's statements: {counted}. {standing} of {decided} decisions about their parts stand by Holm's "
+        "correction over all."
     )
+    return f"{said}{entry['dtype']}{times}.{judged if verdicts else ''}"
 
 
 def table(key: str, found: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
@@ -130,8 +131,8 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
             for line, places in points(entry["tables"].get(key)).items():
                 axes.plot(*zip(*places, strict=True), "o-", label=f"{name}: {line}" if line else name)
         one = next(entry["tables"][key] for entry in entries.values() if points(entry["tables"].get(key)))
-        known = [own["label"] for name, own in one["quantities"].items() if shows(one["plot"], name)]
-        axes.set(title=one["title"].partition(":")[0], xlabel=one["xlabel"], ylabel=known[0].partition(",")[0])
+        known = one["quantities"][one["plot"]]["label"]
+        axes.set(title=one["title"].partition(":")[0], xlabel=one["xlabel"], ylabel=known)
         axes.legend(fontsize=7)
     for axes in panels[len(keys) :]:
         axes.axis("off")
@@ -139,19 +140,11 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
 
 
 def points(table: Mapping[str, Any] | None) -> dict[str, Sequence[tuple[float, float]]]:
-    """The points of each line of a plot. In a plot of several quantities, such as alpha_*, a row is a line, and the
-    number in a quantity's name is the place of its point."""
+    """The points of each line of a plot."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for name, row in table["rows"].items() if table and table["plot"] else ():
+    for row in table["rows"].values() if table and table["plot"] else ():
         assert table is not None
-        for quantity, value in row["here"].items():
-            several = table["plot"].endswith("*")
-            x = float(quantity.rpartition("_")[2]) if several and shows(table["plot"], quantity) else row["x"]
-            if shows(table["plot"], quantity) and x is not None and value is not None:
-                found.setdefault(name if several else row["line"], []).append((x, value))
+        value = row["here"].get(table["plot"])
+        if row["x"] is not None and value is not None:
+            found.setdefault(row["line"], []).append((row["x"], value))
     return {line: sorted(places) for line, places in found.items()}
-
-
-def shows(plot: str, quantity: str) -> bool:
-    """Whether a plot shows a quantity: "tau" one of that name, "alpha_*" all that begin so."""
-    return quantity.startswith(plot[:-1]) if plot.endswith("*") else quantity == plot

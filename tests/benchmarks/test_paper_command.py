@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
 
@@ -87,39 +86,6 @@ def test_times_are_of_the_rows_that_claims_of_time_name_and_of_few_tokens(
     timed = [line for line in kept if "seconds" in line["counts"]]
     assert {keys[line["key"]] for line in timed} == named
     assert {line["counts"]["timed"] for line in timed} == {2}  # all but the first
-
-
-def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_models: Path, tmp_path: Path) -> None:
-    """Each drafts for its own rows, and what a step costs is what its layers and the head weigh. In time all are
-    compared with the same plain decoding."""
-    from outrider.draft_models.early_exit.checkpoint import save_pretrained
-    from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
-    from outrider.draft_models.targets.open_target import open_target
-
-    target = open_target(str(tiny_models / TARGET))
-    for name, n, depth in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2)):
-        model = target.layers(exit_layers(target.config, n), dtype=torch.float32)
-        exits = EarlyExit(model, n, own_head=True, depth=depth)
-        save_pretrained(tmp_path / name, exits, target.fingerprint, {"steps": 7}, torch.float32)
-    given = ["--exits", *(str(tmp_path / name) for name in "abc"), "--tables", "figure_4", "figure_5"]
-    tables = paper("eesd", *given, "--timed")["tables"]
-    counts = [json.loads(line)["counts"] for line in (tmp_path / "work/counts.jsonl").read_text().splitlines()]
-    timed = [own for own in counts if "seconds" in own]
-    assert len(timed) == len({own["seconds"] for own in timed}) == 3
-    assert len({round(own["plain_seconds"] / own["timed"], 9) for own in timed}) == 1
-    shown = {name: row["here"] for key in ("figure_4", "figure_5") for name, row in tables[key]["rows"].items()}
-    assert list(shown) == ["N = 1", "N = 2", "1 exit layer", "2 exit layers"]
-    assert tables["figure_4"]["rows"]["N = 1"]["here"] == shown["1 exit layer"]
-    whole = target.layers(dtype=torch.float32)
-    layer = sum(weight.numel() for weight in whole.model.layers[0].parameters())
-    head = whole.lm_head.weight.numel()
-    share = {name: here["step_share"] for name, here in shown.items()}
-    assert share["N = 1"] == pytest.approx((2 * layer + head) / (4 * layer + head))
-    assert share["N = 2"] == share["2 exit layers"] == pytest.approx((3 * layer + head) / (4 * layer + head))
-    for here in shown.values():
-        rounds = 1 + here["per_round"] * here["step_share"]
-        assert here["gain_by_weights"] == pytest.approx(here["tau"] / rounds)
-        assert here["trained_steps"] == 7
 
 
 def test_bad_input_is_named(paper: Callable[..., Any], tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:

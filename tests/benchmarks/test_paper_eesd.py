@@ -19,7 +19,6 @@ def table_4(folder: Path | None, checkpoint: str | None = None):  # type: ignore
         ablation=folder and str(folder),
         tables=["table_4"],
         target=None,
-        exits=None,
         small_lm=None,
     )
     return tables(options=options)["table_4"]

@@ -297,16 +297,3 @@ def test_pages_show_every_figure_and_verdict() -> None:
     assert drawn is not None
     places = drawn.axes[0].lines[0].get_xydata().tolist()
     assert places == [[1.0, pytest.approx(12.2 / 6)], [2.0, pytest.approx(18.2 / 6)]]
-
-
-def test_a_plot_of_several_quantities_is_a_line_of_every_row() -> None:
-    from papers.writing import plot
-
-    shown = {"tau": None, "alpha_1": 0.5, "alpha_2": 0.7}
-    table = {"title": "Fig. 3: α", "plot": "alpha_*", "xlabel": "k", "rows": {"a": {"here": shown, "x": None}},
-             "quantities": {name: {"label": "α, k"} for name in shown}}  # fmt: skip
-    drawn = plot({"entries": {"here": {"tables": {"figure_3": table}}}})
-    assert drawn is not None
-    [line] = drawn.axes[0].lines
-    assert line.get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.7]]
-    assert (line.get_label(), drawn.axes[0].get_ylabel()) == ("here: a", "α")

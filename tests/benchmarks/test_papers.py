@@ -219,7 +219,7 @@ def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None
     from papers.measuring import key_of
 
     given = SimpleNamespace(work=tmp_path, table=["a", "b"], code_table="c", frequent_table="d", transcripts=None,
-                            checkpoint=None, small_lm=None, ablation="e", skip=[2], exits=None, tables=None,
+                            checkpoint=None, small_lm=None, ablation="e", skip=[2], tables=None,
                             target="t", timed=0)  # fmt: skip
     tables = importlib.import_module(f"papers.{name}").tables(options=given, categories=["code", "chat"])
     assert sum(len(table.claims) for table in tables.values()) > 20
