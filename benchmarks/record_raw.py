@@ -96,18 +96,21 @@ def entry_of(raw: Json) -> Json:
 
 
 def figures_of_arms(results: Sequence[PromptResult], seed: int) -> dict[str, Json]:
-    """`figures` of every arm by name, over all prompts and `by_category`; its judgement, if it was judged; its speed
-    over that of the arm that decodes most tokens a second."""
+    """`figures` of every arm, of all prompts and `by_category`, also over the arm of most tokens/s; its judgement."""
     groups = {name: [one for one in results if one.category == name] for name in sorted({r.category for r in results})}
     fastest = max(results[0].generations, key=lambda arm: tokens_per_second(results, arm) or 0.0)
+
+    def beside(group: Sequence[PromptResult], arm: str) -> Json:
+        over = speedup(group, arm, fastest, Streams(seed).within(arm, "bootstrap"))
+        return {**figures(group, arm, seed), "over_fastest": over}
+
     found = {}
     for arm in results[0].generations:
         judged = [result.deviations[arm] for result in results if arm in result.deviations]
         found[arm] = {
-            **figures(results, arm, seed),
-            "over_fastest": speedup(results, arm, fastest, Streams(seed).within(arm, "bootstrap")),
+            **beside(results, arm),
             "judged": asdict(judge(judged)) if judged else None,
-            "by_category": {name: figures(group, arm, seed) for name, group in groups.items()},
+            "by_category": {name: beside(group, arm) for name, group in groups.items()},
         }
     return found
 
