@@ -112,7 +112,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         {
             "train.parts.heldout:supervised_hidden": "finetune_drafter > reading held-out text 0/",
             "train.core.loop:load_share": "finetune_drafter > training 0/2 steps; ",
-            "train.recipes.small_lm:judged": " > evaluating after step 1 > judging held-out text 0/",
+            "train.recipes.small_lm:supervised_hidden": " > evaluating after step 1 > judging held-out text 0/",
         },
     ),
     "eagle3": (
