@@ -2,8 +2,8 @@
 
     python benchmarks/paper.py gsd --target T --small-lm S --prompts chat=mt_bench.jsonl
 
-PAPER is eesd, aded, gsd, opt_tree or mcsd; or ngrams, which is no paper (papers/ngrams.py). Every table that does not
-need the paper's hardware is printed with its figures and ours, and with every claim: *holds*, *does not hold*,
+PAPER is eesd, aded, gsd, opt_tree, mcsd or block; or ngrams, which is no paper (papers/ngrams.py). Every table that
+does not need the paper's hardware is printed with its figures and ours, and with every claim: *holds*, *does not hold*,
 *undecided*, or *not run* and why. Claims are orderings and trends. They are judged by 95 % jackknife intervals over
 conversations, all rows on the same ones.
 
@@ -51,7 +51,7 @@ from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.settings.kinds import KINDS
 
-PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd", "ngrams")
+PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd", "block", "ngrams")
 RESULTS = Path(__file__).parent / "results"
 ALL = 10**9  # prompts
 OPTIONS = {"small_lm": "--small-lm", "early_exit": "--checkpoint", "eagle3": "--eagle3", "ngrams": "--table"}
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--table", action="append", help="an n-gram table; aded and ngrams: several")
     parser.add_argument("--ablation", help="eesd: a folder with the drafters no_layer and open_data")
     parser.add_argument(
-        "--skip", type=int, nargs="+", help="eesd, gsd, opt_tree: layers that self-speculation leaves out; eesd chooses"
+        "--skip", type=int, nargs="+", help="layers that self-speculation leaves out; eesd chooses, block: every second"
     )
     parser.add_argument("--shot", action="store_true", help="one solved example before every prompt")
     parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")

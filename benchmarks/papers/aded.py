@@ -15,7 +15,7 @@ from outrider.draft_models.ngrams.table import map_table
 from outrider.inference.settings.method import MethodConfig, NgramConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from papers.claims import Claim, Row, Table
-from papers.peers import lookahead, rest
+from papers.peers import rest
 
 ARXIV = "2407.12021"
 SOURCES = ("ngrams",)
@@ -58,7 +58,7 @@ def without_suffixes(where: str | None) -> str:
 
 
 def peers(options: Any, groups: Sequence[str]) -> list[Row]:
-    """The rows of REST and Lookahead."""
+    """The rows of REST and of Lookahead, whose figures are of an earlier commit."""
     first = options.table[0] if options.table else None
     told = Row("REST, all prompts", measure=rest, x=64, never=without_suffixes(first))
     rows = [
@@ -73,9 +73,8 @@ def peers(options: Any, groups: Sequence[str]) -> list[Row]:
         cells = ("2.21, 2.50, 2.29", "14.90, 20.17, 24.91")
         own = Row("REST, code, with a table of code", measure=rest, x=64, category="code", paper=cells, never=never)
         rows.append(replace(own, other=options.code_table or ""))
-    never = "needs --target: its guesses are what the target says after tokens that no recording has"
-    own = Row("Lookahead, all prompts", measure=lookahead, paper=("1.89, 1.85, 1.83", "18.93, 32.73, 40.53"))
-    return [*rows, replace(own, never=never if options.transcripts else "")]
+    cells, never = ("1.89, 1.85, 1.83", "18.93, 32.73, 40.53"), "last decoded by commit 93d34beb's papers/peers.py"
+    return [*rows, Row("Lookahead, all prompts", paper=cells, never=never)]
 
 
 def main_table(options: Any, groups: Sequence[str]) -> Table:

@@ -116,6 +116,8 @@ class Quantity:
 
 QUANTITIES = {
     "tau": Quantity("τ", _share("tokens", "rounds"), ("rounds",)),
+    "tau_exact": Quantity("τ token by token", _share("exact", "rounds"), ("exact",), 3),
+    "tau_block": Quantity("τ as a block", _share("block", "rounds"), ("block",), 3),
     "tau_new": Quantity("τ without questions 81 and 130", _share("new_tokens", "new_rounds"), ("new_rounds",)),
     "tau_asked": Quantity("τ of these two", _share("asked_tokens", "asked_rounds"), ("asked_rounds",)),
     "alpha": Quantity("α", _share("accepted", "tried"), ("tried",), 3),

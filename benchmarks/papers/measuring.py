@@ -90,8 +90,10 @@ class Bench:
         return self.tokens if self.stack is not None or asked.answer is None else max(self.tokens, len(asked.answer))
 
 
-def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Generation:
-    """The prompt continued by a row's method, its structure watched. No paper verifies blocks."""
+def continued(
+    bench: Bench, row: Row, asked: Asked, *, live: bool = False, selector: TokenSelector | None = None
+) -> Generation:
+    """The prompt continued by a row's method, its structure watched. None: a `selector` that verifies no blocks."""
     assert row.method is not None
     streams = Streams(0, asked.id).within(key_of(row))
     drafter = new_drafter(row.method, bench.drafters_of(row), streams, row.sampling.temperature > 0)
@@ -102,8 +104,8 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
     assert bench.stack is not None
     coins = streams.of("verify") if row.sampling.temperature else None
     naive = row.method.verify == "naive"
-    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, "naive" if naive else "exact")
-    options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
+    given = selector or TokenSelector(sampler_of(bench, asked, row.sampling), coins, "naive" if naive else "exact")
+    options: dict[str, Any] = {"eos": bench.eos, "selector": given, "runtime": bench.runtime}
     decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=bench.budget(asked), **options))
     return replace(decoded, totals=dict(drafter.totals))
 

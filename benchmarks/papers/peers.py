@@ -1,33 +1,25 @@
-"""What ADED is compared with: REST (arXiv 2311.08252) and Lookahead (arXiv 2402.02057), for greedy decoding.
+"""What ADED is compared with: REST (arXiv 2311.08252), for greedy decoding.
 
 REST drafts from a corpus: the continuations of the longest suffix of the text that occurs there. A suffix array finds
-them. Lookahead drafts n-grams of the target's choices after guessed tokens, which run in the same passes as the text.
-So REST is replayed on recorded answers, and Lookahead needs the target. Settings are those of ADED's Appendix G.
+them. It is replayed on recorded answers. Settings are those of ADED's Appendix G.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.suffixes import REACH, Suffixes, places_of, read_only
-from outrider.inference.core.decode import cut
 from outrider.inference.core.drafter import Drafter, Stopwatch
-from outrider.inference.core.ops import likeliest
-from outrider.inference.core.rounds import Round, collect
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
+from outrider.inference.core.tree import ROOT, DraftTree
 from papers.claims import Counts, Row
 from papers.measuring import Asked, Bench, counts_of, replayed
 
 LONGEST, SHORTEST = 16, 2  # tokens of the text that REST looks up
 RETRIEVED, AHEAD = 5000, 10  # occurrences at most, and tokens of each: the defaults of REST's program
-LEVELS, WINDOW, GUESSES = 5, 15, 15  # Lookahead's N, W and G
-Pool = dict[int, dict[tuple[int, ...], None]]  # n-grams by their first token, the latest last
 
 
 def rest(bench: Bench, row: Row, asked: Asked) -> Counts:
@@ -96,81 +88,3 @@ def most_frequent(found: np.ndarray, nodes: int) -> tuple[np.ndarray, np.ndarray
     place = np.full(made + 1, ROOT)  # the last one is the root's
     place[kept] = np.arange(len(kept))
     return tokens[kept], place[parents[kept]]
-
-
-# ------------------------------------------------------------------------------------------------------------ lookahead
-
-
-def lookahead(bench: Bench, row: Row, asked: Asked) -> Counts:
-    """The counts of Lookahead, decoded live and greedily."""
-    return counts_of(collect(lookahead_rounds(bench, asked)))
-
-
-@torch.inference_mode()
-def lookahead_rounds(bench: Bench, asked: Asked) -> Iterator[Round]:
-    """Every pass runs the text's last token, the window and the guesses that begin with that token. `drafted` are the
-    guesses alone."""
-    assert bench.stack is not None
-    budget, draw, pool = bench.budget(asked), Streams(0, asked.id).of("window"), Pool()
-    levels = [[draw.choice(asked.ids) for _ in range(WINDOW + LEVELS - 3)]]
-    context = len(asked.ids) + budget + WINDOW + LEVELS  # the window reaches beyond the text
-    capacity = context + LEVELS * (WINDOW + GUESSES)
-    with closing(bench.runtime.session(bench.stack, 0, capacity, context)) as session:
-        root = int(likeliest(session.prefill(asked.ids)))
-        session.commit(range(len(asked.ids)))
-        yield Round((root,), 0, 0, 0, 0.0)
-        budget -= 1
-        while budget > 0 and root not in bench.eos:
-            guesses = list(pool.get(root, ()))
-            tokens, parents, ends = window_and_guesses(levels, guesses)
-            tree = DraftTree(torch.tensor(tokens, device=session.device), tuple(parents), (-1,) * len(tokens))
-            said = likeliest(session.run_tree(torch.tensor([root], device=session.device), tree)).tolist()
-            starts = range(len(tree) - (LEVELS - 1) * len(guesses), len(tree), LEVELS - 1)
-            nodes = max((agreed(guess, at, said) for guess, at in zip(guesses, starts, strict=True)), key=len,
-                        default=range(0))  # fmt: skip
-            session.commit(session.path(nodes))
-            text = cut([said[0], *(said[node + 1] for node in nodes)], bench.eos, budget)
-            levels = moved(levels, root, [said[end + 1] for end in ends], pool)
-            yield Round(text, (LEVELS - 1) * len(guesses), min(len(nodes), len(text)), LEVELS - 1, 0.0)
-            budget, root = budget - len(text), text[-1]
-
-
-def window_and_guesses(
-    levels: Sequence[Sequence[int]], guesses: Sequence[Sequence[int]]
-) -> tuple[list[int], list[int], list[int]]:
-    """The tokens and parents of the window, a tree under the root, and of the guesses, each a path of its own; and the
-    last node of every column of the window.
-
-    The first level is a path. The root and each of its nodes have a column below them: a node of each other level.
-    """
-    tokens, parents = list(levels[0]), list(chain_parents(0, len(levels[0])))
-    ends = [ROOT, *range(len(tokens))]
-    for level in levels[1:]:
-        parents += ends
-        ends = list(range(len(tokens), len(tokens) + len(level)))
-        tokens += level
-    for guess in guesses:
-        parents += [ROOT, *range(len(tokens), len(tokens) + len(guess) - 1)]
-        tokens += guess
-    return tokens, parents, ends
-
-
-def agreed(guess: Sequence[int], at: int, said: Sequence[int]) -> range:
-    """The first nodes of `guess` that equal the target's choices. at: its first node. said: after root and nodes."""
-    count = 0
-    while count < len(guess) and guess[count] == said[at + count if count else 0]:
-        count += 1
-    return range(at, at + count)
-
-
-def moved(levels: list[list[int]], root: int, new: list[int], pool: Pool) -> list[list[int]]:
-    """The window, one place further. new: the target's choice after each column. A full window fills the pool."""
-    if len(levels) < LEVELS - 1:
-        return [level[1:] for level in levels] + [new[1:]]
-    for first, *following in zip([root, *levels[0]], *levels[1:], new, strict=True):
-        grams = pool.setdefault(first, {})
-        grams.pop(tuple(following), None)
-        grams[tuple(following)] = None
-        if len(grams) > GUESSES:
-            del grams[next(iter(grams))]
-    return [levels[1][1:], *levels[2:], new]

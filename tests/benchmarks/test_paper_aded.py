@@ -1,4 +1,4 @@
-"""ADED's rows and its peers: a greedy search explores nothing, REST and Lookahead are what their papers say."""
+"""ADED's rows and its peer: a greedy search explores nothing, REST is what its paper says."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,11 +10,8 @@ import pytest
 
 from outrider.draft_models.ngrams.suffixes import read_only, separated, sort_suffixes
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.inference.core.decode import autoregressive
-from outrider.inference.core.tree import depths
 from outrider.inference.drafters.ngram.ngram_search import exploration
 from tests.exact_distributions import paths
-from tests.tiny import open_stack, random_prompt, save_target
 
 VOCABULARY = 12
 
@@ -98,53 +95,6 @@ def test_greedy_search_explores_nothing() -> None:
     assert exploration(150, 0.0, PAPER.c2)[1:].all()  # as C1 = 0 alone does
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_lookahead_says_what_the_target_says(tmp_path: Path, ends: bool) -> None:
-    """In fewer passes, as the target repeats itself."""
-    from papers.claims import Row
-    from papers.measuring import Asked, Bench
-    from papers.peers import lookahead, lookahead_rounds
-
-    _, stack = open_stack(save_target(tmp_path, peak=6.0))
-    passes, length = 0, 0
-    for seed in range(4):
-        ids = tuple(random_prompt(12, seed))
-        answer = [token for r in autoregressive(stack, ids, max_new_tokens=48) for token in r.tokens]
-        eos = {answer[20]} if ends else set()
-        answer = [token for r in autoregressive(stack, ids, max_new_tokens=48, eos=eos) for token in r.tokens]
-        bench, asked = Bench(stack, {}, stack.config.vocab_size, 48, eos), Asked(str(seed), "c", ids, tuple(answer))
-        rounds = list(lookahead_rounds(bench, asked))
-        assert [token for r in rounds for token in r.tokens] == answer
-        counts = lookahead(bench, Row("l", measure=lookahead), asked)
-        assert (counts["output"], counts["rounds"]) == (len(answer), len(rounds) - 1)
-        assert counts.get("tokens", 0) == len(answer) - 1
-        passes, length = passes + len(rounds), length + len(answer)
-    assert ends or passes < length
-
-
-def test_the_window_runs_ahead_of_the_text_by_one_place_a_column() -> None:
-    """A target that says a token by its position alone: soon all of the window is right, and so is every n-gram."""
-    from papers.peers import GUESSES, LEVELS, WINDOW, Pool, moved, window_and_guesses
-
-    levels, pool, first = [[7] * (WINDOW + LEVELS - 3)], Pool(), 100
-    for root in range(first, first + 10):
-        tokens, parents, ends = window_and_guesses(levels, [])
-        new = [root + depths(parents)[end + 1] + 1 for end in ends]
-        if root >= first + LEVELS + 1:
-            assert len(tokens) == WINDOW * (LEVELS - 1) - 1
-            assert levels == [
-                [root + max(1, level) + at for at in range(len(each))] for level, each in enumerate(levels)
-            ]
-            assert new[0] == root + LEVELS - 1
-            pool.clear()
-        levels = moved(levels, root, new, pool)
-    root = first + 9
-    assert pool == {root + at: {tuple(range(root + at + 1, root + at + LEVELS)): None} for at in range(WINDOW)}
-    for turn in range(2 * GUESSES):
-        moved([[turn] * (WINDOW - 1), *[[turn] * WINDOW] * (LEVELS - 2)], 1000, [turn] * WINDOW, pool)
-    assert [gram[0] for gram in pool[1000]] == list(range(GUESSES, 2 * GUESSES))
-
-
 @pytest.mark.parametrize(("suffixes", "recorded"), [(True, False), (False, True)])
 def test_peers_say_what_they_lack(tmp_path: Path, suffixes: bool, recorded: bool) -> None:
     from papers.aded import tables
@@ -153,5 +103,4 @@ def test_peers_say_what_they_lack(tmp_path: Path, suffixes: bool, recorded: bool
     given = SimpleNamespace(table=[str(tmp_path / "table")], code_table=None, transcripts="t" if recorded else None)
     found = {row.name: row.never for row in tables(options=given, categories=["code"])["table_1"].rows}
     assert bool(found["REST, all prompts"]) != suffixes
-    assert bool(found["Lookahead, all prompts"]) == recorded
     assert recorded or "--code-table" in found["REST, code, with a table of code"]

@@ -1,16 +1,21 @@
-"""MCSD's tables: the counts that a text tells without decoding are those of decoding."""
+"""What rounds emit on average, of MCSD's trees and of chains verified as a block, is what decoding emits."""
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.base.streams import Streams
 from outrider.inference.core.decode import autoregressive
-from outrider.inference.core.verify import Matching, Rejection
+from outrider.inference.core.verify import Chance, Matching, Rejection, verify_block
+from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
+from tests.exact_distributions import Model, Verify, distribution_of, paths, random_model, sampled, ships
 from tests.tiny import open_stack, random_prompt, save_target
 
 RULES = {"without": (False, False), "with": (True, False), "naive": (False, True), "naive, with": (True, True)}
@@ -143,3 +148,48 @@ def independent(p: torch.Tensor, q: torch.Tensor, said: torch.Tensor, rank: int)
 def near(differences: list[float]) -> bool:
     values = np.array(differences)
     return bool(abs(values.mean()) <= 5 * values.std() / math.sqrt(len(values)) + 1e-9)
+
+
+BY_COINS: dict[str, Verify] = {
+    "exact": ships(Rejection(replace=False)), "block": lambda tokens, _, *given: verify_block(tokens, *given),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BY_COINS)
+def test_what_a_chain_emits_on_average_is_what_every_coin_adds_up_to(rule: str) -> None:
+    """Over all chains that may be drafted."""
+    from papers.block import RULES, on_average
+
+    def emitted(p: Model, q: Model, chance: Chance) -> int:
+        tokens, parents, own = sampled(q, (1, 1, 1), replace=False)(chance)
+        return 1 + len(BY_COINS[rule](tokens, parents, own, np.stack([*map(p, paths(tokens, parents))]), chance)[0])
+
+    def said(p: Model, q: Model, chance: Chance) -> Fraction:
+        tokens, parents, _ = sampled(q, (1, 1, 1), replace=False)(chance)
+        pairs = zip(paths(tokens, parents), tokens, strict=False)
+        return on_average([p(text)[token] / q(text)[token] for text, token in pairs])[RULES.index(rule)]
+
+    for seed in range(12):
+        laws = random_model(seed, 3), random_model(seed + 1, 3)
+        lived, told = (sum(n * at for n, at in distribution_of(partial(one, *laws)).items()) for one in (emitted, said))
+        assert lived == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize("rule", BY_COINS)
+def test_rounds_emit_what_is_said_on_average(bench: Callable[..., Any], rule: str, eos: bool) -> None:
+    """Live, verified by either rule."""
+    from papers.block import Averaging
+    from papers.claims import Row
+    from papers.measuring import Asked, continued, counts_of, sampler_of
+
+    here, apart = bench(set(range(20) if eos else ())), []
+    row = Row("a", MethodConfig(source="small_lm", verify="exact"), SAMPLED)
+    for seed in range(80):
+        asked = Asked(f"p{seed}", "c", tuple(random_prompt(4, seed)))
+        selector = Averaging(sampler_of(here, asked, SAMPLED), Streams(0, asked.id), here.eos, rule)
+        lived = counts_of(continued(here, row, asked, selector=selector))
+        apart.append(lived.get("tokens", 0.0) - selector.sums[rule])
+        assert selector.sums["block"] >= selector.sums["exact"] - 1e-5 >= lived["rounds"] - 2e-5
+    assert near(apart)
