@@ -48,10 +48,10 @@ def by_both(bench: Bench, row: Row, asked: Asked) -> Counts:
 
 
 class Averaging(TokenSelector):
-    """Adds up what the rounds emit on average by each of `RULES`, of which `rule` verifies."""
+    """Verifies token by token, and adds up what the rounds emit on average by each of `RULES`."""
 
-    def __init__(self, sampler: Sampler | None, streams: Streams, eos: Collection[int], rule: Any = "exact"):
-        super().__init__(sampler, streams.of("verify"), rule)
+    def __init__(self, sampler: Sampler | None, streams: Streams, eos: Collection[int]):
+        super().__init__(sampler, streams.of("verify"))
         self._eos, self.sums = eos, Counter[str]()
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:

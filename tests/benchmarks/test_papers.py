@@ -225,6 +225,7 @@ def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None
     assert sum(len(table.claims) for table in tables.values()) > (5 if name == "block" else 20)
     ways = {(row.method, row.sampling, row.other) for table in tables.values() for row in table.rows if row.method}
     keys = {key_of(Row("", method, sampling, other=other)) for method, sampling, other in ways}
+    assert all(method.skip == (2,) for method, _, _ in ways if method.source == "skip_layers")
     assert len(keys) == len(ways)  # rows share counts where they decode alike, and nowhere else
     for table in tables.values():
         rows = {row.name for row in table.rows}
