@@ -25,10 +25,13 @@ class ServeConfig(DecodingConfig):
     max_new_tokens: Count = opt(512, "most tokens of an answer, if the request states no limit")
     batch: Count = opt(8, "texts that are decoded at once")
     queue: Annotated[int, Ge(0)] = opt(64, "texts that may wait meanwhile; requests for more get status 429")
-    context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the target's context")
+    context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the models' context")
     max_bytes: Count = opt(2**24, "of a request")
     timeout: Positive = opt(600.0, "seconds that a request may take, waiting included")
     grace: Count = opt(30, "seconds to finish what is being answered after SIGTERM or Ctrl-C")
+
+    def _check_methods(self) -> None:
+        require(len(self.methods) < 2, "method", sorted(self.methods), "one, as one drafter serves all requests")
 
 
 @dataclass(frozen=True, kw_only=True)

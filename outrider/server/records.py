@@ -8,14 +8,15 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from outrider.api.asked import Asked
 from outrider.base.settings import Count
-from outrider.draft_models.targets.model_spec import context_limit
+from outrider.inference.loading.targets import context_length
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.workers import Job, Piece, RefusedError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
+HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "detokenize"), True)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Top = Annotated[int, Ge(0), Le(128)]
 Json = dict[str, object]
@@ -77,9 +79,10 @@ class ChatRequest(ApiRequest):
 
     messages: list[Message]
 
-    def prompts(self, model: "Decoder") -> list[list[int]]:
-        """The token ids of the one prompt."""
-        return [model.ids([_plain(one, f"messages.{place}.") for place, one in enumerate(self.messages)], "messages")]
+    @property
+    def asked(self) -> Mapping[str, Asked]:
+        """The one prompt, by its place in the request."""
+        return {"messages": [_plain(one, f"messages.{place}.") for place, one in enumerate(self.messages)]}
 
 
 class TextRequest(ApiRequest):
@@ -87,13 +90,11 @@ class TextRequest(ApiRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]]
 
-    def prompts(self, model: "Decoder") -> list[list[int]]:
-        """The token ids of the prompts."""
-        if isinstance(self.prompt, str):
-            return [model.ids(self.prompt)]
-        several = [one for one in self.prompt if not isinstance(one, int)]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        return [model.ids(one, f"prompt[{place}]") for place, one in enumerate(several)] or [model.ids(ids)]
+    @property
+    def asked(self) -> Mapping[str, Asked]:
+        """The prompts, by their places in the request."""
+        several = [] if isinstance(self.prompt, str) else [one for one in self.prompt if not isinstance(one, int)]
+        return {f"prompt[{place}]": one for place, one in enumerate(several)} or {"prompt": cast("Asked", self.prompt)}
 
 
 Request = ChatRequest | TextRequest
@@ -111,9 +112,9 @@ def read(
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
     refuse_others(request.model_extra)
     refuse_others({**(request.stream_options or {}), "include_usage": None}, "stream_options.")
-    prompts, choices, most = request.prompts(model), range(request.n or 1), config.batch + config.queue
-    if not 0 < len(prompts) * len(choices) <= most:
-        raise RefusedError(f"n: {len(prompts) * len(choices)} texts; expected 1 to {most}", "n")
+    asked, choices, most = request.asked, request.n or 1, config.batch + config.queue
+    if not 0 < len(asked) * choices <= most:
+        raise RefusedError(f"n: {len(asked) * choices} texts; expected 1 to {most}", "n")
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not all(stops):
         raise RefusedError("stop: an empty text, which is everywhere", "stop")
@@ -125,8 +126,8 @@ def read(
     return request, [
         Job(tuple(ids), sampling, _length(request, len(ids), model, config), stops, seed + choice,
             request.speculate is not False, request.likeliest)
-        for ids in prompts
-        for choice in choices
+        for ids in [model.ids(one, place) for place, one in asked.items()]
+        for choice in range(choices)
     ]  # fmt: skip
 
 
@@ -139,8 +140,8 @@ def refuse_others(fields: Mapping[str, object] | None, where: str = "") -> None:
 
 
 def context_of(model: "Decoder", config: ServeConfig) -> int:
-    """How many tokens a prompt and its answer may have together."""
-    limit = context_limit(model.setup.config)
+    """How many tokens a prompt and its answer may have together, for the target and its drafters."""
+    limit = context_length(model.setup, model.drafters)
     return min(limit, config.context or limit)
 
 

@@ -201,7 +201,6 @@ def until(text: str, stops: Collection[str]) -> tuple[str, str, bool]:
     places = [place for place in map(text.find, stops) if place >= 0]
     if places:
         return text[: min(places)], "", True
-    sizes = range(max(map(len, stops), default=1) - 1, 0, -1)
-    begun = next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
-    shown = max(0, len(text) - begun)
+    begins = range(max(0, len(text) - max(map(len, stops), default=1) + 1), len(text))
+    shown = next((place for place in begins if any(stop.startswith(text[place:]) for stop in stops)), len(text))
     return text[:shown], text[shown:], False

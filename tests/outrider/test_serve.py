@@ -185,7 +185,7 @@ def test_several_choices_and_clients_have_texts_of_their_own(client: Any, model:
     assert text_of(ask(client, temperature=5.0)) != text_of(ask(client, temperature=5.0))
 
 
-def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any, target: Path) -> None:
+def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any, target: Path, tmp_path: Path) -> None:
     ended = outrider.load(str(target), device="cpu")
     ended.tokenizer.chat_template = TEMPLATE
     ids = [token for r in model.rounds(TALK, max_new_tokens=8) for token in r.tokens]
@@ -197,6 +197,9 @@ def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any
             assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", count)
         with pytest.raises(openai.BadRequestError, match="context of 40"):
             ask(client, max_tokens=39)
+    small = save_target(tmp_path, "opt", max_position_embeddings=30)
+    with serving(outrider.load(str(target), device="cpu", small_lm=str(small), method="vanilla")) as (_, _, client):
+        assert client.completions.create(model="tiny", prompt=[5] * 20).usage.completion_tokens == 30 - 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,7 +224,9 @@ def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
     assert [piece.reason for piece in pieces][-1] == "stop"
     assert sum(len(piece.tokens) for piece in pieces) == 5
     assert (sum(piece.proposed for piece in pieces), pieces[0].drafted) == (5, True)
-    assert until("abca", ("cab",)) == ("ab", "ca", False)
+    with patch("outrider.server.workers.any", create=True, wraps=any) as compared:
+        assert until("abca", ("cab", "b" * 10**4)) == ("ab", "ca", False)
+    assert compared.call_count == 3  # with as much as there is of the text
 
 
 LEFT = (0, UserError("gone"))
@@ -322,7 +327,7 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
      ("messages.0.name", [TALK[0] | {"name": "me"}]), ("messages.0.content", [{"role": "user", "content": None}]),
      ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
      ("max_tokens", "many"), ("max_tokens", 100_000), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
-     ("top_p", 0.0), ("n", 11), ("top_logprobs", 3), ("stop_token_ids", [3]),
+     ("top_p", 0.0), ("n", 11), ("n", 10**20), ("top_logprobs", 3), ("stop_token_ids", [3]), ("detokenize", False),
      ("stream_options.continuous_usage_stats", {"include_usage": True, "continuous_usage_stats": True})],
 )  # fmt: skip
 def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: str, value: Any) -> None:
@@ -355,6 +360,8 @@ def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkey
     )
     with pytest.raises(openai.BadRequestError, match="context"):
         ask(client, messages=[{"role": "user", "content": "a" * 10**7}])
+    with pytest.raises(openai.BadRequestError, match="1000 texts; expected 1 to 10"):
+        client.completions.create(model="tiny", prompt=["a" * 9000] * 1000)
     assert sum(sizes) < 10**6
 
 
