@@ -20,8 +20,8 @@ from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretr
 from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.draft_models.small_lm.model import PASS_TOKENS, load_whole_lm
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
+from outrider.draft_models.small_lm.model import load_whole_lm, passes_of
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from outrider.draft_models.targets.settings import Exported
 from outrider.draft_models.targets.vocabulary import for_rows
@@ -124,7 +124,7 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     """A draft vocabulary is widened to the target's, and other embedding sizes are padded to the target's. Other models
     are written unchanged, for engines with formats of their own."""
     shape = read_config(config.checkpoint, role=SMALL_LM.name)
-    own = read_draft_vocabulary(config.checkpoint, None, shape)
+    (mask, tokens), own = passes_of(shape), read_draft_vocabulary(config.checkpoint, None, shape)
     rows = None
     if config.target is not None:
         with suppress(UserError):  # it may be a name for the page alone
@@ -140,8 +140,7 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     model = load_whole_lm(config.checkpoint, tokenizer, _dtype(config, stored_dtype(shape)), rows)
     said = _write_lm(config, model, tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{min(count, whole)} of {whole} tokens"}
-    several = getattr(shape, PASS_TOKENS, None) or 0
-    use = serving(several or 5, config.engine, one_pass=several > 0)
+    use = serving(tokens or 5, config.engine, one_pass=mask is not None)
     write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
     return f"kind=small_lm tokens={count} {said}"
 
@@ -153,8 +152,7 @@ def _export_table(config: ExportConfig, out_dir: Path) -> str:
     else:
         target = open_target(config.target, config.revision, by_layers=False)
         open_table(config.checkpoint, target.vocabulary_digest, target.vocabulary_size)
-    table, model = Path(config.checkpoint).resolve(), config.target or "MODEL"
-    page = serving_page(table, model)
+    page = serving_page(Path(config.checkpoint).resolve(), config.target or "MODEL")
     write_atomically(out_dir / CARD_FILE, page.encode())
     return f"kind=ngrams page={CARD_FILE}"
 
@@ -165,8 +163,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     target = read_config(config.target, config.revision)
     stored = open_head(config.checkpoint, target, changes=config.reading)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    reading = stored.reading
-    head = stored.load(dtype)
+    head, reading = stored.load(dtype), stored.reading
     made_here = stored.made_here and not config.reading.stated()
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":
@@ -175,11 +172,8 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
         part.replace(out_dir / GGUF_FILE)
     else:
         save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
-    facts: dict[str, object] = {
-        "head": config.checkpoint,
-        "written by": stored.dialect,
-        "written for readers of": dialect,
-    }
+    facts: dict[str, object] = {"head": config.checkpoint, "written by": stored.dialect}
+    facts |= {"written for readers of": dialect}
     facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
     write_card(out_dir, use_of(dialect), config.target, facts)
     return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"

@@ -1,13 +1,18 @@
 """A small causal LM as a drafter: any model that shares the target's vocabulary and can run a tree."""
 
+from typing import Annotated
+
 import torch
+from annotated_types import Ge, Lt
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
+from outrider.base.settings import Count, construct
 from outrider.draft_models.card import serving
 from outrider.draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
 from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
 from outrider.draft_models.targets.model_spec import UNLIMITED
+from outrider.draft_models.targets.narrowed import is_narrowed
 from outrider.draft_models.targets.open_target import (
     load_proven,
     load_tokenizer,
@@ -41,13 +46,13 @@ def load_small_lm(
     sizes and the first differing token before weights are read. Raises `UserError` too if it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
+    passes_of(config)
     own = read_draft_vocabulary(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
-    if own is None and why_not_by_layers(config) is not None:
-        return load_plain_lm(source, config, revision, dtype, device)
-    files = open_tensors(source, revision)
-    layers = range(config.num_hidden_layers)
     try:
+        if own is None and (why := why_not_by_layers(config)) is not None:
+            raise NotByLayersError(why)
+        files, layers = open_tensors(source, revision), range(config.num_hidden_layers)
         model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm")
     except NotByLayersError:
         if own is not None:
@@ -55,6 +60,15 @@ def load_small_lm(
         return load_plain_lm(source, config, revision, dtype, device)
     model.draft_vocabulary = None if own is None else own.to(device)  # type: ignore[assignment]
     return layer_stack(model)
+
+
+def passes_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """The id that stands for a token to be drafted in one pass with others, None: it drafts one a pass; and how many
+    tokens it has learned to draft so, if its config says it. Raises `UserError` for what is neither."""
+    rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
+    known, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
+    mask = construct(known, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
+    return mask, construct(Count | None, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
 
 
 def last_id(lm: Target) -> int:

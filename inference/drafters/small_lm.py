@@ -108,10 +108,8 @@ class ParallelSource(OnePass, SmallLMSource):
 
 def source_of(lm: Target) -> SmallLMSource:
     """The draft model of a small LM, as its config says."""
-    mask = getattr(lm.config, MASK_TOKEN, None)
-    if mask is None:
-        return SmallLMSource(lm)
-    return ParallelSource(lm, mask, getattr(lm.config, PASS_TOKENS, CHAIN_TOKENS))
+    mask, tokens = (getattr(lm.config, name, None) for name in (MASK_TOKEN, PASS_TOKENS))
+    return SmallLMSource(lm) if mask is None else ParallelSource(lm, mask, tokens or CHAIN_TOKENS)
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
@@ -21,7 +21,7 @@ from outrider.inference.drafters.early_exit import EarlyExitSource, source_of
 from outrider.train.parts.heldout import Decoding, heldout_prompt
 from outrider.train.recipes.early_exit import evaluation_of, prepare, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
-from outrider.train.students.early_exit import default_exit_layer
+from outrider.train.students.early_exit import with_shape
 from tests.tiny import open_stack, save_target
 from tests.train import jobs
 from tests.train.jobs import by_document, distilling
@@ -92,7 +92,7 @@ def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
     for changes, message in (
         ({"draft_vocabulary": 50}, "draft_vocabulary=50: expected None, its default: start="),
         ({"start": str(path)}, "no drafter.json there"),
-        ({"target": str(other)}, "target"),
+        ({"target": str(other), "data": DataConfig(source="local", path="none")}, "was trained for another target"),
     ):
         with pytest.raises(UserError, match=message):
             train_early_exit(replace(on, **changes, out_dir=str(tmp_path / "three")))
@@ -146,7 +146,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
 
 def test_default_exit_layer_is_in_the_papers_range() -> None:
     for layers, expected in ((4, 1), (12, 1), (32, 3), (40, 3), (80, 6)):
-        assert default_exit_layer(type("Config", (), {"num_hidden_layers": layers})()) == expected
+        settings = PreTrainedConfig(num_hidden_layers=layers)
+        assert with_shape(EesdConfig(target="t", data=DataConfig(), fit=FIT), settings).exit_layer == expected
 
 
 def test_the_target_distilled_into_its_own_last_layer_has_nothing_to_learn(tmp_path: Path, corpus: DataConfig) -> None:

@@ -208,6 +208,8 @@ def test_a_directory_that_is_named_twice_is_held_once(run: BigramConfig, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         run_training(run, stop, str(tmp_path / "link"), run.out_dir)
     assert len(made) == 1
+    with pytest.raises(UserError, match=r"^checkpoint=/proc/drafter: cannot be written"):
+        run_training(run, stop, "/proc/drafter")
 
 
 def test_it_drafts_losslessly(bigram: Kind, run: BigramConfig) -> None:

@@ -1,5 +1,6 @@
 """The loss of packed rows is that of every document by itself, and of every draft of several tokens by itself."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -192,8 +193,8 @@ FAULTS = {  # where, and what stands there instead
     "positions of the anchor": (*DRAWN, "anchors) + depth]", "anchors)]"),
     "labels of the anchor": (*DRAWN, "labels.gather(1, of)", "labels.gather(1, last)"),
     "taught what follows the anchor": (*DRAWN, "values[rows, of]", "values[rows, last]"),
-    "depths dropped alike": (*DRAWN, "self.keep ** torch", "self.keep + 0 * torch"),
-    "another step's drafts": (*DRAWN, "row_generator(self.seed, step, row)", "row_generator(self.seed, 0, row)"),
+    "depths dropped alike": (*DRAWN, "step, input_ids)[..., 1:]", "step, input_ids)[..., 1:2]"),
+    "another step's drafts": (*DRAWN, "self.seed, step, input_ids", "self.seed, 0, input_ids"),
     "unsupervised anchors": (*DRAWN, "& (labels != IGNORE)[..., None]", ""),
     "masks without their vector": (EarlyExit, "embed", "* self.mask", "* 0 * self.mask"),
     "an exit's own positions": (*HIDDEN, "self.stack.rotary(where)", "self.stack.rotary(where.clamp(max=9))"),
@@ -247,6 +248,10 @@ def test_a_drafter_of_several_tokens_is_trained_and_drafts(tmp_path: Path, targe
                     draft_vocabulary=None, fit=replace(fit, steps=1))  # fmt: skip
     finetune_drafter(again)
     assert not {"pard_token", "parallel_tokens"} & load_config(again.out_dir, role="small_lm").to_dict().keys()
+    for odd in ({"pard_token": "x"}, {"parallel_tokens": 0}, {"pard_token": MASK + 1 + 10**10 * some}):
+        (tmp_path / "out" / "config.json").write_text(json.dumps(settings | odd))
+        with pytest.raises(UserError, match=f"small_lm=.*: {next(iter(odd))}="):
+            load_small_lm(run.out_dir, load_tokenizer(run.out_dir), dtype=torch.float32)
 
 
 def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:
@@ -259,17 +264,20 @@ def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:
 
 
 def test_the_mask_is_a_token_that_no_text_has(corpus: DataConfig) -> None:
-    """Also of a tokenizer whose ids have gaps, and of one with more tokens than the target has rows."""
+    """Also of ids with gaps, and of more tokens than the target has rows; a template's are in texts."""
     run = finetuning(Path("t"), corpus, Path("o"), parallel=2)
-    for vocabulary, added, rows, mask in (({"a": 0, "b": 2}, (), 4, 3), ({"a": 0, "<x>": 1, "<p>": 4}, (1, 4), 3, 1)):
+    for vocabulary, rows, mask in (({"a": 0, "b": 2}, 4, 3), ({"a": 0, "<x>": 1, "<user>": 2, "<p>": 4}, 3, 1)):
         ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 4, "embedding_rows": rows}
-        known: Any = SimpleNamespace(get_vocab=vocabulary.copy, added_tokens_decoder=dict.fromkeys(added), **ends)
-        found = parallel_of(run, PreTrainedConfig(), known, rows)
+        added = {one: SimpleNamespace(content=name) for name, one in vocabulary.items() if name[0] == "<"}
+        ends |= {"added_tokens_decoder": added, "chat_template": "<user>{{ messages }}"}
+        known: Any = SimpleNamespace(get_vocab=vocabulary.copy, **ends)
+        found = parallel_of(run, PreTrainedConfig(vocab_size=rows), known, rows)
         assert found is not None
         assert found.mask == mask
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path, corpus: DataConfig) -> None:
+def test_what_cannot_be_is_refused_before_a_text_is_read(tmp_path: Path) -> None:
+    corpus = DataConfig(source="local", path=[str(tmp_path / "none")])
     target = save_target(tmp_path / "target", vocab_size=VOCABULARY - 1)
     for named, changes in {
         "parallel=1: expected 0, or 2 tokens or more": {"parallel": 1},

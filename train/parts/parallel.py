@@ -12,7 +12,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band, Masks
-from outrider.train.parts.on_policy import row_generator
+from outrider.train.parts.on_policy import kept_depths
 
 
 class DraftRows(NamedTuple):
@@ -85,8 +85,7 @@ class Parallel:
         draft's token 1 + j does. Which masks there are is a function of seed, step and each row's content.
         """
         most, (count, length), device = self.tokens - 1, input_ids.shape, input_ids.device
-        numbers = [torch.from_numpy(row_generator(self.seed, step, row).random(length)) for row in input_ids]
-        deep = torch.stack(numbers).to(device)[..., None] < self.keep ** torch.arange(1, self.tokens, device=device)
+        deep = kept_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]
         ahead = F.pad(documents, (0, most), value=-2).unfold(1, self.tokens, 1)[..., 1:]
         kept = (deep & (ahead == documents[..., None]) & (labels != IGNORE)[..., None]).flatten(1)
         counts = kept.sum(1, keepdim=True)

@@ -66,11 +66,11 @@ def prepare(
     reads_all = config.online or config.decode_prompts > 0
     fingerprint = from_main(state, lambda: target.fingerprinted(fetch=reads_all))
     trained_on = from_main(state, lambda: parts_below(target.files, target.config, exit_layer))
+    begun = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
     kind = load_top_k_rows if config.teacher == "cached" else load_rows
     load = partial(kind, config.data, target.tokenizer, config.seq_len)
     rows, heldout = load("train"), load("heldout", max_rows=config.eval_rows)
 
-    begun = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
     if begun is None:
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
     else:

@@ -65,12 +65,12 @@ def prepare(
     require_vocabulary(config.draft_vocabulary, target.config)
     for whose, model in (("target", target.config), ("drafter", shape)):
         require_context(model, config.seq_len, config.decode_tokens, whose)
+    parallel = students.parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
+    own = None if config.drafter.path is None else students.tokens_of_finished(config, target.config)
     load = load_top_k_rows if config.teacher == "cached" else load_rows
     rows = load(config.data, target.tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
-    parallel = students.parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
-    own = None if config.drafter.path is None else students.tokens_of_finished(config, target.config)
     if own is None:
         always = [] if parallel is None else [parallel.mask]
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))

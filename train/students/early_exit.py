@@ -27,7 +27,8 @@ from outrider.train.settings.drafters import EesdConfig
 def with_shape(config: EesdConfig, target: PreTrainedConfig) -> EesdConfig:
     """`config` with the exit layer, and with the shape of the early exit stored in `start` instead of it."""
     if config.start is None:
-        return replace(config, exit_layer=config.exit_layer or default_exit_layer(target))
+        middle = max(1, round(0.08 * target.num_hidden_layers))  # of the paper's 5 to 10 %
+        return replace(config, exit_layer=config.exit_layer or middle)
     meta = read_meta(config.start)
     return replace(
         config,
@@ -38,11 +39,6 @@ def with_shape(config: EesdConfig, target: PreTrainedConfig) -> EesdConfig:
         train_layer=meta.own_layer,
         draft_vocabulary=meta.draft_vocabulary,
     )
-
-
-def default_exit_layer(target: PreTrainedConfig) -> int:
-    """The default exit layer N: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
-    return max(1, round(0.08 * target.num_hidden_layers))
 
 
 class ExitOnFrozenLayers(DraftStudent):

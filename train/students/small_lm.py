@@ -17,7 +17,7 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
 from outrider.draft_models.losses import head_product, linear_divergence
-from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, require_same_vocabulary
+from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, passes_of, require_same_vocabulary
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
@@ -59,9 +59,8 @@ def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> Draf
     own = read_draft_vocabulary(path, revision, load_config(path, revision, role="drafter.path"), role="drafter.path")
     if own is None:
         return None
-    if config.draft_vocabulary is not None:
-        raise UserError(f"draft_vocabulary={config.draft_vocabulary}: expected null, as drafter.path={path} has its "
-                        f"own {len(own.tokens)} tokens")  # fmt: skip
+    expected = f"null, as drafter.path={path} has its own {len(own.tokens)} tokens"
+    config.require("draft_vocabulary", config.draft_vocabulary is None, expected)
     if int(own.tokens.max()) >= target.vocab_size:
         raise UserError(f"drafter.path={path}: its tokens are some of {own.vocabulary}, the target has "
                         f"{target.vocab_size}; give the drafter of this target")  # fmt: skip
@@ -73,17 +72,17 @@ def parallel_of(
 ) -> Parallel | None:
     """How the small LM `drafter` is to draft several tokens in one pass; None: it drafts one a pass.
 
-    Its mask is the token that a finished one has for that, or one that no text has: of the target's `rows` the first
-    beyond the tokenizer's, or the last added token without a function. Raises `UserError` if there is none.
+    Its mask is a finished one's, or a token that no text has: of the target's `rows` the first beyond the tokenizer's,
+    else the last added one that is neither special nor in the chat template. Raises `UserError` if there is none.
     """
     if not config.parallel:
         return None
-    added = {*tokenizer.added_tokens_decoder} - {*special_tokens(tokenizer).values()}
-    beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-    unused = beyond if beyond < rows else max((one for one in added if one < rows), default=rows)
-    mask = getattr(drafter, MASK_TOKEN, unused)
-    if mask >= rows:
-        raise UserError(f"parallel={config.parallel}: expected 0, as every token of {config.target} may be text")
+    used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
+    added = [one for one, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
+    known, beyond = passes_of(drafter)[0], 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    unused = beyond if beyond < rows else max((one for one in added if one < rows and one not in used), default=rows)
+    mask = unused if known is None else known
+    config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
     return Parallel(config.parallel, mask, config.fit.seed)
 
 
