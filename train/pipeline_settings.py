@@ -60,6 +60,7 @@ STEPS = {
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
 TIME = "minutes"  # the commands' option for their time limit
 BACK = "~"  # the value of an option that is taken back
+_GONE = ("overrides", "more", "expected_minutes")  # what steps had in earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class PipelineConfig(RunConfig):
                 require_choice("steps", name, tuple(known))
                 for key in options:
                     require(key not in OWN, f"steps.{name}", key, f"none of {', '.join(OWN)}: the pipeline gives them")
-                    require(not gone(key), f"steps.{name}", key, f"an option of its command{gone(key)}")
+                    require(key not in _GONE, f"steps.{name}", key, f"an option of its command{gone(key)}")
         both = set(MAKERS) <= set(self.steps)
         require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         if self.minutes is not None:

@@ -94,10 +94,13 @@ def test_training_from_stored_features_is_the_same(sure: Path, tmp_path: Path, c
     states.write_bytes(bytes(states.stat().st_size))
     train_eagle3(replace(kept, out_dir=str(tmp_path / "of zeros")))  # from what is stored alone
     assert not same(weights(tmp_path / "of zeros"), weights(tmp_path / "online"))
-    with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
-        train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
-    with pytest.raises(UserError, match=r"other settings: frozen_dtype='torch.float16' \(was 'torch\.\w+'\)"):
-        train_eagle3(replace(kept, frozen_dtype="float16", out_dir=str(tmp_path / "other")))
+    for name, value, words in (
+        ("features_dtype", "bfloat16", r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"),
+        ("frozen_dtype", "float16", r"other settings: frozen_dtype='torch.float16' \(was 'torch\.\w+'\)"),
+        ("features", "/proc/features", "^features=/proc/features: cannot be written"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train_eagle3(replace(kept, **{name: value}, out_dir=str(tmp_path / "other")))
 
 
 class Target:

@@ -199,8 +199,8 @@ def test_what_you_say_replaces_what_the_experiment_says() -> None:
     assert pipeline(["experiment=demo", "~steps.calibrate.fit.wandb.mode", "~steps.calibrate.prompts"]).options(
         "calibrate"
     ) == {"checkpoint": f"{HERE}/eesd", "heldout_prompts": 32, "minutes": 0.4}
-    added = pipeline(["experiment=demo", "+steps.eagle3={seq_len:64}", "steps.eagle3.fit.steps=9"])
-    assert added.options("eagle3") == {"target": f"{HERE}/target", "seq_len": 64, "fit.steps": 9}
+    added = pipeline(["experiment=demo", "+steps.eagle3={seq_len:64,keep:1}", "steps.eagle3.fit.steps=9"])
+    assert added.options("eagle3") == {"target": f"{HERE}/target", "seq_len": 64, "fit.steps": 9, "keep": 1}
 
 
 def test_options_may_be_nested() -> None:

@@ -106,7 +106,7 @@ def with_states(
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space, and if that dtype cannot represent the states.
     """
-    folder, dtype = require_writable(where), getattr(torch, kept_as)
+    folder, dtype = require_writable(where, "features"), getattr(torch, kept_as)
     blocks = -(-len(rows) // ROWS_AT_ONCE)
     width = item[-1]
     shape = (len(rows), *item[:-1], packed_width(width) if dtype == torch.int8 else width)
