@@ -102,16 +102,24 @@ class Server:
         `UserError`.
         """
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
+
+        def read(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json, Answer]:
+            chunks, reply = read_stream(response)
+            try:
+                return chunks, reply, self._read(reply, prompt, count, greedy=False)
+            except ReplyError as error:
+                if error.failure != RETOKENISED:
+                    raise
+                tokens = self._tokenised(reply["choices"][0]["text"])
+                return chunks, reply, Answer(tuple(tokens), retokenised=True, failure=RETOKENISED)
+
         begun = time.perf_counter()
         try:
-            chunks, reply = self.client.fetch("/v1/completions", body, read=read_stream)
-            answer = self._read(reply, prompt, count, greedy=False)
+            chunks, reply, answer = self.client.fetch("/v1/completions", body, read)
             if not answer.tokens:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
         except ReplyError as error:
-            if error.failure != RETOKENISED:
-                raise UserError(f"{self.named}: {error}; see docs/deploy.md") from None
-            answer = Answer(tuple(self._tokenised(reply["choices"][0]["text"])), retokenised=True, failure=RETOKENISED)
+            raise UserError(f"{self.named}: {error}; see docs/deploy.md") from None
         told = rounds_in(reply["timings"], count, self.named)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
@@ -209,17 +217,13 @@ class Server:
             tokens = tokens[: end + 1]
         elif ended:
             tokens += self._unsaid_end(choice)
-        self._require_known([*tokens, *(token for row in rows or () for token in row.top)])
+        for one in [*tokens, *(token for row in rows or () for token in row.top)]:
+            if type(one) is not int or not 0 <= one < self.vocabulary:
+                raise ReplyError(f"the token {one!r}, where the target has 0 to {self.vocabulary - 1}")
         if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
             raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
         return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised)
-
-    def _require_known(self, ids: Sequence[object]) -> None:
-        """Raise `ReplyError` for what is no token of the target."""
-        for one in ids:
-            if type(one) is not int or not 0 <= one < self.vocabulary:
-                raise ReplyError(f"the token {one!r}, where the target has 0 to {self.vocabulary - 1}")
 
     def _tokenised(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

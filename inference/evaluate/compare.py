@@ -31,7 +31,7 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.core.rounds import Clock
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.doctor.scores import refuse, table
-from outrider.inference.evaluate.served import require_served, serve_methods
+from outrider.inference.evaluate.served import export_drafters, require_served, serve_methods
 from outrider.inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import (
@@ -160,6 +160,8 @@ def _evaluate(
         return earlier, list(done), max((one.spent for one in done.values()), default=0.0), next_number(out_dir)
 
     earlier, done, spent, number = from_main(state, open_results)
+    if isinstance(config, EngineConfig):
+        export_drafters(config, setup, out_dir)
     limit = replace(limit, earlier=spent)
     groups = {one // each for one in done}
     todo, must = limit.to_do(len(prompts) // each, groups)

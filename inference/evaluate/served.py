@@ -70,9 +70,8 @@ class EngineServer:
             target=setup.target.source, server=url, server_model=config.server_model,
             data=DataConfig(), greedy_tokens=0, temperature=config.sampling.temperature,
         )  # fmt: skip
-        context, tokenizer = context_limit(setup.target.config), setup.tokenizer
-        vocabulary = setup.config.vocab_size
-        self._server = Server(asked, tokenizer, setup.eos, context, vocabulary, checked=False, option=option)
+        sizes, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
+        self._server = Server(asked, tokenizer, setup.eos, *sizes, checked=False, option=option)
         answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
         owner, own = self._server.owner, str(reply.get("system_fingerprint") or "")
         self.version = own if own.startswith(owner) else f"{owner} {own}".strip()
@@ -204,7 +203,6 @@ def measure_served(
 ) -> list[Block]:
     """The blocks of `methods` on the prompts `positions`. Raises `UserError`."""
     folder, file = out / FOLDER, out / FILE
-    folder.mkdir(exist_ok=True)
     done = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
     asked, streams = _asked(config, sampling_of(config, setup), setup.eos), Streams(config.seed).within("served")
     begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
@@ -291,13 +289,9 @@ def _begin(
         return nullcontext(EngineServer(config, setup, option, length) if getattr(config, option) else None)
     draft, variables = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
     if method is not None:
-        kind = KINDS[method.source]
-        where, model = config.where(kind), None
-        if where is not None and kind.served == "custom_class":
-            model = PROPOSER
-            variables |= environment(Path(where).resolve())
-        elif where is not None:
-            model = str(_exported(config, setup, method.source, where, folder))
+        kind, model = KINDS[method.source], _drafter(config, setup, method, folder)
+        if model == PROPOSER:
+            variables |= environment(Path(str(config.where(kind))).resolve())
         draft = {"method": kind.served, "tokens": draft_length(method), "max_ngram": method.max_ngram, "model": model}
     place, revision = as_safetensors(setup.target.source, setup.target.revision)
     job = {
@@ -308,15 +302,25 @@ def _begin(
     return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
 
 
-def _exported(config: EngineConfig, setup: TargetSetup, source: str, where: str, folder: Path) -> Path:
-    """The drafter in `where` as engines load it."""
-    made = folder.resolve() / source
+def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path) -> None:
+    """Write the drafters that the engine of `config` loads. Raises `UserError` for one that no engine runs."""
+    (out / FOLDER).mkdir(exist_ok=True)
+    for method in config.methods.values():
+        if config.engine in MODULES and why_not(config.engine, method) is None:
+            _drafter(config, setup, method, out / FOLDER)
+
+
+def _drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, folder: Path) -> str | None:
+    """What an engine loads to draft by `method`: our module, or the directory of a drafter as engines load it."""
+    kind, made = KINDS[method.source], folder.resolve() / method.source
+    if (where := config.where(kind)) is None or kind.served == "custom_class":
+        return where and PROPOSER
     if not made.exists():
         part = made.with_suffix(".part")  # a stopped run may have left one
-        config.plugin(KINDS[source]).serve(where, setup.target, setup.dtype, part)
+        config.plugin(kind).serve(where, setup.target, setup.dtype, part)
         save_parts(part, setup.tokenizer)
         part.rename(made)
-    return made
+    return str(made)
 
 
 def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:

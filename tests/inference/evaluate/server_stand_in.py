@@ -33,6 +33,7 @@ class Plan:
     streams: bool = True
     ends: bool = True
     read: Callable[[str], str] = str  # what it says of a text
+    usage: Any = None  # instead of what it counts
     told: dict[str, int] = field(default_factory=dict)
     asked: list[Json] = field(default_factory=list)
     lock: Lock = field(default_factory=Lock)
@@ -79,7 +80,7 @@ class Plan:
             more: Json = {"timings": told} if self.timings else {}
             yield {"choices": [choice | own], "system_fingerprint": "vllm-1", **more}
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(map(len, said))}
-        yield {"choices": [], "usage": usage}
+        yield {"choices": [], "usage": self.usage or usage}
 
 
 def running(plan: Plan) -> Any:

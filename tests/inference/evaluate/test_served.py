@@ -33,7 +33,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, Ngr
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine, measured
 from tests.inference.serving import engine_stand_in
-from tests.tiny import byte_tokenizer
+from tests.tiny import byte_tokenizer, save_exit
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 MakeConfig = Callable[..., EvaluateConfig]
@@ -320,11 +320,15 @@ def test_what_an_engine_cannot_measure_is_said_first(
 
 
 @pytest.mark.slow
-def test_an_engine_is_looked_for_before_anything_is_measured(config: MakeConfig) -> None:
-    made = in_engine(config("out", methods={"chain": METHODS["chain"]}), engine="vllm", engine_python=__file__)
-    with pytest.raises(UserError, match="engine_python"):
-        evaluate(made)
-    assert not list(Path(made.out_dir).glob("r*"))
+def test_what_an_engine_lacks_is_said_before_texts(config: MakeConfig, models: Path, tmp_path: Path) -> None:
+    """Before anything is measured: that it is there, and that it runs such a drafter."""
+    save_exit(tmp_path / "several", models / "target", 1, parallel=2)
+    several: dict[str, Any] = {"engine": "transformers", "checkpoint": str(tmp_path / "several")}
+    for changes, words in (({"engine": "vllm", "engine_python": __file__}, "engine_python"), (several, "no engine")):
+        made = in_engine(config("out", methods={"chain": METHODS["chain"]}), **changes)
+        with pytest.raises(UserError, match=words):
+            evaluate(made)
+        assert not list(Path(made.out_dir).glob("r*"))
 
 
 def test_an_acceptance_that_differs_is_named() -> None:

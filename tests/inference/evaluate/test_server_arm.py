@@ -187,6 +187,7 @@ def test_what_a_server_lacks_is_said_before_anything_is_measured(config: MakeCon
     for drafts, twin, changes, words in (
         (plan(streams=False), None, {}, "engine=.*it does not stream"),
         (plan(ends=False), None, {}, "engine=.*a stream without an end"),
+        (plan(usage=[7]), None, {}, "engine=.*no reply that can be read"),
         (plan(2), None, {}, "engine=.*a server that drafts 3 tokens: this one 2"),
         (plan(0), None, {}, "engine=.*a server that drafts 3 tokens: this one 0"),
         (plan(), plan(), {}, "engine_plain=.*a server that drafts 0 tokens: this one 3"),
