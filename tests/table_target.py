@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from outrider.inference.core.sampling import top_tokens
 from outrider.inference.core.session import Session
@@ -34,7 +35,7 @@ class TableModel:
     def __init__(self, rows: Sequence[Sequence[float]]):
         self.distributions = torch.tensor(rows, dtype=torch.float64)
         self.table = self.distributions.log().float()
-        self.config = SimpleNamespace(vocab_size=len(self.distributions), max_position_embeddings=10**9)
+        self.config = PreTrainedConfig(vocab_size=len(self.distributions), max_position_embeddings=10**9)
 
     @property
     def predicted(self) -> Tensor | None:

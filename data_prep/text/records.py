@@ -200,7 +200,7 @@ def encodable(text: str) -> str:
 
 def require_encodable(text: str, where: str) -> str:
     """`text`, unchanged. Raises `UserError` if UTF-8 cannot encode it."""
-    if not is_text(text):
+    if encodable(text) != text:
         raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
     return text
 
@@ -368,12 +368,3 @@ def _typed(value: object, kind: type[Typed], layout: FileLayout, where: str) -> 
             f"layout={layout.name} needs {kind.__name__}"
         )
     return value
-
-
-def is_text(value: str) -> bool:
-    """Whether a string can be encoded as UTF-8: JSON escapes and file names may contain lone surrogates."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -15,8 +15,8 @@ UNLIMITED = 2**31  # positions of a model without a stated limit
 
 def context_limit(config: PreTrainedConfig) -> int:
     """The longest context in positions: the model's limit, or less if longer texts would change cached keys."""
-    limit: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
-    rope = getattr(config, "rope_parameters", None) or {}
+    limit: int = getattr(config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if table.get("rope_type") in RESCALING_ROPE:
             limit = min(limit, table.get("original_max_position_embeddings") or limit)

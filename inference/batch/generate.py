@@ -16,6 +16,7 @@ from outrider.base.run_dirs import code_version
 from outrider.data_prep.text.chat import warn_of_template
 from outrider.data_prep.text.records import HELDOUT_BY
 from outrider.draft_models.targets.fingerprint import deciding_config, model_identity
+from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from outrider.draft_models.targets.vocabulary import tokenizer_digest
 from outrider.inference.batch.client import UNANSWERED
@@ -31,7 +32,7 @@ from outrider.inference.batch.directory import (
     seconds_spent,
     summarise,
 )
-from outrider.inference.batch.responder import Responder, context_length
+from outrider.inference.batch.responder import Responder
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_texts, ending, read_tasks
@@ -75,7 +76,7 @@ def generate_responses(config: GenerateConfig) -> None:
 
 def _plan(config: GenerateConfig) -> str:
     target = open_target(config.target, config.revision, by_layers=False)
-    context, done = context_length(target.config), answered(Path(config.out_dir)) if config.resume else set()
+    context, done = context_limit(target.config), answered(Path(config.out_dir)) if config.resume else set()
     todo = _read(config, target, context, lambda task: task.id not in done)
     return describe_plan(config, target.config, todo.tasks, context)
 
@@ -133,7 +134,7 @@ def generate(
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
-    context = context_length(target.config)
+    context = context_limit(target.config)
     asked = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
     server = Server(*asked) if config.server else None
     # Other kernels round differently. Those here are determined by the machine, not by timing.

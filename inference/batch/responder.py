@@ -5,12 +5,13 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider.data_prep.text.chat import parting, spoken
 from outrider.data_prep.text.documents import written_by
 from outrider.data_prep.text.records import Written, text_digest
 from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, why_not_by_layers
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
@@ -42,7 +43,7 @@ class Responder:
         if server is not None:
             self.context, self.generator = server.context, server
             return
-        self.context = context_length(target.config)
+        self.context = context_limit(target.config)
         model = load_target(config, target, dtype, device)
         self.generator = generator = Generator(
             model,
@@ -104,13 +105,13 @@ class Responder:
                 task.upcoming.insert(0, task.messages.pop()["content"])
             return False
         task.keep(answer)
+        whole = [*task.prompt, *answer.said]
         if task.messages is None:
-            whole = [*task.prompt, *answer.said]
             shown = [{"role": "assistant", "content": self._text(whole)}]
             task.parted = "" if task.template == OWN else parting(whole, shown, self.tokenizer, "none")
             return False
-        texts = task.prompt, [*task.prompt, *answer.said]
-        before, through = (str(self.tokenizer.decode(one, clean_up_tokenization_spaces=False)) for one in texts)
+        each = (self.tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in (task.prompt, whole))
+        before, through = map(str, each)
         verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
         written, asked = task.documents[-1].ids, task.messages
         task.messages = [*asked, {"role": "assistant", "content": verbatim}]
@@ -153,8 +154,3 @@ def load_target(
         if can_pack(device, dtype):
             pack_linears(model)
     return model.eval()
-
-
-def context_length(target: PreTrainedConfig) -> int:
-    """The target's context length in tokens; practically unlimited if its config has no limit."""
-    return getattr(target.get_text_config(), "max_position_embeddings", None) or 2**31

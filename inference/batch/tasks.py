@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ OWN = "own"  # the template of texts whose beginnings are no prompts: only what 
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
 
 
-@dataclass(frozen=True)
-class TopK:
+class TopK(NamedTuple):
     """The target's own distribution (temperature 1) at each of n emitted tokens: the top k, and the rest.
 
     tokens int64 [n]: the emitted tokens. ids int64 [n, k], logprobs float32 [n, k]: the k most likely tokens, most
@@ -39,14 +39,11 @@ class TopK:
 
     def at(self, places: slice | Tensor) -> "TopK":
         """The same for the tokens at `places`."""
-        return TopK(*(part[places] for part in self._parts()))
+        return TopK(*(part[places] for part in self))
 
     def then(self, other: "TopK") -> "TopK":
         """These tokens, followed by those of `other`."""
-        return TopK(*(torch.cat(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.tokens, self.ids, self.logprobs, self.tail
+        return TopK(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)

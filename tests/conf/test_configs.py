@@ -21,7 +21,6 @@ from hydra.errors import HydraException
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.commands import CONF_DIR, build, config_for, explain, look_for_places, register, reported
-from outrider.commands.evaluating import with_methods
 from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
@@ -116,6 +115,9 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
         ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected 'auto', 'online'"),
         ("calibrate", "new_tokens=2", "new_tokens=2: expected a number greater than or equal to 3"),
         ("toy_target", "fit.lr=-1", r"fit\.lr=-1: expected a number greater than 0"),
+        ("generate_responses", "temperature=-1", r"^temperature=-1\.0: expected a number greater than or equal to 0"),
+        ("generate_responses", "dtype=int8", "^dtype='int8': expected 'auto', "),
+        ("serve", "method=[prompt_lookup,ngrams]", r"^method=\['ngrams', 'prompt_lookup'\]: expected one, as"),
         ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a number greater than or equal to 1"),
         ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected 'target' or 'none'"),
         (
@@ -390,6 +392,7 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
         ("eesd", r"target: missing; give it as target=VALUE: a Hugging Face model directory, a GGUF file or a Hub"),
         ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: a drafter directory"),
         ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
+        ("serve", "target=None: expected the model that is to decode"),
     ],
 )
 def test_missing_mandatory_values(command: str, message: str) -> None:
@@ -432,11 +435,6 @@ def test_nothing_goes_to_weights_and_biases_unless_asked(command: str) -> None:
     config = compose_and_build(command, COMMANDS[command][2])
     settings = getattr(getattr(config, "fit", config), "wandb", None)
     assert settings is None or settings.mode == "disabled"
-
-
-def test_an_evaluation_of_nothing_lacks_its_target() -> None:
-    with pytest.raises(UserError, match="target=None: expected the model that is to decode"):
-        compose_and_build("evaluate_checkpoint", with_methods(["max_new_tokens=3"]))
 
 
 def test_a_path_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,9 @@ def letter_tokenizer():
 
 
 def save_answering(path: Path, ends: list[int] = ENDS, **changes: object) -> Path:
-    """Write a target of 160 positions that speaks in letters and ends at `ends` to `path`."""
-    save_target(path, max_position_embeddings=160, **changes)
+    """Write a target of 160 positions, whose keys texts of more change, that speaks in letters and ends at `ends`."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 160}
+    save_target(path, max_position_embeddings=320, rope_parameters=rope, **changes)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     letter_tokenizer().save_pretrained(path)
     return path

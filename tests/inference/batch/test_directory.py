@@ -16,8 +16,7 @@ from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.directory import prompt_id
 from outrider.inference.batch.generate import generate_responses, run_identity
-from tests.inference.batch.responding import TALKS, letter_tokenizer, responses, summary, talk
-from tests.tiny import save_target
+from tests.inference.batch.responding import TALKS, letter_tokenizer, responses, save_answering, summary, talk
 
 
 def _both(make):
@@ -124,7 +123,7 @@ def test_a_run_is_known_by_the_target_as_it_is_and_not_by_its_place(make, target
         assert other(f"model-{number}", edit)["model"] != identity()["model"]
     assert other("said", lambda path: config(path, transformers_version="1")) == identity()
     for name, changed in {
-        "model": other("weights", lambda path: save_target(path, max_position_embeddings=160, seed=1)),
+        "model": other("weights", lambda path: save_answering(path, peak=0.4, seed=1)),
         "template": other("template", new_template),
         "tokenizer": other("tokenizer", new_token),
         "dtype": identity(dtype=torch.bfloat16),
