@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from outrider.api.decoder import Decoder
 from outrider.base.errors import UserError
@@ -106,7 +107,8 @@ def make_app(service: Service) -> FastAPI:
     guarded = [Depends(service.require_key)]
 
     @app.exception_handler(UserError)
-    async def refuse(_: Request, error: UserError) -> Response:
+    @app.exception_handler(ClientDisconnect)  # while it sent: it reads no answer, and it is no error of the server
+    async def refuse(_: Request, error: Exception) -> Response:
         status, said = refusal(error)
         return JSONResponse(said, status, {"Retry-After": "1"} if status == 429 else None)
 
@@ -167,7 +169,7 @@ async def _cancel_once_gone(request: Request, answers: Answers) -> None:
     answers.cancel()
 
 
-def refusal(error: UserError) -> tuple[int, Json]:
+def refusal(error: Exception) -> tuple[int, Json]:
     """The HTTP status of an error, and the error in OpenAI's shape."""
     status, param = (error.status, error.param) if isinstance(error, RefusedError) else (400, None)
     kind = "invalid_request_error" if status < 500 else "server_error"

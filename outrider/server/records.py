@@ -31,7 +31,6 @@ HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_gen
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Top = Annotated[int, Ge(0), Le(128)]
 Json = dict[str, object]
-_LEAST = -9999.0  # OpenAI's value for a token without probability: JSON has no infinity
 
 
 class Message(BaseModel, extra="allow", strict=True):
@@ -114,7 +113,7 @@ def read(
     refuse_others({**(request.stream_options or {}), "include_usage": None}, "stream_options.")
     asked, choices, most = request.asked, request.n or 1, config.batch + config.queue
     if not 0 < len(asked) * choices <= most:
-        raise RefusedError(f"n: {len(asked) * choices} texts; expected 1 to {most}", "n")
+        raise RefusedError(f"n={choices} texts for each of {len(asked)} prompts: expected 1 to {most} in all", "n")
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not all(stops):
         raise RefusedError("stop: an empty text, which is everywhere", "stop")
@@ -158,8 +157,8 @@ def _length(request: ApiRequest, prompt: int, model: "Decoder", config: ServeCon
     """How many tokens may follow a prompt of this length."""
     context, wanted = context_of(model, config), request.max_completion_tokens or request.max_tokens
     if prompt + (wanted or 1) > context:
-        said = f"a prompt of {prompt} tokens and max_tokens={wanted or 1} exceed the context of {context}"
-        raise RefusedError(f"{said}: shorten one of them", "max_tokens")
+        name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
+        raise RefusedError(f"a prompt of {prompt} tokens and {name}={wanted or 1} exceed a context of {context}", name)
     return wanted or min(config.max_new_tokens, context - prompt)
 
 
@@ -240,6 +239,5 @@ class Reply:
         }
 
     def _entry(self, token: int, value: float) -> Json:
-        named = self._request.return_tokens_as_token_ids
-        name = f"token_id:{token}" if named else str(self._tokenizer.decode([token]))
-        return {"token": name, "logprob": max(value, _LEAST), "bytes": None}
+        name = f"token_id:{token}" if self._request.return_tokens_as_token_ids else self._tokenizer.decode([token])
+        return {"token": name, "logprob": max(value, -9999.0), "bytes": None}  # OpenAI's least: JSON has no infinity

@@ -17,7 +17,7 @@ from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import httpx
 import openai
@@ -323,10 +323,10 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
 @pytest.mark.parametrize(
     ("field", "value"),
     [("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("presence_penalty", 0.5),
-     ("logit_bias", {"5": -100}), ("no_such_field", "x"), ("messages", "hello"), ("messages", []),
+     ("logit_bias", {"5": -100}), ("no_such_field", "x"), ("messages", "hello"), ("messages", []), ("max_tokens", 999),
      ("messages.0.name", [TALK[0] | {"name": "me"}]), ("messages.0.content", [{"role": "user", "content": None}]),
      ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
-     ("max_tokens", "many"), ("max_tokens", 100_000), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
+     ("max_tokens", "many"), ("max_completion_tokens", 10**20), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
      ("top_p", 0.0), ("n", 11), ("n", 10**20), ("top_logprobs", 3), ("stop_token_ids", [3]), ("detokenize", False),
      ("stream_options.continuous_usage_stats", {"include_usage": True, "continuous_usage_stats": True})],
 )  # fmt: skip
@@ -360,7 +360,7 @@ def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkey
     )
     with pytest.raises(openai.BadRequestError, match="context"):
         ask(client, messages=[{"role": "user", "content": "a" * 10**7}])
-    with pytest.raises(openai.BadRequestError, match="1000 texts; expected 1 to 10"):
+    with pytest.raises(openai.BadRequestError, match="n=1 texts for each of 1000 prompts: expected 1 to 10 in all"):
         client.completions.create(model="tiny", prompt=["a" * 9000] * 1000)
     assert sum(sizes) < 10**6
 
@@ -417,6 +417,9 @@ def test_who_leaves_frees_the_place(model: Any, stream: bool) -> None:
         assert service.workers.counts["tokens"] < 200
         assert (service.workers.counts["cancelled_texts"], slow.begun) == (2, 1)
         assert text_of(ask(client)) == said(model)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        left = AsyncMock(return_value={"type": "http.disconnect"})  # before its request has come: no traceback
+        asyncio.run(app.make_app(service)(scope, left, AsyncMock()))
 
 
 @pytest.mark.parametrize("stream", [False, True])
