@@ -84,9 +84,12 @@ def entry(
                     overrides = [word for word in words if not word.startswith("-")]
                     say("\n".join([*usage(name), "", help_text(name, schema, overrides)]))
                     return
-                if not words and not is_whole(name):
-                    print("\n".join([*usage(name), "--help says all options"]), file=sys.stderr)
-                    sys.exit(USER_ERROR_STATUS)
+                if not words:
+                    try:
+                        config_for(COMMANDS[name].script, ())
+                    except UserError:  # an option is required
+                        print("\n".join([*usage(name), "--help says all options"]), file=sys.stderr)
+                        sys.exit(USER_ERROR_STATUS)
                 os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
                 for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
                     os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
@@ -141,15 +144,6 @@ def value_of(word: str) -> object:
         return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
     except (HydraException, OmegaConfBaseException):
         return word.partition("=")[2]
-
-
-def is_whole(name: str) -> bool:
-    """Whether the command has no required option."""
-    try:
-        config_for(COMMANDS[name].script, ())
-    except UserError:
-        return False
-    return True
 
 
 def refuse_flags(name: str, words: Sequence[str]) -> None:
@@ -253,6 +247,9 @@ def explain(error: Exception) -> str:
         key, equals, value = word.partition("=")
         said = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
         return f"{word}: not an option; give it, {said}"
+    unread, none, _ = str(error).partition("Could not override '")[2].partition("'. No match in the defaults list")
+    if none:
+        return f"{unread}: no such option of this command, whose options --help says"
     cause = error
     while isinstance(cause.__cause__, OmegaConfBaseException):
         cause = cause.__cause__

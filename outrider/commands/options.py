@@ -10,6 +10,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter
 
@@ -59,11 +61,15 @@ def compose_defaults(name: str, overrides: Sequence[str]) -> DictConfig:
 def store_composed(words: Sequence[str]) -> None:
     """Add the composed methods in `words`, the overrides of a command, to the choices of Hydra's group `method`.
 
-    Raises `UserError` like `settings_of`.
+    Raises `UserError` like `settings_of`, and Hydra's errors for what is no name of a choice, which Hydra crashes at.
     """
     for word in words:
         key, _, value = word.partition("=")
-        for name in _COMPOSED.findall(value) if key.lstrip("+").partition("@")[0] == "method" else ():
+        chosen = key.lstrip("+").partition("@")[0]
+        named = OverridesParser.create().parse_overrides([word])[0].value() if (CONF_DIR / chosen).is_dir() else ""
+        if any(one is None or isinstance(one, int | float) for one in (named if isinstance(named, list) else [named])):
+            raise MissingConfigException(word, f"{chosen}/{value}")
+        for name in _COMPOSED.findall(value) if chosen == "method" else ():
             group, _, last = f"method/{name}".rpartition("/")
             ConfigStore.instance().store(last, settings_of(name), group, package=f"methods.{known_as(name)}")
 
@@ -114,14 +120,12 @@ def _default(composed: DictConfig, name: str) -> str:
 
 def words(shape: Any) -> str:
     """The type of a JSON schema in words, with its choices or its range."""
-    if shape is True:
+    if shape is True or {"anyOf", "enum", "const", "type"}.isdisjoint(shape):
         return "any"
     if "anyOf" in shape:
         return " or ".join(map(words, sorted(shape["anyOf"], key=lambda one: one.get("type") == "null")))
     if choices := shape.get("enum", [shape["const"]] if "const" in shape else []):
         return _either(choices)
-    if "type" not in shape:
-        return "any"
     if shape["type"] == "array":
         return f"list of {words(shape['items'] if 'items' in shape else shape['prefixItems'][0])}"
     if shape["type"] == "object":

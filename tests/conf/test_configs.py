@@ -120,11 +120,7 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
         ("serve", "method=[prompt_lookup,ngrams]", r"^method=\['ngrams', 'prompt_lookup'\]: expected one, as"),
         ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a number greater than or equal to 1"),
         ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected 'target' or 'none'"),
-        (
-            "evaluate_checkpoint",
-            "sampling.repetition_penalty=0",
-            r"repetition_penalty=0: expected a number greater than",
-        ),
+        ("evaluate_checkpoint", "sampling.repetition_penalty=0", "repetition_penalty=0: expected a number greater"),
         (
             "evaluate_checkpoint",
             "methods.eesd_survival.stop.rule=never",
@@ -247,6 +243,9 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
         ("expriment=x", "expriment: no such option; did you mean 'experiment'? Allowed here: "),
         ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
         ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
+        ("data=null", "data=null: no such choice. There are local, "),
+        ("experiment=[eesd/demo,3]", "experiment=[eesd/demo,3]: no such choice; did you mean 'eesd/demo'?"),
+        ("drafter=small", "drafter: no such option of this command, whose options --help says"),
         ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
         ("-target=m", "-target=m: options are written without dashes, as target=m"),
         ("out_dir=~/runs", "out_dir=~/runs: not an option; give it, if ~/runs is one text, as \"out_dir='~/runs'"),
