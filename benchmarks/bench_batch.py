@@ -55,7 +55,7 @@ def jobs(options: argparse.Namespace) -> dict[str, Json]:
     shared: Json = {"target": options.target, "revision": None, "dtype": "bfloat16", "device": "cpu", "options": {}}
     shared |= {"context": options.prompt_tokens + options.new_tokens + 16, "most": max(options.in_flight)}
     every: dict[str, Json] = {"": {}, " prompt_lookup": {}, " ngrams": {"table": options.table}}
-    every[" small_lm"] = {"small_lm": options.small_lm, "method": "small_lm/survival"}
+    every[" small_lm"] = {"small_lm": options.small_lm}
     every[" early_exit"] = {"source": options.early_exit, "target": options.target}
     ours = {name: own for name, own in every.items() if all(own.values())}
     found: dict[str, Json] = {"serve prompt_lookup": {"engine": "serve", "draft": {}}}

@@ -16,7 +16,7 @@ replaces the entry of its dtype in --out and keeps the others. What it is made o
 import argparse
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +41,7 @@ from outrider.inference.measure.bench import Peers
 from outrider.inference.measure.results import REPORT_FILE, RUN_FILE, Arm, read_results
 from outrider.inference.settings.evaluate import EvaluateConfig
 
-HERE = Path(__file__).parent
-PEERS = HERE / "transformers_arms.py"  # whose code decides what is measured
+PEERS = Path(__file__).with_name("transformers_arms.py")  # whose code decides what is measured
 # Options of evaluate-checkpoint that this command sets itself or does not use.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
                   "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
@@ -72,8 +71,8 @@ def evaluation(options: argparse.Namespace) -> EvaluateConfig:
 # --------------------------------------------------------------------------------------------------------------- peers
 
 
-def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetSetup, models: Models) -> ArmsFor:
-    """transformers' own assisted generation by the drafters of `config`."""
+def assisted_peers(config: EvaluateConfig, options: argparse.Namespace, setup: TargetSetup, models: Models) -> ArmsFor:
+    """transformers' own assisted generation by the drafters of `config`, but for the peers of --without."""
     helpers: dict[str, Any] = {}
     if config.checkpoint is not None:
         drafter = from_pretrained(config.checkpoint, setup.target.config, setup.target.fingerprint, dtype=setup.dtype)
@@ -86,16 +85,12 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetS
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
         settings = setup.text(new_tokens, config.sampling).for_generate()
-        return assisted_arms(models.plain, settings, draft_tokens, helpers)
+        arms = assisted_arms(models.plain, settings, options.draft_tokens, helpers)
+        for name in options.without:
+            require(name in arms, "without", name, f"peers, among {sorted(arms)}")
+        return {name: arm for name, arm in arms.items() if name not in options.without}
 
     return arms_for
-
-
-def left_of(arms: Mapping[str, Arm], without: Sequence[str]) -> dict[str, Arm]:
-    """`arms` without those named. Raises `UserError` for a name that no arm has."""
-    for name in without:
-        require(name in arms, "without", name, f"peers, among {sorted(arms)}")
-    return {name: arm for name, arm in arms.items() if name not in without}
 
 
 def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
@@ -106,8 +101,7 @@ def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
 
     def make(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
         require(not setup.stops, "stop_strings", setup.stops, "none: not every peer knows them")
-        ours = transformers_peers(config, options.draft_tokens, setup, models)
-        return lambda count: left_of(ours(count), options.without)
+        return assisted_peers(config, options, setup, models)
 
     return Peers(make, identity)
 

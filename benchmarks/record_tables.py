@@ -9,16 +9,25 @@ Figures = Mapping[str, Any]
 # An arm's name for readers; in backticks, its `method=`.
 CALLED = {
     "transformers_generate": "transformers' `generate`", "autoregressive": "**Outrider, no drafter**",
-    "eesd_survival": "early exit, chains (`eesd_survival`)", "eesd_copies": "early exit, chains with copies",
+    "eesd_survival": "early exit, chains (`eesd_survival`)", "ngrams": "n-grams (`ngrams`)",
     "early_exit_opt_tree_auto": "early exit, trees (`early_exit/opt_tree_auto`)", "prompt_lookup": "`prompt_lookup`",
-    "small_lm_survival": "small LM, chains (`small_lm/survival`)", "small_copies": "small LM, chains with copies",
-    "opt_tree_auto": "small LM, trees (`opt_tree_auto`)", "ngrams": "n-grams (`ngrams`)",
+    "small_lm_survival": "small LM, chains (`small_lm/survival`)", "opt_tree_auto": "small LM, trees (`opt_tree_auto`)",
 }  # fmt: skip
+TODAY = {"eesd_copies": "eesd_survival", "small_copies": "small_lm_survival", "vanilla_survival": "small_lm_survival",
+         "tree_copies": "opt_tree_auto"}  # fmt: skip
+OFF = ", `copy=null`"
+
+
+def arms_of(entry: Mapping[str, Any]) -> dict[str, Figures]:
+    """The arms of an entry by their names today, when chains of `survival` and `opt_tree_auto` copy by themselves."""
+    copying = {name for name, method in entry.get("methods", {}).items() if method.get("copy")}
+    off = {name for name in entry["arms"] if name.endswith(("_survival", "tree_auto")) and name not in copying}
+    return {TODAY.get(name, name) + OFF * (name in off): arm for name, arm in entry["arms"].items()}
 
 
 def tables(entry: Mapping[str, Any]) -> str:
     """An entry of the record: its conditions, the figures of all prompts together, and those by category."""
-    arms = entry["arms"]
+    arms = arms_of(entry)
     parts = [said(entry), table(arms), judgement(arms), "Tokens/s, and over plain decoding, by category:\n",
              table_by_category(arms)]  # fmt: skip
     return "\n".join(part for part in parts if part)
@@ -26,15 +35,14 @@ def tables(entry: Mapping[str, Any]) -> str:
 
 def summary(entry: Mapping[str, Any]) -> str:
     """The conditions, and the figures of all prompts together. A peer's default row is shown if it has no other."""
-    arms = entry["arms"]
-    told = {name for name in arms if not name.endswith("_default")}
-    asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}
+    arms = arms_of(entry)
+    asked = {name: f for name, f in arms.items() if name == (own := name.removesuffix("_default")) or own not in arms}
     return "\n".join(part for part in [said(entry), table(asked), judgement(asked)] if part)
 
 
 def by_dtype(entries: Sequence[Mapping[str, Any]]) -> str:
     """The arms of the float32 entry among `entries` beside those of the bfloat16 entry, slowest in bfloat16 first."""
-    arms = {entry["dtype"]: entry["arms"] for entry in entries}
+    arms = {entry["dtype"]: arms_of(entry) for entry in entries}
     full, half = arms["float32"], arms["bfloat16"]
     lines = [
         "| method | identical to `generate`, float32 | tokens/s | over no drafter [95 %] | with prefill | bfloat16: "
@@ -44,7 +52,8 @@ def by_dtype(entries: Sequence[Mapping[str, Any]]) -> str:
     for name in by_speed({**full, **half}):
         f = full.get(name)
         cells = [f"{f['identical']}/{f['prompts']}" if f else "–", *map(_rate, (f, half.get(name)))]
-        lines.append(f"| {CALLED.get(name, name)} | {' | '.join(cells)} |")
+        title = CALLED.get(own := name.removesuffix(OFF), own) + name.removeprefix(own)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -83,13 +92,12 @@ def judgement(arms: Mapping[str, Figures]) -> str:
     judged = {name: arm["judged"] for name, arm in arms.items() if arm["judged"]}
     if not judged:
         return ""
-    over = max(found["prompts"] for found in judged.values())
+    over, worst = (max(found[key] for found in judged.values()) for key in ("prompts", "peak"))
     faults: dict[str, list[str]] = {}
     for name, found in judged.items():
         for fault in found["faults"]:
             faults.setdefault(fault, []).append(name)
     known = "; ".join(f"{fault} ({', '.join(names)})" for fault, names in faults.items())
-    worst = max(found["peak"] for found in judged.values())
     said = known or f"only rounding, at no position more than {worst:.1f} times transformers' own"
     return f"Keys, values and logits of this runtime's arms, judged on {over} prompts: {said}.\n"
 
@@ -117,8 +125,7 @@ def number(value: float | None, digits: int) -> str:
 
 def layouts(entry: Mapping[str, Any]) -> str:
     """Milliseconds of a pass by its tokens, in every layout."""
-    first = entry["results"][0]["milliseconds"]
-    widths = list(next(iter(first.values())))
+    widths = list(next(iter(entry["results"][0]["milliseconds"].values())))
     lines = [f"| threads | layout | {' | '.join(widths)} |", "|---" * (2 + len(widths)) + "|"]
     for result in entry["results"]:
         for layout, by_width in result["milliseconds"].items():

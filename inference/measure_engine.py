@@ -3,7 +3,8 @@
 from outrider.commands import script
 from outrider.commands.evaluating import with_methods
 
-main = script("measure_engine", "outrider.inference.evaluate.compare:evaluate", complete=with_methods)
+run = "outrider.inference.evaluate.compare:evaluate"
+main = script("measure_engine", run, complete=lambda words: with_methods(words, fixed=True))  # as engines draft
 
 if __name__ == "__main__":
     main()

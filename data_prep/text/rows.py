@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import digest_of, write_json
-from outrider.base.locks import system_lock
+from outrider.base.files import digest_of, lock, write_json
 from outrider.base.progress import Stage, speaks
 from outrider.base.settings import read_as
 from outrider.data_prep.text.chat import warn_of_template
@@ -314,7 +313,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
     if not _is_complete(folder, key, seq_len):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with system_lock(folder.with_suffix(".lock")):
+            with lock(folder.with_suffix(".lock")):
                 if not _is_complete(folder, key, seq_len):
                     _build(folder, key, config, tokenizer, seq_len, split)
         except OSError as error:  # reading raises UserError itself, so this is a write error

@@ -308,5 +308,5 @@ def use_of(dialect: Exported) -> str:
 _OUTRIDER = """Outrider:
 
 ```
-evaluate-checkpoint target={target:option} eagle3={path:option} method=eagle3/opt_tree
+evaluate-checkpoint target={target:option} eagle3={path:option}
 ```"""

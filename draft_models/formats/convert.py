@@ -26,8 +26,7 @@ from safetensors.torch import save
 from transformers.utils import cached_file, has_file
 
 from outrider.base.errors import UserError, reason, warn
-from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
-from outrider.base.locks import system_lock
+from outrider.base.files import is_local, lock, read_mapping, require_writable, user_cache, write_atomically, write_json
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
 from outrider.draft_models.formats.torch_files import (
@@ -165,7 +164,7 @@ def cached(original: Original, *, weights: bool = True) -> Path:
     require_writable(folder / "known", PLACE)
     with Stage(f"{'converting' if weights else 'describing'} {original.source} once"):
         try:
-            with system_lock(folder / ".lock"):
+            with lock(folder / ".lock"):
                 return _find(folder, stamps[-1]) or _make(folder, stamps[-1], original)
         except (OSError, NotImplementedError) as error:  # also of a file system without locks
             raise UserError(f"{original.source}: cannot be converted in {folder} ({error}); {_REMEDY}") from None

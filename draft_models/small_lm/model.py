@@ -136,7 +136,7 @@ USE_OF_SOME = """A causal LM over some of the target's tokens, in an ordinary Hu
 Outrider:
 
 ```
-evaluate-checkpoint target={target:option} small_lm={path:option} method=vanilla
+evaluate-checkpoint target={target:option} small_lm={path:option}
 ```"""
 
 WHAT = "An ordinary causal LM with the target's tokenizer."
@@ -149,7 +149,7 @@ def use_of(tokens: int) -> str:
 Outrider:
 
 ```
-evaluate-checkpoint target={{target:option}} small_lm={{path:option}} method=vanilla
+evaluate-checkpoint target={{target:option}} small_lm={{path:option}}
 ```
 
 {serving(tokens or 5, one_pass=tokens > 0)}

@@ -111,11 +111,13 @@ class ModelDrafter(Drafter):
 def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
     """What drafts from the text itself for a drafter of `method`, if it has `copy`: by `tuning` as many tokens as pay.
 
-    The evidence of `tuning` is about other drafts. The number of texts in a batch is not looked at.
+    The evidence of `tuning` is about other drafts.
     """
     if method.copy is None:
         return None
     own = None if tuning is None else Tuning(tuning.costs)
+    if own is not None and tuning is not None and tuning.shared is not None:
+        own = own.of_all(tuning.shared().sharing)
     return cast("LookupPlugin", PROMPT_LOOKUP.load_plugin()).copies(method.copy, structure.max_rows, own)
 
 

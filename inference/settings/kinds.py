@@ -154,7 +154,7 @@ class Kind:
     option: the option of evaluate-checkpoint that names its model's path; None: it has no model.
     needs: what must be at that path; "": it has no model.
     file: a file in its model's directory; None: `checkpoint` does not accept it.
-    preset: the method of conf/method/ that is used for such a model by default.
+    preset: the method that is used for such a model by default.
     shaped: whether a structure and a stop rule shape its drafts; of others, which see tokens only, a recording can
     replace the target.
     own: further fields that only this kind reads: of a method, or of its stop rule, as in "stop.max_draft".
@@ -207,15 +207,16 @@ def kind_in(folder: str) -> Kind | None:
     return next((kind for kind in reversed(kinds) if kind is kinds[0] or kind.load_plugin().lies_in(folder)), None)
 
 
-def presets_of(given: Mapping[str, str | None]) -> list[str]:
+def presets_of(given: Mapping[str, str | None], *, fixed: bool = False) -> list[str]:
     """The default methods for the drafters `given` by option, if no method is chosen.
 
     `checkpoint` may hold any kind. If it holds none, the method is the early exit's, whose loading reports the error.
-    Raises `UserError` if it cannot be read.
+    fixed: models draft chains of fixed length. Raises `UserError` if it cannot be read.
     """
     kinds = [kind for kind in KINDS.values() if kind.option is not None and given.get(kind.option)]
     held = [(kind_in(str(given["checkpoint"])) if kind.option == "checkpoint" else None) or kind for kind in kinds]
-    return [*dict.fromkeys(kind.preset for kind in held if kind.preset is not None)]
+    found = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in held)
+    return [*dict.fromkeys(name for name in found if name is not None)]
 
 
 def register(kind: Kind) -> Kind:
@@ -252,7 +253,7 @@ SMALL_LM = register(
         option=names.SMALL_LM,
         needs="a causal LM (directory, GGUF file or Hub name)",
         file="config.json",
-        preset="vanilla",
+        preset="small_lm/survival",
         calibration=HEAD_FOLDER,
         card=True,
         served="draft_model",
@@ -269,14 +270,14 @@ EAGLE3 = register(
         option=names.EAGLE3,
         needs="a directory or Hub name of an EAGLE-3 head",
         file="config.json",
-        preset=names.EAGLE3,
+        preset="eagle3/survival",
         calibration=HEAD_FOLDER,
         card=True,
         served=names.EAGLE3,
         tiny=names.EAGLE3,
         step=names.EAGLE3,
         worth={"cuda": 1},
-        measured=("eagle3/auto", "eagle3/opt_tree_auto"),
+        measured=("eagle3/survival", "eagle3/opt_tree_auto"),
         layers=True,
     )
 )

@@ -215,7 +215,7 @@ class MethodConfig(Settings):
     max_ngram: Count = opt(3, "prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens")
     copy: Count | None = None
     """early_exit, small_lm, eagle3, skip_layers: where the last so many tokens occurred before in prompt or answer, the
-    draft is the text that followed them; null: every draft is the model's"""
+    draft is the text that followed them; null: every draft is the model's; `survival` and `opt_tree_auto` have 3"""
     ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
     skip: tuple[Annotated[int, Ge(0)], ...] | None = None
     """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
@@ -247,11 +247,11 @@ class MethodConfig(Settings):
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
         why = f"source={self.source} does not read it"
         unread = {name for other in KINDS.values() for name in other.own if "." not in name} - {*kind.own}
-        for name in sorted(unread) if kind.shaped else ["structure", "copy", *sorted(unread)]:
-            require_default(self, name, why)
-        for part in fields(self.stop) if not kind.shaped else ():
+        for part in fields(self.stop) if not kind.shaped else ():  # first: a stop rule may be what makes it copy
             if f"stop.{part.name}" not in kind.own:
                 require_default(self.stop, part.name, why, "stop.")
+        for name in sorted(unread) if kind.shaped else ["structure", "copy", *sorted(unread)]:
+            require_default(self, name, why)
 
     @property
     def verification(self) -> Verification:

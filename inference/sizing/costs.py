@@ -137,7 +137,7 @@ class Allowance:
     """
 
     def __init__(self, costs: Costs, loss: float = LOSS, sharing: Sharing = lambda: (1, 0)):
-        self._by_texts, self._loss, self._sharing = {1: costs}, loss, sharing
+        self._by_texts, self._loss, self.sharing = {1: costs}, loss, sharing
         self._emitted = self._spent = float(MEMORY)
         self._credit = 1.0  # tokens that trials may lose: at first those of one, as texts differ from the measured one
         self._gain, self._round, self._open = 0.0, -1, True  # of all texts
@@ -146,7 +146,7 @@ class Allowance:
     @property
     def costs(self) -> Costs:
         """The costs of one of the texts that share passes now."""
-        texts = self._sharing()[0]
+        texts = self.sharing()[0]
         if texts not in self._by_texts:
             self._by_texts[texts] = self._by_texts[1].of_one(texts)
         return self._by_texts[texts]
@@ -171,7 +171,7 @@ class Allowance:
 
         gain: of the draft that its evidence recommends; None: unknown, and taken to pay.
         """
-        texts, number = self._sharing()
+        texts, number = self.sharing()
         self._gain += ((1.0 if gain is None else gain) - self._gain) / texts
         if texts == 1 or number != self._round:
             self._round = number
@@ -190,7 +190,7 @@ class Allowance:
         fed: rows of each drafter pass, empty if drafting was skipped; submitted: drafted tokens that were verified;
         emitted: tokens that the round produced.
         """
-        texts, spent = self._sharing()[0], self._seconds(fed, submitted) if fed else 1.0
+        texts, spent = self.sharing()[0], self._seconds(fed, submitted) if fed else 1.0
         kept = 1 - 1 / (MEMORY * texts)
         self._emitted = kept * self._emitted + emitted
         self._spent = kept * self._spent + spent

@@ -124,8 +124,8 @@ class Decoder:
         source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit records its
         target. With any other drafter (an EAGLE-3 head, an n-gram table, a small LM) `target` must be given.
         method: as the option `method`, such as "eesd_beta" or "eagle3/opt_tree"; or your own settings. None:
-        eesd_survival for an early exit, vanilla with a small LM, eagle3 with an EAGLE-3 head, ngrams with a table, else
-        prompt_lookup.
+        eesd_survival for an early exit, small_lm/survival, eagle3/survival for an EAGLE-3 head, ngrams with a table,
+        else prompt_lookup.
         name: a name for your own settings.
         target: the drafter's target; for an early exit, the target's current path.
         small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.

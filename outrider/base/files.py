@@ -1,4 +1,4 @@
-"""Files: atomic writing, JSON with errors that name the file and the damage, and caches."""
+"""Files: atomic writing, locks, JSON with errors that name the file and the damage, and caches."""
 
 import hashlib
 import json
@@ -7,12 +7,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
+
 from outrider.base.errors import UserError, reason
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
+
+
+def lock(path: Path) -> FileLock:
+    """The operating system's lock on `path`, which is released when its process ends.
+
+    Newer versions of filelock fall back to a plain file if there is no flock. That file would outlive a killed run.
+    """
+    try:
+        return FileLock(path, fallback_to_soft=False)
+    except TypeError:  # older versions lack the option: they have no fallback, and raise on acquire
+        return FileLock(path)
 
 
 def write_atomically(path: Path, content: bytes, remedy: str = "free space or choose another place") -> None:

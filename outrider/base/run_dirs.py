@@ -16,8 +16,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from outrider.base.errors import UserError
-from outrider.base.files import package_version, read_mapping, write_json
-from outrider.base.locks import system_lock
+from outrider.base.files import lock, package_version, read_mapping, write_json
 from outrider.base.settings import ABSENT, Settings, default_at, differences
 from outrider.base.words import listed, shown
 
@@ -34,9 +33,9 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
     host, and if the file system does not support locks.
     """
-    lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
+    held, holder = lock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
-        lock.acquire(timeout=0)
+        held.acquire(timeout=0)
     except Timeout:
         raise UserError(
             f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
@@ -54,7 +53,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             holder.unlink()
-        lock.release()
+        held.release()
 
 
 @contextmanager

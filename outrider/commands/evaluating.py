@@ -7,17 +7,18 @@ from outrider.commands import value_of
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 
 
-def with_methods(options: Sequence[str]) -> list[str]:
+def with_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
     """`options` and, if they choose no method, that of every given drafter, or prompt lookup without a drafter.
 
-    Raises `UserError` for a drafter's directory that cannot be read.
+    fixed: see `presets_of`. Raises `UserError` for a drafter's directory that cannot be read.
     """
     places = [place for place, option in enumerate(options) if "=" in option and not option.startswith("-")]
     given = {options[place].partition("=")[0].lstrip("+~"): value_of(options[place]) for place in places}
     asked = {key.split(".")[0].split("@")[0] for key in given}
     if asked & {"method", "experiment"}:
         return [*options]
-    presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if isinstance(value, str)})
+    drafters = {key: os.path.expanduser(value) for key, value in given.items() if isinstance(value, str)}
+    presets = presets_of(drafters, fixed=fixed)
     if not presets and "drafters" in asked:
         return [*options]
     presets = presets or [PROMPT_LOOKUP.name]

@@ -78,16 +78,9 @@ def test_every_primary_config_belongs_to_a_command() -> None:
 
 
 def choices() -> list[tuple[str, str]]:
-    used = {
-        "build_trigrams": ("data",),
-        "evaluate_checkpoint": ("method",),
-        "eesd": ("data",),
-        "calibrate": ("data",),
-        "eagle3": ("data",),
-        "toy_target": ("data",),
-        "finetune_drafter": ("data", "drafter"),
-        "generate_responses": ("data",),
-    }
+    reading = ("build_trigrams", "eesd", "calibrate", "eagle3", "toy_target", "generate_responses")
+    used: dict[str, tuple[str, ...]] = {"evaluate_checkpoint": ("method",), "finetune_drafter": ("data", "drafter")}
+    used |= dict.fromkeys(reading, ("data",))
     listed = [(c, f"{g}={o}") for c, groups in used.items() for g in groups for o in GROUPS[g]]
     listed.remove(("build_trigrams", "data=self_distillation"))  # a mix: its weights would say nothing in a table
     return listed
@@ -121,25 +114,14 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
         ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a number greater than or equal to 1"),
         ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected 'target' or 'none'"),
         ("evaluate_checkpoint", "sampling.repetition_penalty=0", "repetition_penalty=0: expected a number greater"),
-        (
-            "evaluate_checkpoint",
-            "methods.eesd_survival.stop.rule=never",
-            r"methods\.eesd_survival\.stop\.rule='never': expected 'fixed', 'confidence', 'adaedl'",
-        ),
-        (
-            "evaluate_checkpoint",
-            "methods.eesd_survival.stop.max_draft=auto",
-            r"methods\.eesd_survival\.stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed",
-        ),
-        (
-            "evaluate_checkpoint",
-            "methods.eesd_survival.stop.threshold=0.3",
-            r"methods\.eesd_survival\.stop\.threshold=0\.3: expected None, its default: rule=survival does not read it",
-        ),
-        (
-            "evaluate_checkpoint",
-            "methods.eesd_survival.source=ngrams",
-            r"methods\.eesd_survival\.stop\.rule='survival': expected 'fixed', its default: source=ngrams does not",
+        *(
+            ("evaluate_checkpoint", f"methods.eesd_survival.{option}", rf"methods\.eesd_survival\.{message}")
+            for option, message in (
+                ("stop.rule=never", r"stop\.rule='never': expected 'fixed', 'confidence', 'adaedl'"),
+                ("stop.max_draft=auto", r"stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed"),
+                ("stop.threshold=0.3", r"stop\.threshold=0\.3: expected None, its default: rule=survival does not"),
+                ("source=ngrams", r"stop\.rule='survival': expected 'fixed', its default: source=ngrams does not"),
+            )
         ),
     ],
 )
@@ -303,14 +285,7 @@ def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> 
     """Those of an experiment or a default in a rehearsal, text and prompts in a plan, a name on the Hub."""
     for command, *overrides in (
         ("eesd", "target=org/model", "data=responses", "plan=true"),
-        (
-            "evaluate_checkpoint",
-            "target=org/model",
-            "method=vanilla",
-            "small_lm=org/small",
-            "prompts=no.jsonl",
-            "plan=true",
-        ),
+        ("evaluate_checkpoint", "target=org/model", "method=vanilla", "small_lm=a/b", "prompts=no.jsonl", "plan=true"),
         ("eesd", "debug=true", "experiment=eesd/llama2_13b"),
     ):
         look_for_places(build(registered(command), compose_defaults(command, overrides), overrides))
@@ -357,6 +332,7 @@ def test_presets_are_what_their_parts_compose() -> None:
         "eesd_cali": "early_exit/calibrated", "eesd_survival": "early_exit/survival",
     }  # fmt: skip
     assert all(method(name) == method(composed) for name, composed in parts.items())
+    assert {name: method(name).copy for name in parts if method(name).copy} == {"eesd_survival": 3, "opt_tree_auto": 3}
     assert {*GROUPS["method"]} - {*parts} == {"aded", "ngrams", "ngrams_recycled", "prompt_lookup"}
     assert not {*GROUPS["shape"]} & {*GROUPS["stop"]}
 
@@ -366,22 +342,25 @@ def test_composed_methods_stand_beside_presets_and_have_their_options() -> None:
         "checkpoint=c", "small_lm=s", "method=[early_exit/opt_tree/beta,mcsd,small_lm/survival]",
         "methods.early_exit_opt_tree_beta.structure.nodes=7", "+method@methods.naive=mcsd",
         "methods.naive.verify=naive", "+stop@methods.mcsd=beta", "+shape@methods.small_lm_survival=chain",
+        "methods.small_lm_survival.copy=null",
     ]  # fmt: skip
     methods = compose_and_build("evaluate_checkpoint", options).methods
     assert list(methods) == ["early_exit_opt_tree_beta", "mcsd", "small_lm_survival", "naive"]
     tree, mcsd, chain, naive = methods.values()
     assert tree == replace(method("early_exit/opt_tree/beta"), structure=replace(tree.structure, nodes=7))
-    assert (mcsd, chain) == (replace(method("mcsd"), stop=StopConfig(rule="beta")), method("small_lm/survival"))
+    assert mcsd == replace(method("mcsd"), stop=StopConfig(rule="beta"))
+    assert chain == replace(method("small_lm/survival"), copy=None)
     assert naive == replace(method("mcsd"), verify="naive")
 
 
 def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
-    """But for a tree that ranks by a sharper q, the sampler's when sampling, as how far to trust it is learnt there."""
+    """But for a tree that copies, and ranks by a sharper q, the sampler's when sampling: its trust in q is learnt."""
     for given, measured in (("fixed", "auto"), ("opt_tree", "opt_tree_auto")):
         plain, auto = method(f"small_lm/{given}"), method(f"small_lm/{measured}")
         sizes = {"nodes": auto.structure.nodes, "max_depth": auto.structure.max_depth}
         tree = replace(plain.structure, **sizes, temperature=auto.structure.temperature, rank=auto.structure.rank)
-        assert replace(plain, structure=tree, stop=replace(plain.stop, max_draft=auto.stop.max_draft)) == auto
+        stop = replace(plain.stop, max_draft=auto.stop.max_draft)
+        assert replace(plain, structure=tree, stop=stop, copy=auto.copy) == auto
     assert (plain.structure.temperature, auto.structure.temperature) == (1.0, 0.7)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider import preset
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.ngrams.table import TrigramTable
@@ -137,7 +138,8 @@ CASES = {
     "chain, one pass of an exit": Case(
         block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
     ),
-    "chain, copied": Case(replace(block(max_draft=3), copy=3)),
+    "chain, copied": Case(preset("small_lm/survival"), 63),
+    "opt_tree, copied": Case(preset("opt_tree_auto"), 63),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
     "chain, beta": Case(chain("beta"), 5, CERTAIN, SHARED),
@@ -345,7 +347,7 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     "a q of what was copied": (
         CASES["chain, copied"], 1_500,
         (ModelDrafter, "draft", "return copied",
-         "return replace(copied, q=dict.fromkeys(range(-1, 3), torch.ones(4) / 4))"),
+         "return replace(copied, q=dict.fromkeys(range(-1, 15), torch.ones(4) / 4))"),
     ),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),
     "block by the first token's q": (

@@ -15,8 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import user_cache
-from outrider.base.locks import system_lock
+from outrider.base.files import lock, user_cache
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import RECORD_FILE, as_described, as_safetensors, cached, was_quantised
 from outrider.draft_models.formats.gguf_model import GgufModel
@@ -264,7 +263,7 @@ def test_what_somebody_removed_is_made_again(kept: Path, written: Path, conversi
 def test_who_finds_it_being_made_waits(kept: Path, written: Path) -> None:
     kept.mkdir()
     with ThreadPoolExecutor(1) as pool:
-        with system_lock(kept / ".lock"):  # another process, at work
+        with lock(kept / ".lock"):  # another process, at work
             asked = pool.submit(as_safetensors, str(written))
             with pytest.raises(TimeoutError):
                 asked.result(timeout=0.3)

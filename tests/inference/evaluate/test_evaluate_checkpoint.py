@@ -136,17 +136,18 @@ def test_every_drafter_given_has_a_method_where_none_is_chosen(tiny_models: Path
         assert [option for option in found if option in options] == [*options]
         return [option for option in found if option not in options]
 
-    assert chosen("target=t", "small_lm=d") == ["method=[vanilla]"]
-    assert chosen("target=t", "eagle3=h", "table=n", "small_lm=null") == ["method=[eagle3,ngrams]"]
+    assert chosen("target=t", "small_lm=d") == ["method=[small_lm/survival]"]
+    assert chosen("target=t", "eagle3=h", "table=n", "small_lm=null") == ["method=[eagle3/survival,ngrams]"]
     assert chosen("target=t", "dtype=fast") == ["method=[prompt_lookup]"]
-    for folder, preset in (("early_exit", "eesd_survival"), ("eagle3", "eagle3"), ("table", "ngrams")):
+    for folder, preset in (("early_exit", "eesd_survival"), ("eagle3", "eagle3/survival"), ("table", "ngrams")):
         assert chosen(f"checkpoint={tiny_models / folder}", "target=t") == [f"method=[{preset}]"]
     assert chosen("checkpoint=nowhere", "table=n") == ["method=[eesd_survival,ngrams]"]
-    assert chosen("target=t", "small_lm=d", "methods.vanilla.stop.max_draft=3") == ["method=[vanilla]"]
+    assert chosen("target=t", "small_lm=d", "methods.small_lm_survival.copy=null") == ["method=[small_lm/survival]"]
     for said in ("method=aded", "method=[a,b]", "experiment=mine"):
         assert chosen("target=t", "small_lm=d", said) == []
     assert chosen("prompts=p", "debug=true") == ["method=[prompt_lookup]"]  # which lacks a target, and is told so
     assert chosen("target=t", "+drafters.mine=d") == []
+    assert with_methods(["small_lm=d", "table=n"], fixed=True)[-1] == "method=[small_lm/fixed,ngrams]"
     assert with_methods(["target=t", "--cfg", "job"]) == ["target=t", "method=[prompt_lookup]", "--cfg", "job"]
 
 

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from outrider.base.streams import Streams
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.core.verify import Rejection, verify_sampled
+from outrider.inference.drafters.shaped import copies_of
 from outrider.inference.settings import MOST_NODES
-from outrider.inference.settings.method import StopConfig, StructureConfig
-from outrider.inference.shapes.factory import make_tree
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.shapes.shapes import full_shape
 from outrider.inference.sizing.costs import LOSS, MEMORY, TRIALS, WIDEST, Allowance, Costs, curve
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
@@ -539,10 +540,13 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     assert [shared.tries(1.0), shared.tries(0.1)] == [True, False]  # once, as the text may differ from the measured one
     for batch[:], opens in (([16, 0], False), ([2, 0], False), ([2, 1], True), ([16, 1], True)):
         assert shared.opens(rule.gain()) == opens
-    draft, counts = (np.arange(-1, 14), 0.8 ** np.arange(1.0, 16.0)), []
-    for batch[0] in (16, 2, 1):
-        counts.append(sizes.count(*draft))
-    assert 0 == counts[0] < counts[1] < counts[2] == 15
+    method, draft = MethodConfig(copy=3), (np.arange(-1, 14), 0.8 ** np.arange(1.0, 16.0))
+    copies: Any = copies_of(method, make_structure(method, Streams(0)), Tuning(FULL, shared=lambda: shared))
+    for chosen, tried in ((sizes, 0), (copies.sizes, 2)):
+        counts = [chosen.count(*draft) for batch[0] in (16, 2, 1)]
+        assert tried == counts[0] < counts[1] < counts[2] == 15
+    copies.sizes.observe(*draft, range(15))
+    assert not any(shared.trials[0])  # what was copied says nothing of drafts
     for _ in range(40):
         shared.observe([], 0, 1)
     assert [shared.tries(0.3), shared.tries(0.3)] == [True, False]
