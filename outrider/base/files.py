@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
+REMEDY = "free space or choose another place"
 
 
 def lock(path: Path) -> FileLock:
@@ -28,7 +29,7 @@ def lock(path: Path) -> FileLock:
         return FileLock(path)
 
 
-def write_atomically(path: Path, content: bytes, remedy: str = "free space or choose another place") -> None:
+def write_atomically(path: Path, content: bytes, remedy: str = REMEDY) -> None:
     """Write a file atomically: `path` always has the old or the complete new content. Raises `UserError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -100,8 +101,7 @@ def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
 
     Raises `UserError`, naming the `option` that gave the directory.
     """
-    path = Path(directory)
-    probe = path / f".probe.{os.getpid()}"
+    probe = (path := Path(directory)) / f".probe.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
         try:
@@ -109,16 +109,14 @@ def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(
-            f"{option}={directory}: cannot be written ({error.strerror}); free space or choose another"
-        ) from None
+        raise UserError(f"{option}={directory}: cannot be written ({error.strerror}); {REMEDY}") from None
     return path
 
 
 def save_parts(
     folder: Path,
     *parts: "PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig",
-    remedy: str = "free space or choose another place",
+    remedy: str = REMEDY,
 ) -> None:
     """Save a model, tokenizer or config of transformers to `folder`. Its files get the usual mode; safetensors' own are
     private. Raises `UserError` if they cannot be written."""
