@@ -132,13 +132,12 @@ def test_raw_data_make_the_figures_of_the_results(tmp_path: Path) -> None:
         assert differences({"r": other}, {"r": own}) == ["r.json: e is not what its data say"], changed
 
 
-def test_arms_are_called_as_today() -> None:
-    """When `survival` copies by itself: what did not is said, and so of trees."""
+def test_arms_are_called_as_today_and_those_that_did_not_copy_say_so() -> None:
     from record_tables import arms_of
 
     copies = {"eesd_copies": 3, "eesd_survival": None, "opt_tree_auto": None}
     entry: Any = {"methods": {name: {"copy": copy} for name, copy in copies.items()}, "arms": {**copies, "ngrams": 1}}
-    off = {f"{name}, `copy=null`": None for name in ("eesd_survival", "opt_tree_auto")}
+    off = dict.fromkeys(["eesd_survival, `copy=null`", "opt_tree_auto, `copy=null`"])
     assert arms_of(entry) == {"eesd_survival": 3, **off, "ngrams": 1}
     entry = {"methods": {"eesd_survival": {"copy": 3}}, "arms": {"eesd_survival": 0, "vanilla_survival": 1}}
     assert arms_of(entry) == {"eesd_survival": 0, "small_lm_survival, `copy=null`": 1}
