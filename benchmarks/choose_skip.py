@@ -67,10 +67,8 @@ class Answer:
         """The positions at which a draft without the layers `skip` begins with the target's token."""
         stack, skipped = self.stack, set(skip)
         hidden = stack.embed(self.tokens[None], self.positions[None])
-        rotary, masks = (
-            stack.rotary(self.positions[None]),
-            {window: self._mask(window) for window in set(stack.windows)},
-        )
+        rotary = stack.rotary(self.positions[None])
+        masks = {window: self._mask(window) for window in set(stack.windows)}
         for layer in range(len(stack.layers)):
             if layer not in skipped:
                 hidden = stack.run(hidden, layer, layer + 1, rotary, masks, self)

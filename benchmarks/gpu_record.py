@@ -130,10 +130,8 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
                 shutil.rmtree(work / "inflated", ignore_errors=True)
             found[part.name] = run(part, work / f"{part.name}.log")
             write_json(path, found)
-        print(
-            f"part={part.name} state='{found[part.name]['state']}' seconds={found[part.name]['seconds']:.1f}",
-            flush=True,
-        )
+        done = found[part.name]
+        print(f"part={part.name} state='{done['state']}' seconds={done['seconds']:.1f}", flush=True)
     return found
 
 

@@ -54,6 +54,7 @@ from outrider.inference.settings.kinds import KINDS
 PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd", "block", "ngrams")
 RESULTS = Path(__file__).parent / "results"
 ALL = 10**9  # prompts
+AGAIN = "give another --out"
 OPTIONS = {"small_lm": "--small-lm", "early_exit": "--checkpoint", "eagle3": "--eagle3", "ngrams": "--table"}
 
 
@@ -75,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")
     parser.add_argument("--transcripts", help="aded: recorded greedy answers instead of --target")
     parser.add_argument("--tokenizer", help="of --transcripts")
+    parser.add_argument("--others", metavar="FOLDER", help="ngrams: libraries of other programs (see papers/others.py)")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
     parser.add_argument("--template", default="auto", choices=get_args(PromptTemplate), help="as evaluate-checkpoint's")
     parser.add_argument("--num-prompts", type=int, default=12, help="of each category, evenly spread")
@@ -111,7 +113,8 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "shuffle", "num_prompts")
+    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "shuffle", "num_prompts",
+            "others")  # fmt: skip
     asked = {key: value for key, value in vars(options).items() if key not in free}
     asked |= {"digests": digests_of(options)}
     path = options.work / "options.json"
@@ -128,7 +131,8 @@ def digests_of(options: argparse.Namespace) -> dict[str, Any]:
     known = {kind: KINDS[kind].load_plugin().identity(where) for kind, where in kinds.items() if where}
     tables = [*(options.table or ()), options.code_table]
     known["tables"] = [KINDS["ngrams"].load_plugin().identity(where) for where in tables if where]
-    known["target"] = options.target and fingerprint_of(options.target)
+    target = asdict(open_target(options.target).fingerprint) if options.target else None
+    known["target"] = target and {name: target[name] for name in target if name not in ("target", "revision")}
     files = [Path(one.partition("=")[2]) for one in options.prompts]
     files += [Path(file) for file in (options.transcripts,) if file]
     known["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
@@ -137,11 +141,6 @@ def digests_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------------------- keeping
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = read_json(path, "results of a paper", "give another --out")
-    return record
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -213,12 +212,6 @@ def entry_of(
     }
 
 
-def fingerprint_of(target: str) -> dict[str, Any]:
-    """What knows a target wherever it lies."""
-    return {key: value for key, value in asdict(open_target(target).fingerprint).items()
-            if key not in ("target", "revision")}  # fmt: skip
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One entry, measured and written; returns all that is known of the paper. Raises `UserError`."""
     tables = chosen(options)
@@ -226,7 +219,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     measure_all(
         bench, list(tables.values()), prompts, options.work, minutes=options.minutes, timed_prompts=options.timed
     )
-    record = read_record(options.out) if options.out.exists() else {"paper": options.paper, "entries": {}}
+    record: Any = {"paper": options.paper, "entries": {}}
+    record = read_json(options.out, "results of a paper", AGAIN) if options.out.exists() else record
     old = record["entries"].get(options.label, {"tables": {}, "asked": {}})
     keys = {name: {row.name: key_of(row) for row in runnable([table])} for name, table in tables.items()}
     found = {**old["tables"], **{name: described(table, keys[name]) for name, table in tables.items()}}
@@ -247,7 +241,7 @@ def judge_again(options: argparse.Namespace) -> dict[str, Any]:
     given = [name for name in ("target", "transcripts", "tables", "label") if getattr(options, name)]
     require(not given, "judge", True, f"without --{' or --'.join(given)}: it judges all that --out has")
     out = options.out or RESULTS / f"paper_{options.paper}.json"
-    record, verdicts = read_record(out), Counter[str]()
+    record, verdicts = read_json(out, "results of a paper", AGAIN), Counter[str]()
     for label, entry in record["entries"].items():
         counts = read_kept(counts_file(out, options.paper, label))
         record["entries"][label] = judge_entry(entry, counts)

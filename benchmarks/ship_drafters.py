@@ -102,15 +102,10 @@ def ship_head(head: CalibrationHead, source: Path, to: Path, drafter_sha256: str
     save_calibration(to, head, drafter_sha256, facts)
 
 
-def ship_table(source: Path, to: Path, dtype: torch.dtype) -> None:
-    """Write the n-gram table in `source`; `dtype` is not used."""
-    TrigramTable.open(source).save(to)
-
-
 SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
     "eesd": ship_early_exit,
     "small_lm": ship_small_lm,
-    "trigrams": ship_table,
+    "trigrams": lambda source, to, _: TrigramTable.open(source).save(to),
 }
 
 

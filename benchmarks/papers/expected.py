@@ -57,15 +57,11 @@ def by_rank(p: Tensor, q: Tensor, said: Tensor, numbers: Tensor, *, replace: boo
         left = rejected.sum(-1, keepdim=True)
         chance = chance * left[:, 0]
         if not naive:
-            r = _share((r - q).clamp(min=0), left)
+            r = (r - q).clamp(min=0) / left.clamp(min=1e-300)
         if not replace:
             q = q.scatter(-1, invert(rejected, column[:, None]).clamp(min=0), 0.0)
-            q = _share(q, q.sum(-1, keepdim=True))
+            q = q / q.sum(-1, keepdim=True).clamp(min=1e-300)
     return torch.stack(found, -1)
-
-
-def _share(rows: Tensor, whole: Tensor) -> Tensor:
-    return rows / whole.clamp(min=1e-300)
 
 
 def rounds_of(accepted: np.ndarray, widths: Sequence[int], most: int) -> dict[str, float]:

@@ -42,15 +42,11 @@ class Drafts:
         """The token graph; tau=0: TSD. Only drafting has a depth, as in the paper: copies may be deeper."""
         shape = {"nodes": NODES[self.source], "deep_copies": tau > 0, **LARGE, **settings}
         structure = StructureConfig(kind="token_graph", tau=tau, **shape)
-        return MethodConfig(source=self.source, structure=structure, **self._own)
+        return MethodConfig(source=self.source, structure=structure, skip=self.skip)
 
     def ssd(self, theta_prob: float = 0.2) -> MethodConfig:
         stop = StopConfig(rule="confidence", threshold=theta_prob, max_draft=10)
-        return MethodConfig(source=self.source, stop=stop, **self._own)
-
-    @property
-    def _own(self) -> dict[str, Any]:
-        return {} if self.skip is None else {"skip": self.skip}
+        return MethodConfig(source=self.source, stop=stop, skip=self.skip)
 
 
 def drafts_of(options: Any) -> Drafts:

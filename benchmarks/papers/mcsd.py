@@ -32,12 +32,8 @@ SHOWN = ("tau", "per_round", "speedup")
 
 
 def tree(config: str, draw: Any = "without_replacement", verify: Any = "auto") -> MethodConfig:
-    shape = StructureConfig(kind="k_config", widths=widths(config), draw=draw)
+    shape = StructureConfig(kind="k_config", widths=tuple(map(int, config.split("x"))), draw=draw)
     return MethodConfig(source="small_lm", structure=shape, verify=verify)
-
-
-def widths(config: str) -> tuple[int, ...]:
-    return tuple(int(width) for width in config.split("x"))
 
 
 def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:

@@ -295,8 +295,8 @@ def states_of(
 
 def key_of(row: Row) -> str:
     """What a row's counts are kept under: rows that decode alike share them."""
-    parts = [chosen(row.sampling), *([row.other] if row.other else [])]
-    what: Any = [chosen(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
+    own: Any = [chosen(row.method), chosen(row.sampling)] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
+    what = [*own, row.other] if row.other else own
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 

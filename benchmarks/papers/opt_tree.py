@@ -41,10 +41,6 @@ def fixed(shape: str, source: str = "small_lm", **settings: Any) -> MethodConfig
     return MethodConfig(source=source, structure=StructureConfig(kind="static", shape=shape, **settings))
 
 
-def skipping(method: MethodConfig, skip: Sequence[int]) -> MethodConfig:
-    return replace(method, source="skip_layers", skip=tuple(skip))
-
-
 def prepare_rows(bench: Bench, others: Callable[[], list[Asked]], options: Any, tables: Mapping[str, Table]) -> None:
     """Sequoia's trees for Fig. 6, by acceptance on `others`."""
     if "figure_6" not in tables or (options.work / f"sequoia_{SIZES[-1]}.json").exists():
@@ -129,7 +125,7 @@ def strong_drafter(skip: Sequence[int] | None) -> Table:
     return Table(
         title,
         ("tau", "expected", "per_round"),
-        tuple(Row(name, skipping(method, skip)) for name, method in trees.items()),
+        tuple(Row(name, replace(method, source="skip_layers", skip=tuple(skip))) for name, method in trees.items()),
         (
             *(Claim(f"self-speculation: {said}", "tau", own, of=said) for said, own in ranked.items()),
             Claim("OPT-Tree emits more than ten tokens a round", "tau", names[6:], "above", 10.0),
