@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from bench_real import write_entry
 from categories import read_categories
+from record_raw import judged_trainers
 from record_tables import trainers
 from torch import Tensor
 
@@ -43,7 +44,6 @@ from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.rounds import Generation, collect
-from outrider.inference.measure.statistics import acceptance_by_position
 from outrider.train.parts.heldout import WATCHED_DRAFT, supervised_hidden
 
 HERE = Path(__file__).parent
@@ -52,8 +52,9 @@ SHAPE = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "
          "tie_word_embeddings": True, "max_position_embeddings": 2048}  # fmt: skip
 RATES = (1e-3, 3e-3)  # what peers try
 PEERS = {"trl_sft": "trl", "speculators_eagle3": "speculators"}
-OURS = {"outrider": ["objective=cross_entropy"], "outrider_some": ["objective=cross_entropy"], "outrider_eagle3": []}
-HEADS = ("outrider_eagle3", "speculators_eagle3")
+TEXT = ["objective=cross_entropy"]
+OURS = {"outrider": TEXT, "outrider_some": TEXT, "outrider_eagle3": [], "outrider_eagle3_keep": ["keep=0.8"]}
+HEADS = [name for name in (*OURS, *PEERS) if "eagle3" in name]
 Json = dict[str, Any]
 
 
@@ -93,8 +94,8 @@ def here(name: str, options: argparse.Namespace, out: Path, *limit: str) -> Json
     words += [f"data.heldout_fraction={options.heldout_fraction}"]
     words += [f"draft_vocabulary={options.draft_vocabulary}"] * (name in (*HEADS, "outrider_some"))
     if head:
-        words += [f"features={options.work / 'features'}", f"data.max_records={options.head_answers}", "eval_rows=8"]
-        words += [f"draft_steps={STEPS}"]
+        words += [f"features={options.work / f'features_{name}'}", f"data.max_records={options.head_answers}"]
+        words += ["eval_rows=8", f"draft_steps={STEPS}"]
     else:
         words += [f"drafter.{one}" for one in ("tied=true", "layers=2", "hidden=256", "heads=4", "intermediate=704")]
     command = "eagle3" if head else "finetune-drafter"
@@ -172,22 +173,6 @@ def surprise(folder: str, target: OpenTarget, texts: Sequence[tuple[list[int], i
     return {"cross_entropy": -said[known].mean().item(), "can_propose": known.float().mean().item()}
 
 
-def figures(by_arm: Mapping[str, Sequence[Generation]]) -> dict[str, Json]:
-    """τ and acceptance of every arm; its τ - 1 over ours of the same kind, with intervals over the same prompts."""
-    found, gains, count = dict[str, Json](), dict[str, Any](), len(next(iter(by_arm.values())))
-    picked = np.vstack([np.arange(count), np.random.default_rng(0).integers(count, size=(2000, count))])
-    for name, made in by_arm.items():
-        told = np.array([[sum(len(r.tokens) for r in one.rounds), len(one.rounds)] for one in made])[picked].sum(1)
-        gains[name] = told[:, 0] / told[:, 1] - 1  # the first one is of all prompts
-    for name, gain in gains.items():
-        ratio = gain / np.maximum(gains.get("outrider_eagle3" if name in HEADS else "outrider", gain), 1e-9)
-        for key, drawn in (("tau", 1 + gain), ("gain_over_ours", ratio)):
-            low, high = np.quantile(drawn[1:], [0.025, 0.975])
-            found.setdefault(name, {})[key] = {"value": float(drawn[0]), "ci95": [float(low), float(high)]}
-        found[name]["accepted"] = [row["accepted"] for row in acceptance_by_position(by_arm[name])]
-    return found
-
-
 def record(options: argparse.Namespace) -> None:
     """Train what is not trained yet, measure every arm and write --out. Raises `UserError`."""
     target = open_target(options.target)
@@ -200,18 +185,16 @@ def record(options: argparse.Namespace) -> None:
     every: Any = [target.tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in talks]
     prompts = [one for one in every if len(one) <= SEQ_LEN]
     made = {name: decoded(name, options, prompts) for name in arms}
-    texts_of = {name: [one.tokens for one in each] for name, each in made.items()}
-    first = texts_of[options.arms[0]]
-    require(all(each == first for each in texts_of.values()), "dtype", "float32", "one text whatever drafts")
+    first, *others = ([one.tokens for one in each] for each in made.values())
+    require(all(each == first for each in others), "dtype", "float32", "one text whatever drafts")
     answers = [([*prompt, *text], len(prompt)) for prompt, text in zip(prompts, first, strict=True)]
-    judged = figures(made)
-    for name in arms:
-        arms[name] |= judged[name]
+    for name, each in made.items():
+        arms[name]["rounds"] = [[(len(r.tokens), r.depth, r.accepted) for r in one.rounds] for one in each]
         arms[name] |= {} if name in HEADS else surprise(str(options.where(name)), target, answers)
     told = ("target", "answers", "prompts", "minutes", "threads", "trial_steps", "head_answers", "new_tokens")
     entry = {"machine": describe_machine("cpu"), "made_with": provenance(), "measured_prompts": len(prompts)}
-    entry |= {key: getattr(options, key) for key in told} | {"arms": arms}
-    write_entry(options.out, f"{options.minutes:g} minutes", entry)
+    entry |= {key: getattr(options, key) for key in told} | {"arms": judged_trainers(arms)}
+    write_entry(options.out, f"{options.minutes:g} minutes{options.label}", entry)
     print(trainers(entry))
 
 
@@ -225,6 +208,7 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], metavar="PEER=FILE", help="trl=…, speculators=…")
     parser.add_argument("--arms", nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--label", default="", help="what the entry's name has after its minutes")
     parser.add_argument("--trial-steps", type=int, default=60, help="of each learning rate of a peer")
     parser.add_argument("--head-answers", type=int, default=400, help="records that the heads learn from")
     parser.add_argument("--heldout-fraction", type=float, default=0.05, help="of the answers: no arm learns from them")

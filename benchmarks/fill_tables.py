@@ -36,7 +36,7 @@ from figures import INTERVAL, RESULTS, check, intervals, records
 from papers.judging import judge_entry
 from papers.keeping import counts_file, read_kept
 from papers.writing import markdown, measured
-from record_raw import entry_of, figures_of_requests, of_requests, raw_file, read_raw
+from record_raw import entry_of, figures_of_requests, judged_trainers, of_requests, raw_file, read_raw
 from record_tables import by_dtype, layouts, requests, summary, tables, trainers
 
 from outrider.base.words import Columns, filled
@@ -139,6 +139,8 @@ def again_of(known: Mapping[str, Any], raw: Mapping[str, Mapping[str, Any]]) -> 
         for label, entry in content.get("entries", {}).items():
             if "turns" in entry:
                 yield name, label, entry["arms"], figures_of_requests(entry)
+            if any("rounds" in arm for arm in entry.get("arms", {}).values()):
+                yield name, label, entry["arms"], judged_trainers(entry["arms"])
         every = content["turns"] if isinstance(content.get("turns"), list) else []
         for arm, count in {(turn["arm"], turn["in_flight"]): 0 for turn in every}:
             turns = [turn for turn in every if (turn["arm"], turn["in_flight"]) == (arm, count)]

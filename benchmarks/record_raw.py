@@ -28,7 +28,7 @@ from outrider.inference.measure.speed import (
     speedups_over_baselines,
     tokens_per_second,
 )
-from outrider.inference.measure.statistics import bootstrap_median, decode_statistics
+from outrider.inference.measure.statistics import acceptance_by_position, bootstrap_median, decode_statistics
 
 PLAIN = "outrider"  # the arm of bench_batch.py that the others are compared with
 Json = dict[str, Any]
@@ -183,3 +183,24 @@ def figures_of_requests(entry: Mapping[str, Any]) -> dict[str, dict[str, Json]]:
     whole = {name: own for name, own in of.items() if all(len(one) == entry["parts"] for one in own.values())}
     return {name: {str(count): of_arm(turns, whole[PLAIN][count]) for count, turns in own.items()}
             for name, own in whole.items() if PLAIN in whole}  # fmt: skip
+
+
+def judged_trainers(arms: Mapping[str, Json]) -> dict[str, Json]:
+    """Every trainer with τ and acceptance, and its τ - 1 over ours of the same kind; intervals are over prompts. Of a
+    prompt `rounds` has every round's tokens, depth of the draft and accepted tokens."""
+    found, count = {name: {**arm} for name, arm in arms.items()}, len(next(iter(arms.values()))["rounds"])
+    picked = np.vstack([np.arange(count), np.random.default_rng(0).integers(count, size=(2000, count))])
+    gains = dict[str, Any]()
+    for name, arm in arms.items():
+        told = np.array([[sum(tokens for tokens, *_ in text), len(text)] for text in arm["rounds"]])[picked].sum(1)
+        gains[name] = told[:, 0] / told[:, 1] - 1  # the first one is of all prompts
+        rounds = tuple(Round((), depth, done, depth, 0.0) for text in arm["rounds"] for _, depth, done in text)
+        found[name]["accepted"] = [
+            one["accepted"] for one in acceptance_by_position([Generation((), 0.0, 0.0, rounds)])
+        ]
+    for name, gain in gains.items():
+        ratio = gain / np.maximum(gains.get("outrider_eagle3" if "eagle3" in name else "outrider", gain), 1e-9)
+        for key, drawn in (("tau", 1 + gain), ("gain_over_ours", ratio)):
+            low, high = np.quantile(drawn[1:], [0.025, 0.975])
+            found[name][key] = {"value": float(drawn[0]), "ci95": [float(low), float(high)]}
+    return found

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.core.rounds import Generation, Round
 from tests.tiny import byte_tokenizer, save_target
 from tests.train.jobs import CHAT, save_responses
 
@@ -37,7 +36,7 @@ def test_a_peer_that_hands_over_the_target_is_never_rejected(tmp_path: Path) -> 
         target=str(path), answers=f"{tmp_path}/answers/responses-*.jsonl", work=tmp_path / "work", threads=1, minutes=1,
         prompts=[f"one={tmp_path}/prompts.jsonl"], out=tmp_path / "out.json", per_category=2,
         arms=["trl_sft"], python=[f"trl={python}"], trial_steps=9, head_answers=9, new_tokens=12, draft_vocabulary=99,
-        heldout_fraction=0.05,
+        heldout_fraction=0.05, label="",
     )  # fmt: skip
     bench_trainers.record(options)
     entry, target = json.loads(options.out.read_text())["entries"]["1 minutes"], open_target(str(path))
@@ -54,12 +53,11 @@ def test_a_peer_that_hands_over_the_target_is_never_rejected(tmp_path: Path) -> 
 
 
 def test_the_ratio_is_of_gains_and_the_first_steps_are_not_counted() -> None:
-    import bench_trainers
     import trainer_peers
+    from record_raw import judged_trainers
 
-    made = [[Generation((), 0.0, 0.0, (Round((1,) * (1 + most * n), 4, most, 4, 0.0),)) for n in (1, 2, 1)]
-            for most in (1, 2)]  # fmt: skip
-    _, found = bench_trainers.figures(dict(zip(("outrider", "trl_sft"), made, strict=True))).values()
+    made = [{"rounds": [[(1 + most * n, 4, most)] for n in (1, 2, 1)]} for most in (1, 2)]
+    _, found = judged_trainers(dict(zip(("outrider", "trl_sft"), made, strict=True))).values()
     assert [(gain := found["gain_over_ours"])["value"], *gain["ci95"]] == pytest.approx([2.0] * 3)
     clock = trainer_peers.Clock({"steps": 10})
     for done in range(trainer_peers.WARM + 10):
