@@ -230,6 +230,9 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     meta = read_meta(file.parent)
     file.write_text(file.read_text().replace(meta.fingerprint.target, str(folder / TARGET)))
     require_named(file, read, capsys, 150)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "parallel": 1}))
+    with pytest.raises(UserError, match="parallel=1"):
+        read()
 
 
 def test_calibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

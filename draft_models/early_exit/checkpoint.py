@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Ge
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -55,7 +56,7 @@ class DrafterMeta:
     exit_depth: Count = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
-    parallel: Count | None = None  # tokens that it drafts in one pass; null: one
+    parallel: Annotated[int, Ge(2)] | None = None  # tokens that it drafts in one pass; null: one
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
