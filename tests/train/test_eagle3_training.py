@@ -49,7 +49,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
     assert PLUGIN.trained(str(tmp_path / "out")).seconds == record["training_seconds"] > 0
     card = (tmp_path / "out" / CARD_FILE).read_text()
-    assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'} " in card
+    assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'}\n" in card
     assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card
 
     head = open_head(str(tmp_path / "out"), load_config(str(sure))).load(torch.float32)
