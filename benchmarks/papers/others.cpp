@@ -106,10 +106,6 @@ extern "C" int draft(const int32_t * ids, int count, int32_t * found) {
 #include "suffix_automaton.cpp"
 #include "trie.cpp"
 
-#if !defined(MATCH)
-#define MATCH "BFS"
-#endif
-
 using namespace sglang::ngram;
 
 static std::unique_ptr<Ngram> program = [] {
@@ -119,7 +115,7 @@ static std::unique_ptr<Ngram> program = [] {
     given.max_trie_depth = 18;
     given.draft_token_num = SGLANG + 1;  // with the last token of the text
     given.external_sam_budget = CORPUS;
-    given.match_type = MATCH;
+    given.match_type = "BFS";
     auto made = std::make_unique<Ngram>(1 << 20, given);  // more nodes than the trie of a text can have
     made->startExternalCorpusLoad();
     return made;

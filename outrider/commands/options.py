@@ -67,7 +67,7 @@ def store_composed(words: Sequence[str]) -> None:
         key, _, value = word.partition("=")
         chosen = key.lstrip("+").partition("@")[0]
         named = OverridesParser.create().parse_overrides([word])[0].value() if (CONF_DIR / chosen).is_dir() else ""
-        if any(one is None or isinstance(one, int | float) for one in (named if isinstance(named, list) else [named])):
+        if any(isinstance(one, int | float | dict | None) for one in (named if isinstance(named, list) else [named])):
             raise MissingConfigException(word, f"{chosen}/{value}")
         for name in _COMPOSED.findall(value) if chosen == "method" else ():
             group, _, last = f"method/{name}".rpartition("/")

@@ -223,6 +223,7 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
     [
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
         ("expriment=x", "expriment: no such option; did you mean 'experiment'? Allowed here: "),
+        ("experiment={eesd:demo}", "experiment={eesd:demo}: no such choice; did you mean 'eesd/demo'?"),
         ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
         ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
         ("data=null", "data=null: no such choice. There are local, "),
