@@ -1,4 +1,4 @@
-"""The shape of the house in numbers that may only fall; shape.json has them.
+"""The shape of the house in numbers that may only fall; shape.json has them, names.json the vague names by folder.
 
 A commit that raises one has to add an entry to docs/decisions.md, which says what was removed for it. Imports are those
 at the top of a module, without `TYPE_CHECKING`: what runs when it is imported; late ones are counted by themselves.
@@ -8,6 +8,7 @@ import ast
 import json
 import re
 import subprocess
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,6 +20,12 @@ from outrider.base.run_dirs import FOLDERS
 ROOT = Path(__file__).parent.parent
 BARS = ROOT / "tests" / "shape.json"  # at most; lower one whenever it is beaten
 MOST: dict[str, int] = json.loads(BARS.read_text("utf-8"))
+NAMES = ROOT / "tests" / "names.json"  # of each folder, how many bound names say nothing; a folder without a number: 0
+MOST_VAGUE: dict[str, int] = json.loads(NAMES.read_text("utf-8"))
+VAGUE = re.compile(
+    "_*(found|given|known|made|kept|said|own|places?|taken|told|asked|others?|wanted|one|each|rest|left|done|whole|some"
+    "|now|named|placed|shown|few|both|every|theirs|mine|its|ours)_*"
+)
 DECISIONS = "docs/decisions.md"
 Graph = dict[str, set[str]]
 
@@ -121,6 +128,36 @@ def test_nothing_grows(what: str) -> None:
     assert measured()[what] <= MOST[what]
 
 
+def bound_names(source: str) -> list[str]:
+    """Every name that the source binds: assignments, loop variables, arguments, functions."""
+    nodes = [*ast.walk(ast.parse(source))]
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    names += [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return names + [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@cache
+def vague_names() -> Counter[str]:
+    """How many names of each folder are a participle, a pronoun or an adverb alone, which says nothing of a value."""
+    counts: Counter[str] = Counter()
+    for file in sources().values():
+        names = bound_names(file.read_text("utf-8"))
+        counts[file.parent.relative_to(ROOT).as_posix()] += sum(VAGUE.fullmatch(name) is not None for name in names)
+    return counts
+
+
+@pytest.mark.parametrize("folder", sorted({*MOST_VAGUE, *vague_names()}))
+def test_no_name_more_says_nothing(folder: str) -> None:
+    assert vague_names()[folder] <= MOST_VAGUE.get(folder, 0), f"{folder}: name the thing; see CONTRIBUTING, Rules"
+
+
+def test_a_vague_name_is_seen_wherever_it_is_bound() -> None:
+    source = "found = 1\nfor place in x: own: int = 2\ndef said(given, *kept, rows): (a, _left) = 1, 2"
+    vague = [name for name in bound_names(source) if VAGUE.fullmatch(name)]
+    assert {*vague} == {"found", "place", "own", "said", "given", "kept", "_left"}
+    assert not [name for name in bound_names("rows = found.place\nx.own = said(given=3)") if VAGUE.fullmatch(name)]
+
+
 def git(*words: str) -> str:
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else ""
@@ -133,14 +170,15 @@ def raised(before: str, now: str, decisions: str) -> list[str]:
     return [] if re.search(r"^\+## ", decisions, re.MULTILINE) else grown
 
 
-def test_no_commit_raises_a_number_without_a_decision() -> None:
+@pytest.mark.parametrize("file", [BARS, NAMES])
+def test_no_commit_raises_a_number_without_a_decision(file: Path) -> None:
     """Of the commits that are here; a shallow clone has few."""
-    name = BARS.relative_to(ROOT).as_posix()
+    name = file.relative_to(ROOT).as_posix()
     for commit in git("log", "--format=%H", "--", name).split():
         if before := git("show", f"{commit}~:{name}"):
             changed = git("diff", f"{commit}~", commit, "--", DECISIONS)
             assert not raised(before, git("show", f"{commit}:{name}"), changed), commit
-    assert not raised(git("show", f"HEAD:{name}"), BARS.read_text("utf-8"), git("diff", "HEAD", "--", DECISIONS))
+    assert not raised(git("show", f"HEAD:{name}"), file.read_text("utf-8"), git("diff", "HEAD", "--", DECISIONS))
 
 
 def test_a_raised_number_is_seen() -> None:
