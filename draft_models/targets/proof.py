@@ -1,9 +1,10 @@
 """The check of a target or drafter at load. Its tensors must be those that transformers loads from the same place. Its
 logits must be the same when this toolkit runs it and when its own forward does."""
 
-import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,17 @@ from outrider.draft_models.targets.model_files import (
     spec_of,
 )
 from outrider.draft_models.targets.model_spec import LayerCall, context_limit
+from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.stack import WholeModel
 from outrider.draft_models.targets.target import Target
 
 # Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32, rounding
-# stays below a tenth of it; an ignored quirk, a wrong position or a visible sibling exceeds it by far. In 16 bits it
-# catches gross errors only.
-EXACT, ROUNDED = 1e-4, 0.1
-LARGEST_COPY = 2 * 2**30  # bytes of the largest float32 copy that is made
+# stays below a tenth of it; an ignored quirk, a wrong position or a visible sibling exceeds it by far.
+EXACT = 1e-4
+HALVES = (torch.bfloat16, torch.float16)
+LARGEST_COPY = 2 * 2**30  # bytes of the largest second copy of a model that is made
 LONGEST_WINDOW = 4096  # tokens of the largest window that a text is made to exceed
-FEW_TOKENS = 4096  # vocabulary size of a copy of some layers
+FEW_TOKENS = 4096  # vocabulary size of a model of 16 bits while it is compared
 SHORT = 12  # tokens of a text that exceeds no window
 
 
@@ -55,43 +57,85 @@ def prove_weights(model: PreTrainedModel, layers: Sequence[int], theirs: PreTrai
             )
 
 
-def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY, few: int = FEW_TOKENS) -> None:
+def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY, vocabulary: int = FEW_TOKENS) -> None:
     """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_difference`).
 
-    Weights of 16 bits are compared in float32. If a copy of the whole is too large, a copy of some layers is compared
-    (see `_one_of_each_kind`), and the whole coarsely. name: the model's option and value, for the message.
-    largest: bytes of a whole copy. few: vocabulary size of a copy of some layers.
+    Both compute in float32, at every size (see `_in_float32`): in 16 bits no bound would tell a fault from rounding. A
+    text that exceeds a window is long, so where the float32 weights are more than `largest` bytes it runs through one
+    layer of each kind (see `_one_of_each_kind`). name: the model's option and value, for the message.
     """
-    floats = sum(parameter.numel() for parameter in model.parameters())
-    codes = sum(buffer.nbytes for buffer in model.buffers())  # of an int8 model: they are not converted
-    if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
-        _prove_layers(model, name, EXACT)
-    elif 4 * floats + codes <= largest:
-        _prove_layers(copy.deepcopy(model).float(), name, EXACT)
-    else:
-        _prove_layers(model, name, ROUNDED)
-        _prove_layers(_one_of_each_kind(model, few), name, EXACT)
-
-
-def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
-    stack = layer_stack(model)
-    for length in counted(_lengths(model.config, stack.windows), f"comparing {name} with its own forward", "texts"):
+    short, *beyond = _lengths(model.config, layer_stack(model).windows)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    for length in counted([short, *beyond], f"comparing {name} with its own forward", "texts"):
+        compared = model if length == short or size <= largest else _one_of_each_kind(model)
         try:
-            with stock_attention(model, "eager"):
-                expected = _expected(model, length)
-            difference, place = _difference(stack, expected, _ids(model, length))
+            with _in_float32(compared, vocabulary), stock_attention(compared, "eager"):
+                ids = _ids(compared, length)
+                expected = _expected(compared, ids)
+            with _in_float32(compared, vocabulary):
+                difference, position = _difference(layer_stack(compared), expected, ids)
         except Exception as error:  # any error of an architecture whose code does not support this
             raise NotByLayersError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
-        if not difference <= allowed:  # also true for NaN
+        if not difference <= EXACT:  # also true for NaN
             raise NotByLayersError(
                 f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
-                f"spread at {place} (rounding: up to {allowed:.0e}), so its forward has an unknown step. "
+                f"spread at {position} (rounding: up to {EXACT:.0e}), so its forward has an unknown step. "
                 "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
             )
 
 
-def _one_of_each_kind(model: PreTrainedModel, few: int = FEW_TOKENS) -> PreTrainedModel:
-    """A float32 copy of `model` with the first layer of every kind, in their order, and its first `few` tokens.
+@contextmanager
+def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
+    """Context manager: a `model` of 16 bits computes in float32, and has the first `vocabulary` tokens only.
+
+    A decoder layer's weights are float32 while it runs and no longer, so one of them takes memory at a time. A draft
+    vocabulary keeps all of its tokens.
+    """
+    if next(model.parameters()).dtype not in HALVES:
+        yield
+        return
+    embed, config = model.get_input_embeddings(), model.config.get_text_config()
+    assert isinstance(embed, nn.Embedding)
+    rows = config.vocab_size if draft_vocabulary_of(model) else min(vocabulary, config.vocab_size)
+    layers = decoder_layers(model)
+    inside = {id(tensor) for tensor in _halves(layers)}
+    by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
+    outer = [tensor for tensor in _halves(model) if id(tensor) not in inside]
+    stored = [(tensor, tensor.data) for tensor in outer]
+    padding, size = embed.padding_idx, config.vocab_size
+    of_layers: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def widen(layer: nn.Module, *_: object) -> None:
+        of_layers[layer] = [(tensor, tensor.data) for tensor in _halves(layer)]
+        for tensor, data in of_layers[layer]:
+            tensor.data = data.float()
+
+    def restore(layer: nn.Module, *_: object) -> None:
+        for tensor, data in of_layers.pop(layer):
+            tensor.data = data
+
+    hooks = [layer.register_forward_pre_hook(widen) for layer in layers]
+    hooks += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
+    try:
+        embed.padding_idx, config.vocab_size = None, rows
+        for tensor, data in stored:
+            tensor.data = (data[:rows] if id(tensor) in by_token else data).float()
+        yield
+    finally:
+        embed.padding_idx, config.vocab_size = padding, size
+        for tensor, data in stored:
+            tensor.data = data
+        for hook in hooks:
+            hook.remove()
+
+
+def _halves(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of 16 bits in `module`."""
+    return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.dtype in HALVES]
+
+
+def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with the first layer of every kind only, in their order; they share its weights.
 
     Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
     consist of the same modules with the same switches: bools, strings and None.
@@ -99,20 +143,13 @@ def _one_of_each_kind(model: PreTrainedModel, few: int = FEW_TOKENS) -> PreTrain
     first: dict[tuple[LayerCall, str, str], int] = {}
     by_layer = settings_by_layer(model.config).values()
     for index, (layer, call) in enumerate(zip(decoder_layers(model), spec_of(model).calls, strict=True)):
-        made_of = [
-            (type(module), sorted(one for one in vars(module).items() if type(one[1]) in (bool, str, type(None))))
+        modules = [
+            (type(module), sorted(item for item in vars(module).items() if type(item[1]) in (bool, str, type(None))))
             for module in layer.modules()
         ]
-        first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
-    embed = model.get_input_embeddings()
-    outer = [*embed.parameters(), *model.get_output_embeddings().parameters()]
-    cut: dict[int, object] = {id(weight): nn.Parameter(weight[:few].detach().float(), False) for weight in outer}
-    copied = pick_layers(model, list(first.values()), cut).float()
-    own = copied.get_input_embeddings()
-    assert isinstance(own, nn.Embedding)
-    own.num_embeddings, own.padding_idx = len(own.weight), None
-    copied.config.get_text_config().vocab_size = len(own.weight)
-    return copied
+        first.setdefault((call, str([values[index] for values in by_layer]), str(modules)), index)
+    shared: dict[int, object] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
+    return pick_layers(model, list(first.values()), shared)
 
 
 def prove_rows(lm: WholeModel) -> None:
@@ -125,7 +162,8 @@ def prove_rows(lm: WholeModel) -> None:
     windows = [value for name, value in settings if "window" in name and type(value) is int]
     for length in _lengths(lm.config, windows):
         try:
-            difference, place = _difference(lm, _expected(lm.model, length), _ids(lm.model, length))
+            ids = _ids(lm.model, length)
+            difference, position = _difference(lm, _expected(lm.model, ids), ids)
         except UserError:
             raise
         except Exception as error:  # as above
@@ -135,7 +173,7 @@ def prove_rows(lm: WholeModel) -> None:
         if not difference <= EXACT:
             raise UserError(
                 f"its logits for a tree differ from those of each path alone by {difference:.1g} of their spread at "
-                f"{place} (rounding: up to {EXACT:.0e}), so it does not go by the given mask and positions"
+                f"{position} (rounding: up to {EXACT:.0e}), so it does not go by the given mask and positions"
             )
 
 
@@ -165,15 +203,14 @@ def _ids(model: PreTrainedModel, length: int) -> Tensor:
 
 
 @torch.inference_mode()
-def _expected(model: PreTrainedModel, length: int) -> Tensor:
+def _expected(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of the model's own forward at prompt, root, dropped, kept and follower, each after its path as text."""
-    ids = _ids(model, length)
-    *prompt, root, dropped, kept, follower = range(length + 4)
-    paths = [[*prompt, root, dropped], [*prompt, root, kept, follower]]
-    first, second = (model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths)
+    *prompt, root, dropped, kept, follower = range(len(ids))
+    paths = [[*prompt, root, dropped, dropped], [*prompt, root, kept, follower]]  # dropped once more: of equal length
+    first, second = model(input_ids=ids[torch.tensor(paths)], use_cache=False).logits
     if torch.cat([first, second]).isnan().any():
         raise UserError("its logits are no numbers (NaN), so its weights are damaged: save or fetch it again")
-    return torch.cat([first, second[length + 1 :]])
+    return torch.cat([first[:-1], second[len(prompt) + 1 :]])
 
 
 @torch.inference_mode()
