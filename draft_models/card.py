@@ -6,6 +6,7 @@ from pathlib import Path
 from outrider.base.errors import warn
 from outrider.base.files import is_local, write_atomically
 from outrider.base.words import Shown
+from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.settings import EAGLE3
 
 CARD_FILE = "README.md"
@@ -21,7 +22,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     facts: one line each. If "tau", or without it "tau_analytic", is below `LEAST_TAU`, card and log have a warning.
     Paths are relative if the command's were, so the lines work in the directory where the command ran.
     """
-    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    listed = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
     tau, filled = facts.get("tau", facts.get("tau_analytic")), {"path": Shown(path), "target": Shown(target)}
     useless = isinstance(tau, float) and tau < LEAST_TAU
@@ -29,7 +30,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
-        f"{TITLE}{target}",
+        f"{TITLE}{model_name(target)}",
         *([_USELESS.format(tau=tau)] if useless else []),
         use.format(**filled),
         f"## How it was made\n\n{listed}",

@@ -27,6 +27,7 @@ from outrider.base.progress import Stage, counted
 from outrider.base.settings import construct
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.draft_models.card import add_report
+from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.core.rounds import Clock
 from outrider.inference.core.target_session import Runtime
@@ -341,6 +342,7 @@ def _facts(
     runs = done.values()
     return {
         "target": setup.target.source,
+        "model": model_name(setup.target.source),
         "drafter": " + ".join(config.places.values()) or "none",
         "dtype": setup.numbers,
         "computes_in": setup.floats,

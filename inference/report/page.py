@@ -58,7 +58,7 @@ def make_page(
     loader = FileSystemLoader(HERE)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html").render(
-        title=f"Outrider: how fast {methods} decode {Path(first['target']).name}",
+        title=f"Outrider: how fast {methods} decode {first['model']}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
         busy=busy_sentences(first), verdict=recommendation(reports), conditions=conditions(reports),
         gained=gained, whole=whole, counted=counted_table(reports), served=served_table(reports),

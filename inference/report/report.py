@@ -181,7 +181,7 @@ def markdown(reports: Sequence[Report]) -> str:
     """report.md: the tables of the methods, and sentences on each method."""
     first, judged, doctor = reports[0], judged_table(reports), doctor_lines(reports[0])
     lines = [
-        f"# {first['drafter']} on {first['target']}",
+        f"# {first['drafter']} on {first['model']}",
         *(f"**{busy}**" for busy in wording.busy_sentences(first)),
         f"**Verdict:** {wording.recommendation(reports)}",
         wording.conditions(reports),

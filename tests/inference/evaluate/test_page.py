@@ -136,7 +136,7 @@ def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
 
 def test_no_text_of_a_model_becomes_markup(alone: EvaluateConfig) -> None:
     reports, results = kept(alone)
-    evil = [{**report, "target": EVIL} for report in reports]
+    evil = [{**report, "target": EVIL, "model": EVIL} for report in reports]
     page = Page(make_page(evil, results, lambda ids: EVIL * len(ids)))
     assert [name for name, _ in page.elements if name in ("script", "img")] == ["script"] * 2
     text, shown = page.texts["0/chain"], results[0].shown["chain"]
@@ -243,7 +243,10 @@ def test_a_window_shows_the_verdict_first_and_never_scrolls_sideways(
     """Twelve methods, a long name, a busy machine, and every table unfolded."""
     reports, results = kept(alone)
     busy = machine_load([0.34], [4.0], cores=2)
-    many = [{**report, "target": "/a/long/name/" * 9, "load": busy, "speedup": WIDE} for report in reports] * 6
+    many = [
+        {**report, "target": "/a/long/name/" * 9, "model": "a-long-name" * 9, "load": busy, "speedup": WIDE}
+        for report in reports
+    ] * 6
     page = make_page(many, results, decode, save_plots(tmp_path, many)).replace("</body>", MEASURE + "</body>")
     (tmp_path / "report.html").write_text(page)
     (tmp_path / "frame.html").write_text(FRAME.format(width))

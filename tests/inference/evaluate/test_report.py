@@ -175,7 +175,7 @@ def results() -> list[PromptResult]:
 
 def facts() -> dict[str, object]:
     return {
-        "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
+        "target": "T", "model": "M", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
         "processes": 1,
         "temperature": 0.0, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
     }  # fmt: skip

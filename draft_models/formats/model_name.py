@@ -1,0 +1,45 @@
+"""The name of a model, for people and for a server's clients."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from outrider.base.errors import UserError
+from outrider.base.files import is_local, read_mapping, write_json
+from outrider.draft_models.formats.gguf_file import find_gguf, open_gguf
+
+CONFIG_FILE, FIELD = "config.json", "_name_or_path"
+_SNAPSHOT = re.compile(r"models--(.+?)--(.+?)/snapshots/[^/]+$")  # of a Hub repository, in the Hub's cache
+_HUB_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")  # others are paths on the machine where the model was saved
+
+
+def model_name(source: str) -> str:
+    """The name of the model in `source`, a directory, GGUF file or Hub name. Reads no weights, and never fails.
+
+    It is the Hub's name, that of the Hub's snapshot, a GGUF file's general.name, or `FIELD` of `CONFIG_FILE`. A model
+    that states none is called as its file or directory.
+    """
+    if not is_local(source):
+        return source
+    path = Path(source).expanduser().absolute()
+    snapshot = _SNAPSHOT.search(path.as_posix())
+    if snapshot is not None:
+        return f"{snapshot[1]}/{snapshot[2]}"
+    in_files: object = None
+    with suppress(UserError, OSError):
+        in_files = _name_in_files(path)
+    name = " ".join(in_files.split()) if isinstance(in_files, str) else ""
+    return name if re.search(r"\w", name) else path.name.removesuffix(".gguf") or source
+
+
+def write_name(folder: Path, name: str) -> None:
+    """State the name of the model in `folder`, a Hugging Face directory."""
+    config = read_mapping(folder / CONFIG_FILE, "description of a model", "make the model again")
+    write_json(folder / CONFIG_FILE, config | {FIELD: name})
+
+
+def _name_in_files(path: Path) -> object:
+    if (gguf := find_gguf(str(path))) is not None:
+        return open_gguf(gguf).metadata.get("general.name")
+    field = read_mapping(path / CONFIG_FILE, "description of a model", "").get(FIELD)
+    return field if isinstance(field, str) and _HUB_NAME.fullmatch(field) else None
