@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.base.errors import UserError
+from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,5 +65,4 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     import gpu_record
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="a GPU; or --rehearse"):
-        gpu_record.record(asked(tmp_path, rehearse=False, target="x", prompts=["a=b"]))
+    refusal("a GPU; or --rehearse", gpu_record.record, asked(tmp_path, rehearse=False, target="x", prompts=["a=b"]))

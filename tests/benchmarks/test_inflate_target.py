@@ -13,6 +13,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
 from outrider.inference.settings.method import MethodConfig, StopConfig
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer, random_prompt, save_exit, save_target, shake_norms_and_biases, unproven
 
 TOLERANCE = 1e-5
@@ -161,8 +162,7 @@ def test_acceptance_is_equal_round_by_round(drafted: dict[str, Path], tmp_path: 
         assert sum(accepted for *_, accepted, _ in first[name]) >= 2, name
     with pytest.raises(UserError, match="trained for another target"):
         inflate_early_exit(drafted[EARLY_EXIT], tmp_path / "no", after, after, Inflation(shape, shape))
-    with pytest.raises(UserError, match="not empty"):
-        inflate(str(drafted[TARGET]), shape, out)
+    refusal("not empty", inflate, str(drafted[TARGET]), shape, out)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,5 @@ def test_what_cannot_be_inflated_is_refused(
     from inflate_target import SHAPES, inflate
 
     source = save_target(tmp_path / "source", architecture, **changes)
-    with pytest.raises(UserError, match=said):
-        inflate(str(source), SHAPES["tiny-test"], tmp_path / "out")
+    refusal(said, inflate, str(source), SHAPES["tiny-test"], tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.base.errors import UserError
 from outrider.inference.settings.kinds import KINDS
+from tests.refusals import refusal
 
 
 def table_4(folder: Path | None, checkpoint: str | None = None):  # type: ignore[no-untyped-def]
@@ -57,8 +57,7 @@ def test_every_row_of_cali_ts_says_which_head_it_asks(tmp_path: Path, said: dict
     (folder / "calibration.json").write_text(json.dumps(said))
     assert ("log-odds" in which_head(folder)) is said.get("odds", True)
     if said.get("odds", True):
-        with pytest.raises(UserError, match="odds=false"):
-            table_4(tmp_path)
+        refusal("odds=false", table_4, tmp_path)
     else:
         table = table_4(tmp_path, str(folder))
         assert "what the paper's sees" in table.note

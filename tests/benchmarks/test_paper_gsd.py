@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.base.errors import UserError
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_tree
 from tests.known_source import KnownSource, Q, root, untied
+from tests.refusals import refusal
 from tests.tiers import as_many
 
 NONE = {"small_lm": None, "checkpoint": None, "skip": None}
@@ -40,8 +40,7 @@ def test_every_row_is_of_the_drafter_that_was_given(given_: dict, source: str, s
 def test_two_drafters_at_once_are_refused() -> None:
     from papers.gsd import tables
 
-    with pytest.raises(UserError, match="checkpoint"):
-        tables(options=SimpleNamespace(**NONE | {"skip": [1], "checkpoint": "e"}))
+    refusal("checkpoint", tables, options=SimpleNamespace(**NONE | {"skip": [1], "checkpoint": "e"}))
 
 
 @settings(deadline=None, max_examples=as_many(60))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.base.files import write_json
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.targets.stack import LayerStack
@@ -24,6 +23,7 @@ from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.token_graph import GraphTree
+from tests.refusals import refusal
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 Counts = dict[str, float]
@@ -241,7 +241,6 @@ def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None
 def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
     from papers.loading import with_example
 
-    from outrider.base.errors import UserError
     from outrider.data_prep.text.prompts import Prompt
 
     file = tmp_path / "p.jsonl"
@@ -251,8 +250,7 @@ def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
     chat, text = with_example(prompts, str(file))
     assert chat.turns == ("one?", "1", "two?")
     assert text.turns == ("one?\n\n1\n\ngo on",)
-    with pytest.raises(UserError, match="python_stdlib"):
-        with_example(prompts, "python_stdlib")
+    refusal("python_stdlib", with_example, prompts, "python_stdlib")
     file.write_text(json.dumps({"question": "three?"}) + "\n")
     assert with_example(prompts, str(file)) == prompts  # MT-Bench has no answers: nothing to show
 
@@ -268,5 +266,4 @@ def test_counts_of_a_drafter_made_again_in_its_place_are_not_taken(tmp_path: Pat
     paper.require_same(given)
     paper.require_same(argparse.Namespace(**{**vars(given), "num_prompts": 3}))  # more of them
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "two"}\n')
-    with pytest.raises(UserError, match="digests"):
-        paper.require_same(given)
+    refusal("digests", paper.require_same, given)

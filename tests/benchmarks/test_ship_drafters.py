@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.base.errors import UserError
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.card import write_card
 from outrider.draft_models.draft_vocabulary import narrow
@@ -31,6 +30,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.train.parts.drafter import export
+from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted((ROOT / "drafters").glob("*"))
@@ -87,11 +87,9 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
     assert not (out_dir / "eesd/checkpoint-3").exists()
 
     save_tiny_model(tmp_path / "other", "llama", seed=7)
-    with pytest.raises(UserError, match=r"was trained for another target .*Give the target it was trained for"):
-        load(out_dir, tmp_path / "other")
+    refusal(r"was trained for another target .*Give the target it was trained for", load, out_dir, tmp_path / "other")
     shutil.copy(run / "eesd" / CALIBRATION_FILE, out_dir / "eesd" / CALIBRATION_FILE)  # of the weights in float32
-    with pytest.raises(UserError, match="its calibration head belongs to an earlier training"):
-        load(out_dir, run / TARGET)
+    refusal("its calibration head belongs to an earlier training", load, out_dir, run / TARGET)
 
 
 def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_path: Path) -> None:
@@ -120,14 +118,11 @@ def test_cards_name_the_target_as_others_have_it(run: Path, tmp_path: Path) -> N
 
 
 def test_what_is_there_already_nothing_and_damage_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds drafters already; remove them"):
-        ship(run, run)
-    with pytest.raises(UserError, match="no drafters there; expected a pipeline's directory with eesd, small_lm"):
-        ship(tmp_path, tmp_path / "none")
+    refusal("holds drafters already; remove them", ship, run, run)
+    refusal("no drafters there; expected a pipeline's directory with eesd, small_lm", ship, tmp_path, tmp_path / "none")
     damaged = shutil.copytree(run, tmp_path / "damaged")
     (damaged / "eesd" / WEIGHTS_FILE).write_bytes(b"")
-    with pytest.raises(UserError, match="truncated or altered"):
-        ship(damaged, tmp_path / "out")
+    refusal("truncated or altered", ship, damaged, tmp_path / "out")
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no drafters are in this repository")

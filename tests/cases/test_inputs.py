@@ -273,47 +273,6 @@ def test_what_describes_a_folder_is_passed_over(tmp_path: Path, capsys: pytest.C
     assert len(resolve_paths([str(tmp_path / "only")])) == 1
 
 
-BAD = {  # a line, and what its refusal names
-    "latin": (b'{"text": "caf\xe9"}', r":2: byte 14 is 0xe9.*iconv"),
-    "utf-16 without a mark": (CONTENT.encode("utf-16-le"), r":2: .*UTF-16"),
-    "prompt": (b'{"turns": ["q"]}', ":2: no column 'text'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_broken_line_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' + BAD[name][0] + b"\n")
-    with pytest.raises(UserError, match=str(path) + BAD[name][1]):
-        read(path)
-
-
-@pytest.mark.parametrize("row", ["1,2,3", "1", '"1'])
-def test_a_row_that_does_not_fit_its_table_is_refused(tmp_path: Path, row: str) -> None:
-    (tmp_path / "a.csv").write_text(f"text,n\na,1\n{row}\n")
-    with pytest.raises(UserError, match=r"a\.csv:[23]: "):
-        read(tmp_path / "a.csv")
-
-
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,text\na,b\n")
-    with pytest.raises(UserError, match=r"a\.csv:2: .*another name"):
-        read(tmp_path / "a.csv")
-
-
-def test_columns_that_are_not_known_to_hold_answers_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(jsonl([{"prompt": "q", "completion": "a"}]))
-    with pytest.raises(UserError, match="prompt, completion"):
-        read(tmp_path / "a.jsonl")
-
-
-@pytest.mark.parametrize("raw", [{"turns": ["q"]}, {"prompt": "q"}, {"question": "q"}])
-def test_prompts_alone_are_no_training_text(tmp_path: Path, raw: object) -> None:
-    (tmp_path / "a.jsonl").write_text(jsonl([raw] * 3))
-    with pytest.raises(UserError, match=r"a\.jsonl:1: prompts have no answers to learn from"):
-        read(tmp_path / "a.jsonl")
-
-
 UNUSABLE = {
     "empty": {"messages": []},
     "blank": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]},
@@ -354,8 +313,6 @@ def test_a_text_of_another_encoding_is_told_with_its_place(tmp_path: Path, capsy
     (tmp_path / "in/b.txt").write_bytes(b"a\ncaf\xe9")
     rows_of(tmp_path / "in")
     assert f"{tmp_path}/in/b.txt:2: byte 4 is 0xe9" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"b\.txt:2: byte 4 is 0xe9.*iconv"):
-        read_prompts(str(tmp_path / "in/b.txt"))
 
 
 def tool_talk(i: int, arguments: object = '{"town": "Ulm"}') -> dict[str, object]:

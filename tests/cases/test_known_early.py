@@ -261,14 +261,6 @@ def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
     assert fitted(base) == base
 
 
-def test_a_number_that_was_typed_is_refused_before_data_are_read(tmp_path: Path) -> None:
-    given = save(tmp_path / "target"), write(tmp_path / "none.jsonl", []), tmp_path / "out"
-    with pytest.raises(UserError, match="draft_vocabulary=9000: the target has 260"):
-        train_early_exit(jobs.distilling(*given, draft_vocabulary=9000))
-    with pytest.raises(UserError, match="draft_vocabulary=9000: the target has 260"):
-        finetune_drafter(jobs.finetuning(*given, draft_vocabulary=9000))
-
-
 def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
     """Before anything is made: too few, one that is too long, and one with a token without a row."""
     target = save(tmp_path / "target", vocab_size=ROWS, max_position_embeddings=256)
@@ -307,16 +299,6 @@ def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.Ca
     given = tmp_path / "target", jobs.write_corpus(tmp_path), tmp_path / "small"
     finetune_drafter(jobs.finetuning(*given, decode_prompts=99))
     assert "decode_prompts=99" in capsys.readouterr().out
-
-
-def test_calibrate_finds_no_heldout_record_before_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs.save_for_calibration(tmp_path)
-    config = jobs.calibrating(tmp_path, tmp_path / "out")
-    monkeypatch.setattr(
-        "outrider.train.students.calibration.load_decoder", lambda *_: pytest.fail("it was about to decode")
-    )
-    with pytest.raises(UserError, match="no usable heldout record"):
-        calibrate(replace(config, data=replace(config.data, heldout_fraction=1e-6)))
 
 
 def test_calibrate_holds_out_what_its_drafter_has_not_learned_from(

@@ -26,6 +26,7 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
 from outrider.inference.settings.method import preset as method
 from tests.pairwise import each_value
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 
 ROOT = Path(__file__).parent.parent.parent
@@ -126,8 +127,7 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
     ],
 )
 def test_impossible_values_name_the_key_and_what_is_allowed(command: str, override: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose_and_build(command, [*COMMANDS[command][2], override])
+    refusal(message, compose_and_build, command, [*COMMANDS[command][2], override])
 
 
 def test_a_penalty_is_the_targets_own_unless_given() -> None:
@@ -299,7 +299,7 @@ def test_a_group_that_was_chosen_gives_its_options() -> None:
     assert [config.gives(key) for key in given] == [True] * 3 + [False] * 3
 
 
-def refusal(name: str) -> str:
+def preset_refusal(name: str) -> str:
     try:
         return "accepted" if method(name).source == name.split("/")[0] else "of another source"
     except UserError as error:
@@ -314,7 +314,7 @@ def test_every_shape_and_stop_composes_with_every_source_or_says_why_not(source:
     for shape, stop in itertools.product(shapes, stops):
         if not shape + stop:
             continue
-        said = refusal(f"{source}{shape}{stop}")
+        said = preset_refusal(f"{source}{shape}{stop}")
         assert re.match(r"(stop|structure|ngrams)\.\w+=.*: expected |accepted$", said)
         if said == "accepted":
             accepted.add((shape, stop))
@@ -375,8 +375,7 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
     ],
 )
 def test_missing_mandatory_values(command: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose_and_build(command, [])
+    refusal(message, compose_and_build, command, [])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -21,6 +21,7 @@ from outrider.inference.loading.rehearsal import MODELS, small
 from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build, registered
 from tests.families import FAMILIES, TYPICAL, save_family
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 
 EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").glob("*/*.yaml"))
@@ -225,8 +226,7 @@ def test_a_rehearsal_refuses_what_the_run_would(
     given: Path, tmp_path: Path, command: str, words: str, said: str
 ) -> None:
     options = words.replace("HERE", str(given)).split()
-    with pytest.raises(UserError, match=said):
-        run(command, commanded(command, *options, "debug=true", f"out_dir={tmp_path / 'run'}"))
+    refusal(said, run, command, commanded(command, *options, "debug=true", f"out_dir={tmp_path / 'run'}"))
     assert not list(tmp_path.glob("*/run"))
 
 
@@ -255,12 +255,10 @@ def test_every_family_can_be_made_tiny(family: str, tmp_path: Path) -> None:
 
 
 def test_impossible_rehearsals_fail_with_their_key() -> None:
-    with pytest.raises(UserError, match="debug_architecture='gpt2': expected 'llama'"):
-        composed("eesd/llama2_13b", "debug_architecture=gpt2")
+    refusal("debug_architecture='gpt2': expected 'llama'", composed, "eesd/llama2_13b", "debug_architecture=gpt2")
     cached = ["data=local", "data.path=x", "teacher=cached", "objective=forward_kl"]
     assert composed("finetune_drafter/vicuna_68m", *cached).teacher == "cached"
-    with pytest.raises(UserError, match="debug=True: expected teacher=online"):
-        composed("finetune_drafter/vicuna_68m", *cached, "debug=true")
+    refusal("debug=True: expected teacher=online", composed, "finetune_drafter/vicuna_68m", *cached, "debug=true")
 
 
 def test_what_is_small_keeps_its_kind() -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from outrider.base import settings
-from outrider.base.errors import UserError
 from outrider.data_prep.text.documents import encode
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
 from tests.conf.test_configs import COMMANDS, ROOT, as_typed, written_commands
 from tests.families import FAMILIES
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -93,8 +93,7 @@ def test_the_example_of_an_option_is_one() -> None:
         ({"workers": 0}, "workers=0"),
         ({"alpha": 2.0}, "rule=fixed"),
     ):
-        with pytest.raises(UserError, match=said):
-            stopping(**given)
+        refusal(said, stopping, **given)
     assert stopping(rule="beta", alpha=2.0, workers=3).deciding() == {"rule": "beta", "alpha": 2.0}
 
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from outrider.base.errors import UserError
 from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows, places
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_draft_tokens, save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
@@ -176,9 +174,3 @@ def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sa
     inside = sum(token in tokens for text in texts for token in text) / sum(map(len, texts))
     assert said["coverage"]["all"] == pytest.approx(inside)
     assert "early_exit predicts over 24 tokens: " in (tmp_path / "report/report.md").read_text()
-
-
-def test_more_tokens_than_the_target_has_are_refused(tmp_path: Path) -> None:
-    run = jobs.distilling(save_target(tmp_path / "t"), jobs.write_corpus(tmp_path), tmp_path / "out")
-    with pytest.raises(UserError, match=rf"draft_vocabulary=999: the target has {VOCABULARY}"):
-        train_early_exit(replace(run, draft_vocabulary=999))

@@ -26,6 +26,7 @@ from outrider.train.exporting import export_drafter
 from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.full_disk import largest_file
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, byte_tokenizer, random_prompt, save_exit, save_target
 from tests.train.jobs import exit_student
@@ -142,8 +143,7 @@ def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
         (folder / file).unlink()
         if bad is not None:
             (folder / file).write_bytes(bad.encode() if isinstance(bad, str) else bad)
-        with pytest.raises(UserError, match=message):
-            from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
+        refusal(message, from_pretrained, folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
         (folder / META_FILE).write_text(meta)
 
 
@@ -203,8 +203,7 @@ def test_of_every_family(family: str, tmp_path: Path) -> None:
     target = save_family(tmp_path / "target", family)
     drafter = save_another(target, tmp_path / "exit")
     if family == "diffllama":  # a weight of its attention is computed from the layer's number
-        with pytest.raises(UserError, match="depends on its number"):
-            exported(tmp_path / "exit", tmp_path / "out")
+        refusal("depends on its number", exported, tmp_path / "exit", tmp_path / "out")
         assert not (tmp_path / "out/config.json").exists()
         return
     require_same(target, drafter, exported(tmp_path / "exit", tmp_path / "out"))
@@ -265,14 +264,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     save_another(path, tmp_path / "exit")
     given = ExportConfig(checkpoint=str(tmp_path / "exit"), out_dir=str(tmp_path / "out"))
     exported(tmp_path / "exit", tmp_path / "out", dtype="bfloat16")
-    with pytest.raises(UserError, match="out: holds a model already; resume=true replaces it"):
-        export_drafter(given)
+    refusal("out: holds a model already; resume=true replaces it", export_drafter, given)
     export_drafter(replace(given, resume=True))
     with pytest.raises(UserError, match="a small LM is an ordinary causal LM"):
         export_drafter(replace(given, checkpoint=str(path), out_dir=str(tmp_path / "other")))
     save_another(path, tmp_path / "exit", parallel=3)
-    with pytest.raises(UserError, match="drafts 3 tokens in one pass: no engine runs it"):
-        export_drafter(replace(given, resume=True))
+    refusal("drafts 3 tokens in one pass: no engine runs it", export_drafter, replace(given, resume=True))
     other = save_target(tmp_path / "another", seed=1)
     with pytest.raises(UserError, match="trained for another target"):
         export_drafter(replace(given, target=str(other), out_dir=str(tmp_path / "other")))

@@ -27,6 +27,7 @@ from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.loading.targets import open_target_of
+from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_exit, save_target
 
@@ -95,8 +96,7 @@ def test_what_training_read_is_checked_to_the_byte(trained: Callable[..., Path])
         at = int(torch.randint(changed.numel(), (1,), generator=generator))
         changed.view(torch.int32).view(-1)[at] ^= 1
         save_file({**stored, name: changed}, path, metadata={"format": "pt"})
-        with pytest.raises(UserError, match="was trained for another target"):
-            load(folder)
+        refusal("was trained for another target", load, folder)
     save_file(stored, path, metadata={"format": "pt"})
     load(folder)
 
@@ -134,8 +134,7 @@ def test_a_changed_config_is_refused_by_name(
     folder = trained(architecture)
     load(folder)
     edit(folder / "target/config.json", change)
-    with pytest.raises(UserError, match=rf"was trained for another target .*config\.(\w+\.)*{name}[.:]"):
-        load(folder)
+    refusal(rf"was trained for another target .*config\.(\w+\.)*{name}[.:]", load, folder)
 
 
 def other(value: Any) -> Any:
@@ -204,8 +203,7 @@ def test_a_relative_target_is_found_from_elsewhere_and_is_no_name_on_the_hub(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert open_target_of("../runs/exit", None, None).source == str(tmp_path / "models/t")
     (tmp_path / "models").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"target=\./models/t: no such directory.*give target="):
-        open_target_of("../runs/exit", None, None)
+    refusal(r"target=\./models/t: no such directory.*give target=", open_target_of, "../runs/exit", None, None)
 
 
 def test_layers_that_were_not_there_are_named_when_they_are(
@@ -246,11 +244,9 @@ def test_a_calibration_belongs_to_the_target_too(trained: Callable[..., Path], c
     with pytest.raises(UserError, match=r"calibration head is of another target: config\.rope_parameters\.rope_theta"):
         load_calibration(drafter, sha, "cpu", target())
     edit(drafter / CALIBRATION_FILE, lambda meta: meta.pop("target"))
-    with pytest.raises(UserError, match="does not say for which target"):
-        load_calibration(drafter, sha, "cpu", target())
+    refusal("does not say for which target", load_calibration, drafter, sha, "cpu", target())
     edit(drafter / CALIBRATION_FILE, lambda meta: meta.update(format=3))
-    with pytest.raises(UserError, match="of format 3, not 2"):
-        load_calibration(drafter, sha, "cpu", target())
+    refusal("of format 3, not 2", load_calibration, drafter, sha, "cpu", target())
 
 
 SAMPLE = 2**14  # bytes read of a tensor that is larger

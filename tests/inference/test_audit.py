@@ -17,7 +17,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
@@ -32,6 +31,7 @@ from outrider.inference.measure.lossless import Reference, make_reference
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
 from outrider.inference.shapes.factory import make_structure
+from tests.refusals import refusal
 from tests.table_target import TableModel
 from tests.tiers import quick_where
 from tests.tiny import STRUCTURES as SHAPES
@@ -500,8 +500,7 @@ def test_the_command_says_what_it_found(
     given = {"target": str(path), "out_dir": str(tmp_path / "out"), "control": right}
     audit(AuditConfig(**given, answers=right))
     assert "# Audit: only rounding" in capsys.readouterr().out
-    with pytest.raises(UserError, match="resume=true judges anew"):
-        audit(AuditConfig(**given, answers=right))
+    refusal("resume=true judges anew", audit, AuditConfig(**given, answers=right))
     wrong = write(
         tmp_path / "wrong.jsonl",
         [*replaced(model, 0), *decode(model, partial(draw, coins=torch.Generator().manual_seed(0)))],
@@ -549,5 +548,4 @@ def test_a_line_that_is_no_answer_is_named(path: Path, tmp_path: Path, line: str
     target = open_target(str(path), by_layers=False)
     good = json.dumps({"prompt_ids": [1] * 100, "output_ids": [2] * 156}) + "\n"
     (tmp_path / "bad.jsonl").write_text(good + line)
-    with pytest.raises(UserError, match=rf"bad\.jsonl:2: {named}"):
-        read_answers(str(tmp_path / "bad.jsonl"), target)
+    refusal(rf"bad\.jsonl:2: {named}", read_answers, str(tmp_path / "bad.jsonl"), target)

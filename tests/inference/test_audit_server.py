@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.inference.audit.audit import audit
-from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
+from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import letter_tokenizer, save_answering
 from tests.inference.batch.serving import Engine, serving
+from tests.refusals import refusal
 
 PROMPTS = 14
 ENDS = [257, *range(182, 187)]  # the end token, and others, so that answers end after a while
@@ -111,10 +112,8 @@ def test_a_killed_audit_asks_for_what_is_missing(
     before = lines(config)
     assert len(before) == 5
     with serving(served := engine(model)) as url:
-        with pytest.raises(UserError, match="resume=true judges anew, and asks a server what is missing"):
-            audit(configure(url, **few))
-        with pytest.raises(UserError, match=r"temperature=1.0 \(was 0.0\)"):
-            audit(configure(url, **few, resume=True, temperature=1.0))
+        refusal("resume=true judges anew, and asks a server what is missing", audit, configure(url, **few))
+        refusal(r"temperature=1.0 \(was 0.0\)", audit, configure(url, **few, resume=True, temperature=1.0))
         served.count = 0
         audit(configure(url, **few, resume=True))
         assert served.count == 1 + PROMPTS - len(before)
@@ -153,25 +152,3 @@ def test_a_server_that_answers_nothing_is_named(model: PreTrainedModel, configur
         pytest.raises(UserError, match=r"server='http.*: expected one that answers a prompt"),
     ):
         audit(configure(url, num_prompts=2))
-
-
-@pytest.mark.parametrize("name", OF_SERVERS)
-def test_what_only_a_server_reads_is_refused_without_one(name: str) -> None:
-    other = {"template": "none", "prompts": "p.jsonl", "server_model": "m", "top_p": 0.5, "temperature": 1.0}
-    with pytest.raises(UserError, match=f"{name}=.*it is read with server=URL"):
-        AuditConfig(target="t", answers="a", **{name: other.get(name, 7)})
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({}, "answers='None server=None': expected a JSONL file of answers, or server"),
-        ({"answers": "a", "server": "http://h"}, "answers='a server=http://h'"),
-        ({"server": "localhost:8000"}, "server='localhost:8000': expected http://"),
-        ({"server": "http://h", "top_k": 3}, "top_k=3: .*temperature=1 samples"),
-        ({"server": "http://h", "temperature": -1.0}, "temperature=-1"),
-    ],
-)
-def test_settings_of_a_server_are_checked(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        AuditConfig(target="t", **given)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.targets import attention
@@ -25,6 +24,7 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_structure
 from tests.families import FAMILIES, LAYERS, TYPICAL, save_family
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 from tests.tiny import method_of, random_prompt, reference_generate
 from tests.train.jobs import exit_student
@@ -138,8 +138,7 @@ def test_a_quirk_that_is_ignored_is_refused(tmp_path: Path, quirk: str) -> None:
     changed = change(model.spec)
     assert changed[field] != getattr(model.spec, field)
     model.spec = type(model.spec)(**{**vars(model.spec), **changed})
-    with pytest.raises(UserError, match="differ from its own forward's by"):
-        prove_layers(model, "target=ignored")
+    refusal("differ from its own forward's by", prove_layers, model, "target=ignored")
 
 
 def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +153,7 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr(attention, "_capped", ignoring)
-            with pytest.raises(UserError, match="differ from its own forward's by"):
-                prove_layers(model, "target=ignored")
+            refusal("differ from its own forward's by", prove_layers, model, "target=ignored")
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -165,8 +163,7 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
 def test_state_space_models_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     settings = {"model_type": kind, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=rf"{kind!r} cannot be run layer by layer"):
-        open_target(str(tmp_path))
+    refusal(rf"{kind!r} cannot be run layer by layer", open_target, str(tmp_path))
 
 
 def test_the_stack_of_some_layers_has_their_calls(tmp_path: Path) -> None:
@@ -195,5 +192,4 @@ def test_rope_that_rescales_is_ordinary_within_its_range(tmp_path: Path, kind: s
     for runtime in (Runtime(), Graphed()):
         rounds = speculative(stack, PromptLookup(), prompt, max_new_tokens=34, runtime=runtime)
         assert [t for r in rounds for t in r.tokens] == reference_generate(plain, prompt, 34)
-    with pytest.raises(UserError, match="exceeds the target's context of 48"):
-        next(speculative(stack, PromptLookup(), prompt, max_new_tokens=35))
+    refusal("exceeds the target's context of 48", next, speculative(stack, PromptLookup(), prompt, max_new_tokens=35))

@@ -12,7 +12,6 @@ import torch
 from transformers import LogitsProcessor
 
 from outrider import preset
-from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.stack import LayerStack
@@ -41,6 +40,7 @@ from tests.inference.ngram_cases import CONFIGS
 from tests.inference.priced import costs
 from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 from tests.tiny import (
     ARCHITECTURES,
@@ -362,8 +362,7 @@ def test_impossible_lengths_are_refused(target: Target) -> None:
         ([1], 0, "max_new_tokens=0"),
         ([1] * 250, 7, "context of 256"),
     ):
-        with pytest.raises(UserError, match=message):
-            list(autoregressive(target.stack, prompt, max_new_tokens=count))
+        refusal(message, list, autoregressive(target.stack, prompt, max_new_tokens=count))
     assert len(tokens_of(list(autoregressive(target.stack, [1] * 250, max_new_tokens=6)))) == 6
 
 

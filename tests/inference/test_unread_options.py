@@ -21,6 +21,7 @@ from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.known_source import KnownSource, random_q, root
+from tests.refusals import refusal
 
 # Of every option a value that is not its default.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -192,5 +193,4 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and w
 
 @pytest.mark.parametrize(("named", "given"), REFUSED, ids=[named for named, _ in REFUSED])
 def test_what_means_nothing_is_refused_with_its_name(named: str, given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="^" + re.escape(named)):
-        of(**given)
+    refusal("^" + re.escape(named), of, **given)

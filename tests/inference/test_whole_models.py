@@ -41,6 +41,7 @@ from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
 from tests.inference.evaluate.evaluating import evaluate
 from tests.known_targets import PROMPT, Target, targets, tokens_of
+from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.tiny import (
     STRUCTURES,
@@ -179,8 +180,7 @@ def test_rows_of_a_tree_equal_their_paths(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_where_trees_cannot_run(tmp_path: Path, name: str) -> None:
     config, reason = REFUSED[name]
-    with pytest.raises(UserError, match=rf"architecture '{config.model_type}' cannot draft trees: .*{reason}"):
-        load(save_plain(tmp_path, config))
+    refusal(rf"architecture '{config.model_type}' cannot draft trees: .*{reason}", load, save_plain(tmp_path, config))
 
 
 @pytest.mark.parametrize("ignored", ["position_ids", "attention_mask", "keep"])
@@ -199,8 +199,7 @@ def test_the_check_notices_what_a_forward_ignores(
         monkeypatch.setattr(RowCache, "keep", lambda *_: None)
     else:
         monkeypatch.setattr(type(lm.model), "forward", without)
-    with pytest.raises(UserError, match=r"by the given mask|does not take"):
-        prove_rows(lm)
+    refusal(r"by the given mask|does not take", prove_rows, lm)
 
 
 def test_a_text_longer_than_its_learned_positions_is_refused(make: Callable[..., Target], tmp_path: Path) -> None:
@@ -218,8 +217,7 @@ def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: py
         out_dir=str(tmp_path / "out"),
     )  # fmt: skip
     monkeypatch.setattr(bench, "render_prompt", lambda *_, **__: random_prompt(29))
-    with pytest.raises(UserError, match="29 tokens, expected 1 to 28"):
-        compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
+    refusal("29 tokens, expected 1 to 28", compare.evaluate_checkpoint, config, [Prompt("p", "c", ("text",), False)])
 
 
 # --- the vocabulary of a small LM
@@ -232,8 +230,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(other)
     size = len(byte_tokenizer())
     message = rf"\({size + 1} tokens\) is not the target's .* {size} tokens\); 1 tokens differ, first '<new>'"
-    with pytest.raises(UserError, match=message):
-        load_small_lm(str(other), load_tokenizer(str(path)), dtype=torch.float32)
+    refusal(message, load_small_lm, str(other), load_tokenizer(str(path)), dtype=torch.float32)
     byte_tokenizer().save_pretrained(other)
     stored = json.loads((other / "tokenizer.json").read_text())
     ids = stored["model"]["vocab"]
@@ -343,8 +340,7 @@ def test_a_drafter_that_needs_layers_is_refused_before_weights_are_read(tmp_path
         lambda: find_setup(EvaluateConfig(methods={"m": MethodConfig("eagle3")}, eagle3="head", **said)),
     ]
     for command in commands:
-        with pytest.raises(UserError, match=f"architecture '{name}' cannot be run layer by layer"):
-            command()
+        refusal(f"architecture '{name}' cannot be run layer by layer", command)
 
 
 def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
@@ -353,8 +349,7 @@ def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
     """It would be loaded with the target all the same."""
     made = config("out", target=str(target[0]), checkpoint=None, small_lm=None, table=None, methods=LOOKUP)
     assert find_target(made)
-    with pytest.raises(UserError, match="cannot be run layer by layer"):
-        find_target(replace(made, eagle3="head"))
+    refusal("cannot be run layer by layer", find_target, replace(made, eagle3="head"))
 
 
 def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ import sys
 import pytest
 
 from outrider import cli
-from outrider.base.errors import UserError
 from outrider.base.words import GONE, did_you_mean
-from outrider.inference.settings.method import preset
-from outrider.train.settings.export import ExportConfig
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *typed: str) -> int:
@@ -60,10 +57,3 @@ def test_a_mistyped_command_gets_what_was_likely_meant(
 @pytest.mark.parametrize("name", GONE)
 def test_the_suggestion_for_a_name_that_is_gone_is_why(name: str) -> None:
     assert GONE[name] in did_you_mean(name, [name[:-1], f"{name}s"])
-
-
-def test_a_method_or_choice_that_is_gone_says_why() -> None:
-    with pytest.raises(UserError, match=r"small_lm/fused: no such method; fused is gone: one tree .* There are"):
-        preset("small_lm/fused")
-    with pytest.raises(UserError, match=r"engine='tensorrt_llm': expected 'vllm'.*; tensorrt_llm is gone: "):
-        ExportConfig(checkpoint="x", engine="tensorrt_llm")  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from outrider.train.auto_run import reports_in, run_auto
 from outrider.train.pipeline_settings import TIME
 from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import compose_and_build
+from tests.refusals import refusal
 from tests.train.test_pipeline import said_by
 from tests.train.test_pipeline_options import settings_of
 
@@ -54,8 +55,7 @@ def test_a_user_has_the_last_word() -> None:
     slow = replace(LOOK, tokens_per_second=5.0)
     assert choose(replace(CONFIG, train=("eagle3",)), slow, {}).kinds == ("eagle3",)
     assert choose(replace(CONFIG, train=()), LOOK, {}).kinds == ()
-    with pytest.raises(UserError, match="each kind once"):
-        AutoConfig(target="org/model", train=("eagle3", "eagle3"))
+    refusal("each kind once", AutoConfig, target="org/model", train=("eagle3", "eagle3"))
 
 
 def test_all_minutes_are_given_out() -> None:
@@ -68,8 +68,7 @@ def test_all_minutes_are_given_out() -> None:
         trained = [choice.minutes[step] for step in choice.minutes if step not in ("responses", "report")]
         assert len(trained) == len(choice.kinds)
         assert all(minutes >= 0.9 * LEAST[look.device] for minutes in trained)
-    with pytest.raises(UserError, match=r"minutes='4': expected 5 or more: loading takes 2\.9"):
-        choose(replace(CONFIG, minutes=4.0), LOOK, {})
+    refusal(r"minutes='4': expected 5 or more: loading takes 2\.9", choose, replace(CONFIG, minutes=4.0), LOOK, {})
 
 
 def test_of_few_answers_enough_are_held_out() -> None:
@@ -162,10 +161,8 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     held = {prompt.turns for prompt in read_prompts(str(folder / "prompts/heldout.jsonl"))}
     answered = {prompt.turns for prompt in read_prompts(str(folder / "prompts/train.jsonl"))}
     assert (len(held), len(answered), len(held | answered)) == (12, 18, 30)
-    with pytest.raises(UserError, match="holds an earlier run; resume=true continues it"):
-        run_auto(config, config_for)
-    with pytest.raises(UserError, match=r"minutes=9\.0 \(was 8\.0\)"):
-        run_auto(replace(config, minutes=9.0, resume=True), config_for)
+    refusal("holds an earlier run; resume=true continues it", run_auto, config, config_for)
+    refusal(r"minutes=9\.0 \(was 8\.0\)", run_auto, replace(config, minutes=9.0, resume=True), config_for)
     again = said_by(lambda: run_auto(replace(config, resume=True), config_for))
     assert again.count("state=done-before") == 4
     assert sentence in again
@@ -192,8 +189,7 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(
     tmp_path: Path, tiny_models: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig(target=str(tiny_models / "target"), plan=True, out_dir=str(tmp_path / "out"))
-    with pytest.raises(UserError, match="has no chat template"):
-        run_auto(config, config_for)
+    refusal("has no chat template", run_auto, config, config_for)
     monkeypatch.setattr("outrider.draft_models.targets.open_target.why_not_by_layers", lambda _: "no layers")
     with pytest.raises(UserError, match=r"train='early_exit': expected another kind: .*no layers"):
         run_auto(replace(config, target=chat_target, train=("early_exit",)), config_for)

@@ -42,6 +42,7 @@ from outrider.train.recipes import calibration
 from outrider.train.recipes.calibration import calibrate
 from tests import tiny
 from tests.fitted_heads import fitted_head
+from tests.refusals import refusal
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, same, save_for_calibration
 
@@ -168,8 +169,7 @@ def test_what_is_captured_is_kept_for_its_settings(folder: Path, tmp_path: Path)
     assert len(texts.continued) == 52
     (tmp_path / "checkpoint-3").mkdir()
     texts.capture(tmp_path, max_draft=5)
-    with pytest.raises(UserError, match=r"learned from other examples .*another out_dir"):
-        texts.capture(tmp_path, max_draft=6)
+    refusal(r"learned from other examples .*another out_dir", texts.capture, tmp_path, max_draft=6)
     assert len(texts.continued) == 52
 
 
@@ -201,10 +201,8 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     assert said == pytest.approx(brier(predict(head, heldout), heldout["label"]), rel=1e-4)
     assert facts["heldout"]["tokens"] == len(heldout["label"])
 
-    with pytest.raises(UserError, match="belongs to an earlier training"):
-        load_calibration(folder / "drafter", "0" * 64)
-    with pytest.raises(UserError, match="no calibration head there"):
-        load_calibration(folder, sha)
+    refusal("belongs to an earlier training", load_calibration, folder / "drafter", "0" * 64)
+    refusal("no calibration head there", load_calibration, folder, sha)
 
 
 def test_the_papers_head_learns_of_the_same_drafts_and_says_that_it_is(folder: Path, tmp_path: Path) -> None:
@@ -238,8 +236,7 @@ def test_a_head_of_a_drafter_that_other_engines_read(
     def refused(why: str) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(TensorFiles, "read", None)
-            with pytest.raises(UserError, match=f"{why}.*; run outrider calibrate checkpoint"):
-                evaluate(config)
+            refusal(f"{why}.*; run outrider calibrate checkpoint", evaluate, config)
 
     refused("no calibration head there")
     run = calibrating(
@@ -268,22 +265,6 @@ def test_a_head_is_bound_to_how_its_drafter_is_read(tiny_models: Path) -> None:
     otherwise = ReadingChanges(norm_output=True)
     assert plugin.reading(ReadingChanges()).digest(where) == plugin.digest(where)
     assert plugin.reading(otherwise).digest(where) != plugin.digest(where)
-
-
-def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tiny_models: Path, tmp_path: Path) -> None:
-    other = tiny.save_target(tmp_path / "other", seed=1)
-    bad: dict[str, dict[str, Any]] = {
-        "new_tokens=256: expected less than the context of 256": {"new_tokens": 256},
-        "nowhere: no drafter there; expected .* eagle3 .*Hub: hf download": {"checkpoint": str(tmp_path / "nowhere")},
-        "was trained for": {"target": str(other)},
-        "ngrams has no hidden states": {"checkpoint": str(tiny_models / "table")},
-        "target=null: expected the model .*small_lm": {"checkpoint": str(tiny_models / "small_lm")},
-        r"reading.norm_output=true: expected nothing": {"reading": ReadingChanges(norm_output=True)},
-    }
-    for message, changes in bad.items():
-        with pytest.raises(UserError, match=message):
-            calibrate(calibrating(folder, tmp_path / "run", **changes))
-        assert not (tmp_path / "run" / "captured").exists()
 
 
 def test_another_template_than_the_drafters_is_warned_of(

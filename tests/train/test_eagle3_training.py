@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
@@ -22,6 +21,7 @@ from outrider.draft_models.targets.open_target import load_config
 from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
 from outrider.train.parts import target_states
 from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
+from tests.refusals import refusal
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
 from tests.train.jobs import FIT, heading, log, require_lossless, same, weights
 
@@ -99,8 +99,7 @@ def test_training_from_stored_features_is_the_same(sure: Path, tmp_path: Path, c
         ("frozen_dtype", "float16", r"other settings: frozen_dtype='torch.float16' \(was 'torch\.\w+'\)"),
         ("features", "/proc/features", "^features=/proc/features: cannot be written"),
     ):
-        with pytest.raises(UserError, match=words):
-            train_eagle3(replace(kept, **{name: value}, out_dir=str(tmp_path / "other")))
+        refusal(words, train_eagle3, replace(kept, **{name: value}, out_dir=str(tmp_path / "other")))
 
 
 class Target:
@@ -187,8 +186,7 @@ def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path,
         train_eagle3(run)
     kept = out / "features" / target_states.STATES_FILE
     made = kept.read_bytes()
-    with pytest.raises(UserError, match="taps"):
-        train_eagle3(replace(run, taps=(0, 2, 4)))
+    refusal("taps", train_eagle3, replace(run, taps=(0, 2, 4)))
     assert kept.read_bytes() == made
     for _ in range(2):
         train_eagle3(run)
@@ -204,11 +202,9 @@ def test_states_in_int8_are_what_their_values_are_rounded_to(rows: PackedRows, t
 
 
 def test_states_that_a_disk_or_a_dtype_cannot_hold_are_refused(rows: PackedRows, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"GB are free there"):
-        Target().fill(rows, tmp_path, width=10**11)
+    refusal(r"GB are free there", Target().fill, rows, tmp_path, width=10**11)
     large = Target(1e6)
-    with pytest.raises(UserError, match="float16 cannot hold the target's states of rows 0 to 7"):
-        large.fill(rows, tmp_path, "float16")
+    refusal("float16 cannot hold the target's states of rows 0 to 7", large.fill, rows, tmp_path, "float16")
     large.fill(rows, tmp_path, "bfloat16")  # in the place of what was not finished
 
 
@@ -223,25 +219,7 @@ def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig)
         ({"taps": (1, 2, 3)}, r"taps=\(1, 2, 3\): expected \(\), its default: start="),
         ({"start": str(sure)}, "no tensor midlayer.hidden_norm.weight"),
     ):
-        with pytest.raises(UserError, match=message):
-            train_eagle3(replace(on, **changes))
-
-
-def test_what_cannot_be_is_refused_before_a_weight_is_read(sure: Path, corpus: DataConfig, tmp_path: Path) -> None:
-    bare = shutil.copytree(sure, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    for changes, message in (
-        ({"taps": (3, 2, 1)}, r"taps=\(3, 2, 1\): expected boundaries in ascending order"),
-        ({"taps": (1, 2, 9)}, r"taps=\[1, 2, 9\]: expected 0 to 4, the target's layers"),
-        ({"taps": (1, 2)}, "dialect=specforge: has no word for taps"),
-        ({"draft_steps": 47}, r"draft_steps=47: expected at most seq_len - 2 \(46\)"),
-        ({"draft_vocabulary": 1000}, "draft_vocabulary=1000: expected at most vocabulary=260"),
-        ({"seq_len": 300}, "seq_len=300: the target's context is 256"),
-        ({"decode_tokens": 256}, "decode_tokens=256: expected less than the target's context of 256"),
-        ({"step_decay": 1.5}, "step_decay=1.5: expected"),
-        ({"data": replace(corpus, heldout_fraction=0.0)}, r"data\.heldout_fraction=0"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train_eagle3(replace(heading(bare, corpus, tmp_path / "out"), **changes))
+        refusal(message, train_eagle3, replace(on, **changes))
 
 
 def test_a_plan_reads_no_weight(sure: Path, corpus: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

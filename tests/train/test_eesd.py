@@ -8,9 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
-from outrider.base.run_dirs import LOCK_FILE
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
@@ -22,6 +20,7 @@ from outrider.train.parts.heldout import Decoding, heldout_prompt
 from outrider.train.recipes.early_exit import evaluation_of, prepare, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
 from outrider.train.students.early_exit import with_shape
+from tests.refusals import refusal
 from tests.tiny import open_stack, save_target
 from tests.train import jobs
 from tests.train.jobs import by_document, distilling
@@ -94,8 +93,7 @@ def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
         ({"start": str(path)}, "no drafter.json there"),
         ({"target": str(other), "data": DataConfig(source="local", path="none")}, "was trained for another target"),
     ):
-        with pytest.raises(UserError, match=message):
-            train_early_exit(replace(on, **changes, out_dir=str(tmp_path / "three")))
+        refusal(message, train_early_exit, replace(on, **changes, out_dir=str(tmp_path / "three")))
     assert not (tmp_path / "three" / WEIGHTS_FILE).exists()
 
 
@@ -118,30 +116,6 @@ def test_training_reads_only_what_it_needs(
     assert f"read_bytes={size} read_tensors={len(needed)}/{len(files.file_of)} " in said
     assert f"tau_analytic={'top_k_lower_bound' if cached else 'none'}" in said
     assert ("eval_tau_analytic" in jobs.log(tmp_path / "eesd")[-1]) == cached
-
-
-def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
-    path = save_target(tmp_path / "target")
-    out_dir = tmp_path / "eesd"
-    other = tmp_path / "other.jsonl"  # more of the kind: tests/data_prep/text
-    other.write_text('{"body": "no such column"}\n')
-    bad = {
-        "no such directory": {"target": str(tmp_path / "nowhere")},
-        r"exit_layer=4: expected 1 ≤ exit_layer < 4": {"exit_layer": 4},
-        r"seq_len=999: the target's context is 256": {"seq_len": 999},
-        r"other\.jsonl.*text": {"data": replace(corpus, path=str(other))},
-        "cannot be written": {"out_dir": "/proc/eesd"},
-        "decode_tokens=256: expected less": {"decode_prompts": 1, "decode_tokens": 256},
-    }
-    for message, changes in bad.items():
-        with pytest.raises(UserError, match=message):
-            train_early_exit(replace(distilling(path, corpus, out_dir), **changes))
-        assert not out_dir.exists() or {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
-    with pytest.raises(UserError, match="heldout_fraction"):
-        replace(distilling(path, corpus, out_dir), data=replace(corpus, heldout_fraction=0.0))
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="expected a safetensors checkpoint"):
-        train_early_exit(distilling(path, corpus, out_dir))
 
 
 def test_default_exit_layer_is_in_the_papers_range() -> None:
@@ -219,8 +193,7 @@ def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     train_early_exit(replace(run, fit=replace(FIT, steps=20)))
     assert set(weights(tmp_path / "eesd")) == {"norm.weight", "head.weight"}
     require_unchanged(path, tmp_path / "eesd")
-    with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):
-        replace(run, fit=replace(FIT, optimizer="muon"))
+    refusal(r"fit\.optimizer='muon': expected adamw", replace, run, fit=replace(FIT, optimizer="muon"))
 
 
 def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: DataConfig) -> None:
@@ -232,8 +205,7 @@ def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: Data
     stored = load_file(path / "model.safetensors")
 
     def refused(run: EesdConfig, message: str) -> None:
-        with pytest.raises(UserError, match=rf"was made with other settings: .*{message}"):
-            train_early_exit(replace(run, resume=True))
+        refusal(rf"was made with other settings: .*{message}", train_early_exit, replace(run, resume=True))
 
     read, unread = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2))
     touched = stored[read].clone()

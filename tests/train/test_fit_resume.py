@@ -7,13 +7,13 @@ from dataclasses import fields
 import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.base.files import write_json
 from outrider.base.settings import decides
 from outrider.train.core import run_dir
 from outrider.train.core.fit import STATE_FILE, read_state
 from outrider.train.core.sharding import WEIGHTS_FILE
 from outrider.train.settings.fit import FitConfig
+from tests.refusals import refusal
 from tests.train.fit_job import TinyModel
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import interrupted_at, kill_when, log, same
@@ -70,8 +70,7 @@ def test_a_finished_run_returns_at_once_with_its_weights(tmp_path):
 def test_an_earlier_run_is_not_overwritten(tmp_path):
     fit_tiny(tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match=r"holds an earlier run \(checkpoint-8\); resume=true"):
-        fit_tiny(tmp_path, lr=0.5)
+    refusal(r"holds an earlier run \(checkpoint-8\); resume=true", fit_tiny, tmp_path, lr=0.5)
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
@@ -87,8 +86,7 @@ def test_an_earlier_run_is_not_overwritten(tmp_path):
 def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
     identity = {"data": {"source": "a"}}
     fit_tiny(tmp_path, identity=identity)
-    with pytest.raises(UserError, match=difference):
-        fit_tiny(tmp_path, resume=True, **{"identity": identity, **changes})
+    refusal(difference, fit_tiny, tmp_path, resume=True, **{"identity": identity, **changes})
 
 
 def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
@@ -108,8 +106,7 @@ def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
     file = tmp_path / "checkpoint-2" / name
     for content in (file.read_bytes()[:-100], b""):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{name}: not readable.*; remove .*checkpoint-2"):
-            fit_tiny(tmp_path, steps=4, resume=True)
+        refusal(rf"{name}: not readable.*; remove .*checkpoint-2", fit_tiny, tmp_path, steps=4, resume=True)
 
 
 class _Dropping(TinyModel):

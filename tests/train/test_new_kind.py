@@ -34,6 +34,7 @@ from outrider.train.core.driver import run_training
 from outrider.train.core.training import Metrics, Trained, Training
 from outrider.train.parts.heldout import Decoding
 from outrider.train.settings.fit import FitConfig
+from tests.refusals import refusal
 from tests.train.jobs import FIT, interrupted_at, log, same
 
 WEIGHTS_FILE = "bigram.safetensors"
@@ -189,10 +190,8 @@ def test_it_learns_and_an_interrupted_run_ends_with_the_same_bits(
     assert same(load_file(tmp_path / "cut" / WEIGHTS_FILE), load_file(tmp_path / "whole" / WEIGHTS_FILE))
     train_bigram(replace(run, resume=True))
     assert capsys.readouterr().out.endswith(f"{run.out_dir}: finished already\n")
-    with pytest.raises(UserError, match=r"width=8 \(was 16\)"):
-        train_bigram(replace(run, width=8, resume=True))
-    with pytest.raises(UserError, match="holds an earlier run"):
-        train_bigram(run)
+    refusal(r"width=8 \(was 16\)", train_bigram, replace(run, width=8, resume=True))
+    refusal("holds an earlier run", train_bigram, run)
 
 
 def test_a_directory_that_is_named_twice_is_held_once(run: BigramConfig, tmp_path: Path) -> None:
@@ -208,8 +207,7 @@ def test_a_directory_that_is_named_twice_is_held_once(run: BigramConfig, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         run_training(run, stop, str(tmp_path / "link"), run.out_dir)
     assert len(made) == 1
-    with pytest.raises(UserError, match=r"^checkpoint=/proc/drafter: cannot be written"):
-        run_training(run, stop, "/proc/drafter")
+    refusal(r"^checkpoint=/proc/drafter: cannot be written", run_training, run, stop, "/proc/drafter")
 
 
 def test_it_drafts_losslessly(bigram: Kind, run: BigramConfig) -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.train.core.engine import Engine
 from outrider.train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
 from outrider.train.core.sharding import trained_parameters
+from tests.refusals import refusal
 from tests.train.fit_job import TinyModel, tiny_config
 from tests.train.fit_runs import trained_weights
 
@@ -15,8 +15,7 @@ from tests.train.fit_runs import trained_weights
 def test_muon_takes_the_layers_matrices_and_nothing_else():
     model = TinyModel()
     assert {id(p) for p in layer_matrices(model)} == {id(model.layer.mix.weight), id(model.layer.out.weight)}
-    with pytest.raises(UserError, match="optimizer=muon"):
-        build_optimizer(model.head, tiny_config())
+    refusal("optimizer=muon", build_optimizer, model.head, tiny_config())
 
 
 def _train_a_little(model, optimizer, seed, steps=3):

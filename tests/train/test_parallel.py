@@ -274,15 +274,3 @@ def test_the_mask_is_a_token_that_no_text_has(corpus: DataConfig) -> None:
         found = parallel_of(run, PreTrainedConfig(vocab_size=rows), known, rows)
         assert found is not None
         assert found.mask == mask
-
-
-def test_what_cannot_be_is_refused_before_a_text_is_read(tmp_path: Path) -> None:
-    corpus = DataConfig(source="local", path=[str(tmp_path / "none")])
-    target = save_target(tmp_path / "target", vocab_size=VOCABULARY - 1)
-    for named, changes in {
-        "parallel=1: expected 0, or 2 tokens or more": {"parallel": 1},
-        "lora_rank=2: expected 0 with parallel": {"parallel": 2, "lora_rank": 2, "drafter": DrafterConfig(path="x")},
-        "parallel=2: expected 0, as every token of .* may be text": {"parallel": 2},
-    }.items():
-        with pytest.raises(UserError, match=named):
-            finetune_drafter(finetuning(target, corpus, tmp_path / "out", **changes))

@@ -24,6 +24,7 @@ from outrider.commands import config_for
 from outrider.draft_models.targets.settings import TARGET
 from outrider.train.pipeline_run import Job, jobs_of, run_pipeline, step_stage, words_of
 from outrider.train.pipeline_settings import HERE, STEPS, Options, PipelineConfig, PipelineStep
+from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.train.test_pipeline_options import EXPERIMENTS, PAPERS, pipeline, steps_of
 
@@ -202,8 +203,7 @@ def test_steps_run_in_order_and_once(mission, capsys):
     assert f"reads={mission.out_dir}/responses o=1 out_dir={mission.out_dir}/eesd resume=true" in said
     assert f"--settings {mission.out_dir}/logs/eesd.settings.json" in (mission.out_dir / "logs/eesd.log").read_text()
     assert mission.run() == []
-    with pytest.raises(UserError, match="holds an earlier run; resume=true continues it"):
-        mission.run(resume=False)
+    refusal("holds an earlier run; resume=true continues it", mission.run, resume=False)
 
 
 def test_a_product_that_is_gone_is_made_again_with_what_was_made_from_it(mission):
@@ -224,8 +224,7 @@ def test_what_is_to_be_made_again_is_not_removed_under_a_run(mission):
     calibrate = mission.out_dir / "calibrate"
     (calibrate / "checkpoint").touch()
     with only_run(calibrate, "a training"):
-        with pytest.raises(UserError, match=r"calibrate: another run is writing the product of step calibrate there"):
-            mission.run()
+        refusal(r"calibrate: another run is writing the product of step calibrate there", mission.run)
         assert (calibrate / "checkpoint").exists()
     assert mission.run() == ["calibrate"]
     assert not (calibrate / "checkpoint").exists()
@@ -233,16 +232,12 @@ def test_what_is_to_be_made_again_is_not_removed_under_a_run(mission):
 
 def test_other_options_are_refused_by_name(mission):
     mission.run(eesd={"x.y": 1})
-    with pytest.raises(UserError, match=r"logs/eesd\.json was made with other settings: x\.y=\"2\" \(was \"1\"\)"):
-        mission.run(eesd={"x.y": 2})
+    refusal(r"logs/eesd\.json was made with other settings: x\.y=\"2\" \(was \"1\"\)", mission.run, eesd={"x.y": 2})
 
 
 def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mission, capsys):
     (mission.out_dir.parent / "eesd.fails").touch()
-    with pytest.raises(
-        UserError, match=r"step eesd failed \(exit status 3\); see .*logs/eesd\.log; resume=true continues"
-    ):
-        mission.run()
+    refusal(r"step eesd failed \(exit status 3\); see .*logs/eesd\.log; resume=true continues", mission.run)
     assert "no luck" in (mission.out_dir / "logs/eesd.log").read_text()
     assert "pipeline step=eesd seconds=0" in capsys.readouterr().out
     (mission.out_dir.parent / "eesd.fails").unlink()
@@ -250,16 +245,14 @@ def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mis
     assert "no luck" in (mission.out_dir / "logs/eesd.log").read_text()  # which is kept
     (mission.out_dir / "eesd/product").unlink()
     (mission.out_dir.parent / "eesd.fails").touch()
-    with pytest.raises(UserError, match="step eesd failed"):
-        mission.run(eesd={"z": 1})
+    refusal("step eesd failed", mission.run, eesd={"z": 1})
     (mission.out_dir.parent / "eesd.fails").unlink()
     assert mission.run(eesd={"z": 2}) == ["eesd", "calibrate"]  # also what was done once
 
 
 def test_a_step_took_all_the_time_of_its_runs(mission):
     (mission.out_dir.parent / "eesd.fails").touch()
-    with pytest.raises(UserError, match="step eesd failed"):
-        mission.run()
+    refusal("step eesd failed", mission.run)
     record = mission.out_dir / "logs/eesd.json"
     spent = json.loads(record.read_text())
     assert (spent["seconds"] > 0, spent["finished"]) == (True, 0)
@@ -291,8 +284,7 @@ def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
 )
 def test_a_step_that_leaves_nothing_or_says_that_it_failed_has_failed(mission, script, why):
     mission.script.write_text(script)
-    with pytest.raises(UserError, match=rf"step responses failed \({why}\)"):
-        mission.run()
+    refusal(rf"step responses failed \({why}\)", mission.run)
 
 
 def test_a_rehearsal_lies_beside_the_run(mission):
@@ -324,8 +316,7 @@ def test_a_given_target_is_not_made_again(mission, monkeypatch):
 
 def test_one_process_is_enough(mission, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="started as several processes"):
-        mission.run()
+    refusal("started as several processes", mission.run)
 
 
 def test_a_running_step_ends_with_the_pipeline(tmp_path):

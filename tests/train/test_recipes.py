@@ -14,7 +14,6 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from outrider.base.errors import UserError
 from outrider.base.run_dirs import code_version
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE, add_report
@@ -28,6 +27,7 @@ from outrider.train.recipes import eagle3, early_exit, small_lm
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.students.eagle3 import reading_of
 from outrider.train.students.small_lm import drafter_config
+from tests.refusals import refusal
 from tests.tiny import save_target
 from tests.train.jobs import FIT, distilling, finetuning, heading, interrupted_at, same
 
@@ -105,8 +105,7 @@ def test_the_drafter_is_the_best_not_the_last(recipe: Recipe, tmp_path: Path, ta
         assert record["last_metrics"]["tau"] == 2.0
     assert (record["steps"], record["step"], record["metrics"]["tau"]) == (4, 2, 2.5)
     for change in ({"decode_tokens": 9}, {"fit": replace(run.fit, eval_every=2)}):  # which choose them
-        with pytest.raises(UserError, match=r"decode_tokens=9 \(was 8\)|eval_every=2 \(was 1\)"):
-            recipe.train(replace(run, **change, resume=True))
+        refusal(r"decode_tokens=9 \(was 8\)|eval_every=2 \(was 1\)", recipe.train, replace(run, **change, resume=True))
 
 
 RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})]
@@ -170,8 +169,7 @@ def test_a_limit_of_next_to_nothing_is_a_step(
     assert "step=1/1 loss=" in capsys.readouterr().out
     recipe.train(replace(run, resume=True))
     assert "finished already" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"minutes=1 \(was 1e-09\)"):
-        recipe.train(replace(run, resume=True, minutes=1))
+    refusal(r"minutes=1 \(was 1e-09\)", recipe.train, replace(run, resume=True, minutes=1))
 
 
 def test_resume_with_other_settings_text_or_target_is_refused(
@@ -190,11 +188,9 @@ def test_resume_with_other_settings_text_or_target_is_refused(
         ({"data": replace(corpus, path=str(text))}, "data_key="),
         ({"target": str(other)}, r"target\.(weights|tensors)"),
     ):
-        with pytest.raises(UserError, match=message):
-            recipe.train(replace(run, **changes, resume=True))
+        refusal(message, recipe.train, replace(run, **changes, resume=True))
     (path / "config.json").write_text(described.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    with pytest.raises(UserError, match=r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)"):
-        recipe.train(replace(run, resume=True))
+    refusal(r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)", recipe.train, replace(run, resume=True))
 
 
 @pytest.mark.parametrize(("name", "more"), RUNS)

@@ -30,6 +30,7 @@ from outrider.train.parts import capture as capturing
 from outrider.train.parts.capture import Drafting, Text
 from outrider.train.recipes.calibration import calibrate
 from outrider.train.settings.drafters import CalibrateConfig
+from tests.refusals import refusal
 from tests.tiny import LAYERS, byte_tokenizer, save_target
 from tests.train.jobs import CHAT, calibrating, same, save_for_calibration
 
@@ -183,8 +184,7 @@ def test_wrong_answers_are_refused_before_a_model_is_loaded(
         "answers=recorded: .* EAGLE-3 head": {"checkpoint": str(tiny_models / "eagle3"), "target": str(other)},
     }
     for message, changes in bad.items():
-        with pytest.raises(UserError, match=message):
-            calibrate(by_record(folder, tmp_path / "run", **changes))
+        refusal(message, calibrate, by_record(folder, tmp_path / "run", **changes))
     for data in (DataConfig(), DataConfig(source="hub", path="a/b")):
         with pytest.raises(UserError, match="answers='recorded': expected target without data=responses"):
             by_record(folder, tmp_path / "run", data=data)

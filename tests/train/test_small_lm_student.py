@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from outrider.base.errors import UserError
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
@@ -19,6 +17,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
 from outrider.train.parts.parallel import Parallel
 from outrider.train.recipes.small_lm import SmallLMStudent
+from tests.refusals import refusal
 from tests.tiny import VOCABULARY, open_stack, random_prompt
 
 
@@ -138,8 +137,7 @@ def test_on_policy_needs_whole_parameters(target: Path) -> None:
     sampling.begin_step(1)
     for one in (sampling, plain):
         next(one.parameters()).ds_id = 0  # the mark of ZeRO-3
-    with pytest.raises(UserError, match="on_policy: needs whole parameters; use ddp or zero2, or on_policy=0"):
-        sampling.begin_step(2)
+    refusal("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0", sampling.begin_step, 2)
     plain.begin_step(2)
 
 

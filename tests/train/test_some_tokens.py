@@ -26,6 +26,7 @@ from outrider.train.parts.on_policy import OnPolicy, continue_prefixes
 from outrider.train.recipes.small_lm import SmallLMStudent, finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.refusals import refusal
 from tests.tiny import VOCABULARY, save_target
 from tests.train.jobs import FIT, finetuning, save_responses, write_corpus
 
@@ -132,14 +133,11 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     for report in json.loads((tmp_path / "report/report.json").read_text())["reports"]:
         assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0 or finished
         assert report["draft_vocabularies"]["small_lm"]["tokens"] == 24
-    with pytest.raises(UserError, match=r"target=.*out: a drafter over some of its target's tokens"):
-        open_target(str(out))
+    refusal(r"target=.*out: a drafter over some of its target's tokens", open_target, str(out))
     save_file({"tokens": tokens + 1}, out / TOKENS_FILE)
-    with pytest.raises(UserError, match="truncated or altered"):
-        load_small_lm(str(out), load_tokenizer(str(target)), dtype=torch.float32)
+    refusal("truncated or altered", load_small_lm, str(out), load_tokenizer(str(target)), dtype=torch.float32)
     (out / TOKENS_FILE).unlink()
-    with pytest.raises(UserError, match=f"no {TOKENS_FILE} there"):
-        load_small_lm(str(out), load_tokenizer(str(target)), dtype=torch.float32)
+    refusal(f"no {TOKENS_FILE} there", load_small_lm, str(out), load_tokenizer(str(target)), dtype=torch.float32)
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 25
 
 

@@ -15,6 +15,7 @@ from outrider.data_prep.text.sources import is_heldout, python_stdlib_files
 from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
+from tests.refusals import refusal
 
 
 def write(path, rows):
@@ -105,31 +106,10 @@ def test_a_limit_is_spread_and_balanced(tmp_path):
     assert len(read_prompts(path, limit=1000)) == 62
 
 
-def test_unusable_prompts_are_named(tmp_path):
-    def refused(content, message):
-        (tmp_path / "p.jsonl").write_text(content)
-        with pytest.raises(UserError, match=message):
-            read_prompts(str(tmp_path / "p.jsonl"))
-
-    refused('{"prompt": "x"}\n{"body": "x"}', r"p\.jsonl:2: expected one of the columns turns, .*present: body")
-    refused('{"prompt": " "}', r"p\.jsonl:1: prompt is ' ': expected a text")
-    refused('{"turns": "x"}', r"p\.jsonl:1: turns='x': expected a list of texts")
-    placed = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-    refused(json.dumps({"turns": ["a", placed]}), r"p\.jsonl:1: a place-holder of SPEED-Bench; fill the copy")
-    refused('{"prompt": []}', r"p\.jsonl:1: turns=\[\]: expected a list of texts")
-    refused('{"prompt": [{"role": "user"}]}', r"p\.jsonl:1: prompt is {'role': 'user'}: expected a text")
-    refused(
-        '{"translation": {"en": "a", "de": 1, "fr": 2}}', r"p\.jsonl:1: translation=.*: expected en and one of cs, de"
-    )
-    refused('{"instruction": null}', r"p\.jsonl:1: prompt is None")
-    refused("[1]", r"p\.jsonl:1: expected a record or a text, found list")
-    refused("", r"prompts=.*p\.jsonl: no prompt in it")
-    with pytest.raises(UserError, match=r"prompts=missing.jsonl: no such file; give a JSONL, JSON or parquet file"):
-        read_prompts("missing.jsonl")
-    with pytest.raises(UserError, match=r"no prompt in it"):
-        read_prompts([])
-    with pytest.raises(UserError, match=r"^limit=0: expected at least 1"):
-        read_prompts(["a"], limit=0)
+def test_prompts_that_are_not_there_are_named():
+    refusal(r"prompts=missing.jsonl: no such file; give a JSONL, JSON or parquet file", read_prompts, "missing.jsonl")
+    refusal("no prompt in it", read_prompts, [])
+    refusal("^limit=0: expected at least 1", read_prompts, ["a"], limit=0)
 
 
 def fetched(cache, name, *rows):

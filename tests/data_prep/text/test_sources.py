@@ -110,29 +110,6 @@ def test_bad_records_are_counted(tmp_path):
     assert counts == {"records": 1, "empty": 1, "malformed": 1}
 
 
-def test_bad_files_are_named(tmp_path):
-    def refused(name, content, message, **values):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(UserError, match=message):
-            read(str(path), **values)
-
-    refused("a.jsonl", lines(ROWS) + '{"text": "cut', r"a\.jsonl:4: not valid JSON .*fix or remove this line")
-    refused(
-        "a.jsonl", b'{"text": "x"}\n\n{"text": "\xff"}\n', r"a\.jsonl:3: byte 11 is 0xff, which is no UTF-8; .*iconv"
-    )
-    refused("a.json", '[{"text": "x"},\n {"text": ]', r"a\.json:2: not valid JSON")
-    refused("a.json", lines(ROWS) + "{", r"a\.json:4: not valid JSON")
-    refused("a.jsonl", lines([*ROWS, {"body": "x"}]), r"a\.jsonl:4: no column 'text'; columns present: body")
-    refused("a.jsonl", lines(ROWS), r"a\.jsonl:1: no column 'messages'; .*: text", layout="messages")
-    refused("a.jsonl", lines([{"x": 1}]), r"a\.jsonl:1: cannot tell the layout from columns x; name it")
-    refused("a.jsonl", "[1, 2]\n", r"a\.jsonl:1: expected a record with named columns, found list")
-    refused("a.jsonl.gz", gzip.compress(lines(ROWS).encode())[:-9], r"a\.jsonl\.gz: cannot be read")
-    refused("a.jsonl.gz", "not compressed", r"a\.jsonl\.gz: cannot be read")
-    refused("a.parquet", "PAR1 but no more", r"a\.parquet: cannot be read")
-    refused("a.txt", "prose", r"a\.txt: plain text, but layout=messages needs records", layout="messages")
-
-
 def test_no_file_is_an_error(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path / "*.jsonl", tmp_path):
         with pytest.raises(UserError, match=r"^path=.*: no file matches"):

@@ -19,6 +19,7 @@ from outrider.draft_models.targets.settings import ReadingChanges, Written
 from outrider.draft_models.targets.target import Band
 from outrider.train.recipes.toy import packed_mask
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
+from tests.refusals import refusal
 
 PLACES = 5  # of a text
 
@@ -168,8 +169,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path, case: str) -> None:
     dialect, changes, said = WRONG[case]
     facts = DIALECTS[dialect]
-    with pytest.raises(UserError, match=said):
-        open_head(write_head(tmp_path, facts, head_weights(facts), **changes), TARGET)
+    refusal(said, open_head, write_head(tmp_path, facts, head_weights(facts), **changes), TARGET)
 
 
 @pytest.mark.parametrize(("dialect", "switch"), [("specforge", "fc_norm"), ("speculators", "norm_before_fc")])
@@ -211,8 +211,7 @@ def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> N
     weights, sound = head_weights(facts), ReadingChanges(taps=(1, 4, 7), tap_norms=True)
     where = write_head(tmp_path, facts, weights, **{TAPS: [0, 3, 6]}, fc_norm=False)
     for changes in (ReadingChanges(), ReadingChanges(taps=(1, 4, 7)), ReadingChanges(tap_norms=True)):
-        with pytest.raises(UserError, match="eagle3="):
-            open_head(where, TARGET, changes=changes)
+        refusal("eagle3=", open_head, where, TARGET, changes=changes)
     found = open_head(where, TARGET, changes=sound)
     assert found.reading == open_head(write_head(tmp_path / "sound", facts, weights), TARGET).reading
     assert torch.equal(found.load(torch.float32).state_dict()["fc_norm.0.weight"], weights["fc_norm.0.weight"].float())
@@ -229,7 +228,7 @@ def loaded(tmp_path: Path, dialect: str) -> Eagle3:
     return open_head(write_head(tmp_path / dialect, facts, head_weights(facts)), TARGET).load(torch.bfloat16)
 
 
-def refusal(path: Path, head: Eagle3, dialect: str) -> str:
+def why_not_saved(path: Path, head: Eagle3, dialect: str) -> str:
     """Why `head` cannot be saved so; nothing where it was."""
     try:
         save_head(path, head, dialect, TARGET, "someone/target")  # type: ignore[arg-type]
@@ -245,7 +244,7 @@ def test_a_dialect_gives_back_what_was_written(tmp_path: Path, dialect: str) -> 
     able = {"specforge": {*WRITTEN}, "speculators": {"speculators"}, "plain": {*WRITTEN}}.get(dialect, set())
     written = set()
     for other in WRITTEN:
-        said = refusal(tmp_path / "out" / other, head, other)
+        said = why_not_saved(tmp_path / "out" / other, head, other)
         if said:
             assert f"dialect={other}: has no word for " in said
             assert not (tmp_path / "out" / other).exists()
@@ -283,8 +282,7 @@ def test_another_reading_of_the_same_tensors_is_another_head(tmp_path: Path) -> 
     ids = torch.tensor(facts.draft_tokens)
     stored = open_head(write_head(tmp_path / "a", facts, {**weights, "d2t": ids}), TARGET)
     tensors = stored.tensors(torch.float32)
-    with pytest.raises(UserError, match="It holds offsets"):
-        make_head(stored.reading, tensors, stored.source)
+    refusal("It holds offsets", make_head, stored.reading, tensors, stored.source)
     head = make_head(replace(stored.reading, draft_ids="index"), tensors, stored.source)
     save_head(tmp_path / "b", head, "speculators", TARGET, "someone/target")
     assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["d2t"], weights["d2t"])

@@ -26,6 +26,7 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.draft_models.formats.test_torch_files import as_bin, save_fp8
 from tests.gguf_files import write_gguf
+from tests.refusals import refusal
 
 
 @pytest.fixture
@@ -156,8 +157,7 @@ def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Pat
 
 def test_a_file_that_changes_meanwhile_is_refused(kept: Path, llama: Path, tmp_path: Path) -> None:
     path = write_gguf(llama, tmp_path / "model.gguf")
-    with pytest.raises(UserError, match=r"model\.gguf: changed while it was converted"):
-        cached(Watched(str(path), path, lambda: os.utime(path)))
+    refusal(r"model\.gguf: changed while it was converted", cached, Watched(str(path), path, lambda: os.utime(path)))
     assert entries(kept) == []
 
 
@@ -221,8 +221,7 @@ def test_no_error_of_the_hub_is_a_traceback(
     monkeypatch.setattr(convert, "cached_file", fail)
     convert._on_hub.cache_clear()
     for read in (as_safetensors, as_described, open_target, open_tensors):
-        with pytest.raises(UserError, match=r"someone/bin: config\.json cannot be fetched \("):
-            read("someone/bin")
+        refusal(r"someone/bin: config\.json cannot be fetched \(", read, "someone/bin")
 
 
 def test_safetensors_are_read_where_they_are(kept: Path, llama: Path, tmp_path: Path) -> None:
@@ -276,8 +275,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(written.parent)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(UserError, match=r"GB are to be written, 0\.0 GB are free; free space, or say by OUTRIDER"):
-        as_safetensors(str(written))
+    refusal(r"GB are to be written, 0\.0 GB are free; free space, or say by OUTRIDER", as_safetensors, str(written))
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -285,8 +283,7 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(UserError, match=r"OUTRIDER_CACHE=.*cannot be written \(Not a directory\); .* choose another"):
-        as_safetensors(str(written))
+    refusal(r"OUTRIDER_CACHE=.*cannot be written \(Not a directory\); .* choose another", as_safetensors, str(written))
 
 
 def test_a_cache_of_others_is_read(kept: Path, written: Path) -> None:

@@ -24,6 +24,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import tokenizer_digest
 from tests import gguf_files
+from tests.refusals import refusal
 from tests.tiers import as_many, typical_where
 from tests.tiny import random_prompt, reference_generate, shake_norms_and_biases
 
@@ -110,8 +111,7 @@ def test_a_directory_may_hold_one(tmp_path: Path, written: Path) -> None:
     there, itself = open_target(str(tmp_path)), open_target(str(written))
     assert there.fingerprint.differences(itself.fingerprint) == []
     shutil.copy(written, tmp_path / "two.gguf")
-    with pytest.raises(UserError, match=r"holds several GGUF files \(one\.gguf, two\.gguf\)"):
-        open_target(str(tmp_path))
+    refusal(r"holds several GGUF files \(one\.gguf, two\.gguf\)", open_target, str(tmp_path))
 
 
 def test_beside_a_model_directory_it_is_not_taken(llama: Path, tmp_path: Path) -> None:
@@ -144,8 +144,7 @@ def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, 
     path = tmp_path / "cut.gguf"
     for size in (4, 20, 40, 300, 5000, 12000, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"cut\.gguf: (not a GGUF file|ends within)"):
-            open_tensors(str(path))
+        refusal(r"cut\.gguf: (not a GGUF file|ends within)", open_tensors, str(path))
 
 
 @pytest.mark.parametrize("whose", ["name", "place"])
@@ -160,8 +159,7 @@ def test_one_tensor_in_the_place_of_another_is_refused(tmp_path: Path, written: 
         content[place + skip : place + skip + 8] = content[at + skip : at + skip + 8]
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"blk\.0\.ffn_up\.weight.*(twice|overlap)"):
-        open_tensors(str(path))
+    refusal(r"blk\.0\.ffn_up\.weight.*(twice|overlap)", open_tensors, str(path))
 
 
 @pytest.mark.slow
@@ -187,13 +185,11 @@ def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) ->
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"a text, not a model")
-    with pytest.raises(UserError, match="a file, but not a GGUF file"):
-        open_target(str(path))
+    refusal("a file, but not a GGUF file", open_target, str(path))
     content = bytearray(written.read_bytes())
     content[4:8] = (3).to_bytes(4, "big")
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"GGUF version 50331648, supported: \(2, 3\) in little-endian"):
-        open_target(str(path))
+    refusal(r"GGUF version 50331648, supported: \(2, 3\) in little-endian", open_target, str(path))
 
 
 @pytest.mark.parametrize(
@@ -271,8 +267,7 @@ def test_without_the_package_the_error_names_the_remedy(
 ) -> None:
     path = gguf_files.write_gguf(llama, tmp_path / "model.gguf", template="converted without the package by nobody")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs the gguf package: pip install 'outrider\[gguf\]'"):
-        open_tensors(str(path))
+    refusal(r"needs the gguf package: pip install 'outrider\[gguf\]'", open_tensors, str(path))
 
 
 LAYERS = 6  # the last of which, of a Gemma 3, has no window

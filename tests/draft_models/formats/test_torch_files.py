@@ -24,6 +24,7 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.forked import Fork
 from tests.pairwise import all_pairs, each_value
+from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.tiny import ARCHITECTURES, random_prompt, reference_generate, save_target
 
@@ -163,8 +164,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -
 )
 def test_what_holds_no_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=rf"pytorch_model\.bin: {message}|pytorch_model\.bin: .*{message}"):
-        open_tensors(str(tmp_path))
+    refusal(rf"pytorch_model\.bin: {message}|pytorch_model\.bin: .*{message}", open_tensors, str(tmp_path))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -174,15 +174,13 @@ def test_a_damaged_file_is_refused(tmp_path: Path, legacy: bool) -> None:
     whole = file.read_bytes()
     for size in (0, 1, 50, len(whole) // 2, len(whole) - 9):
         file.write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"pytorch_model\.bin: (not a readable|torch's weights-only loader)"):
-            open_tensors(str(tmp_path))
+        refusal(r"pytorch_model\.bin: (not a readable|torch's weights-only loader)", open_tensors, str(tmp_path))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin", 3)
     (path / "pytorch_model-00002-of-00003.bin").unlink()
-    with pytest.raises(UserError, match=r"pytorch_model-00002-of-00003\.bin is named in pytorch_model\.bin\.index\.js"):
-        open_tensors(str(path))
+    refusal(r"pytorch_model-00002-of-00003\.bin is named in pytorch_model\.bin\.index\.js", open_tensors, str(path))
 
 
 @pytest.mark.slow
@@ -280,11 +278,9 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         )
     small, _ = save_fp8(tmp_path, "llama")
     set_config(small, quantization_config={**FP8, "weight_block_size": "all"})
-    with pytest.raises(UserError, match=r"quantization_config\.weight_block_size='all' in config\.json: expected rows"):
-        open_tensors(str(small))
+    refusal(r"quantization_config\.weight_block_size='all' in config\.json: expected rows", open_tensors, str(small))
     set_config(small, quantization_config=None)
-    with pytest.raises(UserError, match=r"has scales of fp8 weights, of which its config\.json does not speak"):
-        open_tensors(str(small))
+    refusal(r"has scales of fp8 weights, of which its config\.json does not speak", open_tensors, str(small))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +296,7 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 )
 def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     path = set_config(save_target(tmp_path / "target"), quantization_config=settings)
-    with pytest.raises(UserError, match=rf"target=.*: quantised by '{name}' .*; supported: fp8 with scales by block"):
-        open_target(str(path))
+    refusal(rf"target=.*: quantised by '{name}' .*; supported: fp8 with scales by block", open_target, str(path))
 
 
 def test_without_settings_it_is_no_quantised_one(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable, table_digest
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table
 from tests.kept_code import kept_folder
+from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = (
@@ -56,8 +56,7 @@ def test_arrays_that_do_not_fit_together_are_refused_whatever_their_digests(
     if (name, fill) in {("tokens", "zeros"), ("tokens", "descending"), ("totals", "ones")}:
         drafts(TrigramTable.open(tmp_path / "unsound"))  # wrong, and harmless
         return
-    with pytest.raises(UserError, match=r"unsound: damaged n-gram table \(order 3: "):
-        TrigramTable.open(tmp_path / "unsound")
+    refusal(r"unsound: damaged n-gram table \(order 3: ", TrigramTable.open, tmp_path / "unsound")
 
 
 @pytest.mark.slow

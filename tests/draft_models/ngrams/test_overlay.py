@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.overlay import Overlay, TextIndex
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.ngram_reading import successors
+from tests.refusals import refusal
 
 VOCABULARY = 9
 TEXTS = st.lists(st.integers(0, VOCABULARY + 1), min_size=1, max_size=60)  # the largest ids are beyond the table
@@ -63,8 +63,7 @@ def test_of_equals_the_newest_comes_first() -> None:
 
 def test_what_the_table_lacks() -> None:
     table = TrigramTable.from_documents([[1, 2, 3]], [3], 12, "t")
-    with pytest.raises(UserError, match=r"order=2: the n-gram table has orders \[3\]"):
-        Overlay(table, 2)
+    refusal(r"order=2: the n-gram table has orders \[3\]", Overlay, table, 2)
     overlay = Overlay(table, 3)
     overlay.learn(np.array([1, 2, 3]), 0, 3)
     assert successors(overlay, [1, 2]) == {3: 0.7}

@@ -16,6 +16,7 @@ from outrider.draft_models.ngrams.table import ARRAYS, TABLE_FILE, TrigramTable
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.full_disk import largest_file
 from tests.ngram_reading import successors
+from tests.refusals import refusal
 
 ORDERS = (2, 3, 4)
 Context = tuple[int, ...]
@@ -139,8 +140,7 @@ def test_a_saved_table_opens_as_it_was_mapped_read_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read-only"):
         opened.levels[3].counts[0] = 1
     assert [path.name for path in tmp_path.iterdir()] == ["table"]
-    with pytest.raises(UserError, match="holds an n-gram table already"):
-        table.save(tmp_path / "table")
+    refusal("holds an n-gram table already", table.save, tmp_path / "table")
 
 
 def test_an_empty_level_is_saved_and_opened(tmp_path: Path) -> None:
@@ -197,8 +197,7 @@ def without(name: str) -> Callable[[Path], None]:
 def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     make(random_documents(300)).save(tmp_path / "table")
     damage(tmp_path / "table")
-    with pytest.raises(UserError, match=message):
-        TrigramTable.open(tmp_path / "table")
+    refusal(message, TrigramTable.open, tmp_path / "table")
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
@@ -212,8 +211,7 @@ def test_the_tokenizer_is_told_by_its_ids() -> None:
     assert digest == vocabulary_digest({"b": 1, "a": 0}) != vocabulary_digest({"a": 1, "b": 0})
     table = TrigramTable.from_documents([], (3,), 2, digest)
     table.require_tokenizer(digest, "here")
-    with pytest.raises(UserError, match=r"here: .*another tokenizer"):
-        table.require_tokenizer(vocabulary_digest({"a": 0}), "here")
+    refusal(r"here: .*another tokenizer", table.require_tokenizer, vocabulary_digest({"a": 0}), "here")
 
 
 @pytest.mark.parametrize(
@@ -226,5 +224,4 @@ def test_the_tokenizer_is_told_by_its_ids() -> None:
 )
 def test_impossible_tables_are_refused(options: dict[str, object], message: str) -> None:
     arguments = {"documents": [[1, 2, 3]], "orders": (3,), "vocabulary": 4, "tokenizer": "t", **options}
-    with pytest.raises(UserError, match=message):
-        TrigramTable.from_documents(**arguments)
+    refusal(message, TrigramTable.from_documents, **arguments)

@@ -13,6 +13,7 @@ from outrider.draft_models.targets.int8 import LARGEST, Int8Linear, int8_bytes, 
 from outrider.draft_models.targets.open_target import open_target, pick_dtype
 from tests.families import save_family
 from tests.gguf_files import save_plain_target, write_gguf
+from tests.refusals import refusal
 from tests.tiny import save_target
 
 
@@ -83,8 +84,7 @@ def test_what_it_computes_in() -> None:
 def test_weights_of_another_kind_are_refused_by_name(tmp_path: Path, family: str) -> None:
     target = open_target(str(save_family(tmp_path, family)))
     place = {"mixtral": r"layers\.0\.mlp.*\(Mixtral", "gpt2": r"h\.0\.attn\.c_attn \(Conv1D\)"}[family]
-    with pytest.raises(UserError, match=rf"dtype=int8 quantises linear layers.*{place}"):
-        target.require_int8()
+    refusal(rf"dtype=int8 quantises linear layers.*{place}", target.require_int8)
     with pytest.raises(UserError, match=r"dtype=int8 quantises linear layers"):
         quantise(target.layers(dtype=torch.float32), torch.float32, "target=t")
 
@@ -92,8 +92,7 @@ def test_weights_of_another_kind_are_refused_by_name(tmp_path: Path, family: str
 def test_what_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     model = open_target(str(save_target(tmp_path))).layers(dtype=torch.float32)
     model.get_submodule("model.layers.1.mlp.up_proj").weight[3, 4] = torch.nan
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj: dtype=int8 has no numbers"):
-        quantise(model, torch.float32, "target=t")
+    refusal(r"model\.layers\.1\.mlp\.up_proj: dtype=int8 has no numbers", quantise, model, torch.float32, "target=t")
 
 
 def test_a_target_that_is_quantised_already_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from outrider.draft_models.targets.model_files import decoder_layers, layer_stac
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack, call_layer
 from tests.families import FAMILIES, LAYERS, save_family
+from tests.refusals import refusal
 from tests.tiers import quick_where
 from tests.tiny import unproven
 
@@ -124,8 +125,7 @@ def test_a_small_effect_in_any_one_layer_is_refused(
         return hidden + 1.01 * (out - hidden) if layer is decoder_layers(model)[faulty] else out
 
     monkeypatch.setattr("outrider.draft_models.targets.stack.call_layer", off)
-    with pytest.raises(UserError, match=r"differ from its own forward's by"):
-        prove_layers(model, "target=large")
+    refusal(r"differ from its own forward's by", prove_layers, model, "target=large")
 
 
 def test_keys_with_large_biases_are_proven(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.train.recipes.toy import packed_mask
 from tests.pairwise import each_value
+from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
@@ -79,8 +80,7 @@ def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
     index = json.loads((path / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.more.weight"] = next(iter(index["weight_map"].values()))
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"no tensor 'model\.more\.weight'"):
-        load_causal_lm(str(path))
+    refusal(r"no tensor 'model\.more\.weight'", load_causal_lm, str(path))
 
 
 @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "a/../../elsewhere.safetensors", "absolute", 3, None])
@@ -94,8 +94,7 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object)
     index["weight_map"][name] = str(outside) if file == "absolute" else file
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     for load in (open_tensors, lambda source: load_causal_lm(source, None)):
-        with pytest.raises(UserError, match=rf"weight_map\.{re.escape(name)}=.*expected a \.safetensors file in its"):
-            load(str(path))
+        refusal(rf"weight_map\.{re.escape(name)}=.*expected a \.safetensors file in its", load, str(path))
 
 
 def test_a_device_by_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,26 +126,21 @@ def test_code_that_comes_with_a_target_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedConfig as OddConfig\n"
     (tmp_path / "configuration_odd.py").write_text(code)
-    with pytest.raises(UserError, match=r"no usable config\.json"):
-        load_config(str(tmp_path))
+    refusal(r"no usable config\.json", load_config, str(tmp_path))
     assert not (tmp_path / "ran").exists()
 
 
 def test_unusable_targets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such directory"):
-        load_config(str(tmp_path / "nowhere"))
+    refusal("no such directory", load_config, str(tmp_path / "nowhere"))
     path = save_target(tmp_path / "empty")
     (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="expected a safetensors checkpoint"):
-        open_tensors(str(path))
+    refusal("expected a safetensors checkpoint", open_tensors, str(path))
     path = save_target(tmp_path / "cut")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match="not a readable safetensors file"):
-        open_tensors(str(path))
+    refusal("not a readable safetensors file", open_tensors, str(path))
     for change in ({"do_layer_norm_before": False}, {"word_embed_proj_dim": 32}):
-        with pytest.raises(UserError, match="after its layers come"):
-            load_config(str(save_target(tmp_path / "opt", "opt", **change)))
+        refusal("after its layers come", load_config, str(save_target(tmp_path / "opt", "opt", **change)))
     with pytest.raises(UserError, match=r"no tensor 'model\.embed_tokens\.weight'"):
         TensorFiles("x", None, {}, ("x", None)).read(["model.embed_tokens.weight"])
 
@@ -170,5 +164,4 @@ def test_a_checkpoint_without_the_causal_lm_around_it(tmp_path: Path, architectu
 @pytest.mark.parametrize("exit_layer", [0, LAYERS, LAYERS + 3])
 def test_exit_layer_out_of_range(tmp_path: Path, exit_layer: int) -> None:
     config = load_config(str(save_target(tmp_path)))
-    with pytest.raises(UserError, match=f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < 4"):
-        exit_layers(config, exit_layer)
+    refusal(f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < 4", exit_layers, config, exit_layer)

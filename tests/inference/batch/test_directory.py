@@ -17,6 +17,7 @@ from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.directory import prompt_id
 from outrider.inference.batch.generate import generate_responses, run_identity
 from tests.inference.batch.responding import TALKS, letter_tokenizer, responses, save_answering, summary, talk
+from tests.refusals import refusal
 
 
 def _both(make):
@@ -58,8 +59,7 @@ def test_the_directory_is_kept_from_others_until_the_end(make, monkeypatch):
     config, seen = make(TALKS[:2]), []
 
     def another(folder):
-        with pytest.raises(UserError, match="another run is writing"):
-            generate_responses(replace(config, resume=True))
+        refusal("another run is writing", generate_responses, replace(config, resume=True))
         seen.append(folder)
         return directory.summarise(folder)
 
@@ -81,8 +81,7 @@ def test_more_data_is_answered_on_resume_and_nothing_else(make):
 
 def test_a_directory_in_use_is_refused(make):
     generate_responses(make(TALKS[:2]))
-    with pytest.raises(UserError, match="holds responses already; resume=true continues them"):
-        generate_responses(make(TALKS[:2]))
+    refusal("holds responses already; resume=true continues them", generate_responses, make(TALKS[:2]))
     with pytest.raises(UserError, match=r"made with other settings: greedy_tokens=3 \(was 2\), seed=1 \(was 0\)"):
         generate_responses(make(TALKS[:2], resume=True, greedy_tokens=3, seed=1))
     with pytest.raises(UserError, match="both plain texts and conversations; answer them in two runs"):

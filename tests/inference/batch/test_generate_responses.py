@@ -50,6 +50,7 @@ from tests.inference.batch.responding import (
     talk,
 )
 from tests.launched import launched
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer
 
 # ------------------------------------------------------------------------------------------------ invariance
@@ -186,8 +187,7 @@ def test_other_kernels_do_not_go_on(make, monkeypatch):
     monkeypatch.setattr(responses_module, "has_amx", lambda: True)
     generate_responses(config)
     monkeypatch.setattr(responses_module, "has_amx", lambda: False)
-    with pytest.raises(UserError, match=r'kernels="\w+" \(was "\w+, steps by AMX"\)'):
-        generate_responses(replace(config, resume=True))
+    refusal(r'kernels="\w+" \(was "\w+, steps by AMX"\)', generate_responses, replace(config, resume=True))
 
 
 # ------------------------------------------------------------------------------------------------------ time
@@ -412,8 +412,7 @@ def test_a_character_that_the_budget_cuts_in_half_is_left_out():
 def test_one_process_spreads_a_target_over_all_gpus(make, monkeypatch):
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=0, is_main_process=True)
     monkeypatch.setattr(responses_module, "join_processes", lambda: two)
-    with pytest.raises(UserError, match="device_map=auto: one process has all GPUs then; start one"):
-        generate_responses(make(device_map="auto"))
+    refusal("device_map=auto: one process has all GPUs then; start one", generate_responses, make(device_map="auto"))
 
 
 def test_training_reads_the_answers(make, tmp_path):
@@ -447,5 +446,4 @@ def test_a_mix_is_answered_whole_and_weighed_later():
         return GenerateConfig(target="t", data=DataConfig(source="mix", mix=mix))
 
     configure(a=0.5, b=0.5, c=0.0)
-    with pytest.raises(UserError, match=r"^data\.mix weights=\{'a': 0\.5, 'b': 1\.0\}: expected equal weights"):
-        configure(a=0.5, b=1.0, c=0.0)
+    refusal(r"^data\.mix weights=\{'a': 0\.5, 'b': 1\.0\}: expected equal weights", configure, a=0.5, b=1.0, c=0.0)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
-from outrider.base.errors import UserError
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import around_question
 from outrider.data_prep.text.prompts import Prompt, parted, read_prompts
@@ -23,6 +22,7 @@ from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.batch.tasks import uniforms
 from outrider.inference.core.sampling import invert
 from tests.inference.batch.responding import ENDS as MANY
+from tests.refusals import refusal
 
 COUNT, ENDS = 80, MANY[:6]
 
@@ -100,8 +100,7 @@ def test_a_base_model_writes_the_beginnings_of_documents(config, target, tmp_pat
         write_prompts(base := replace(config, out_dir=f"{config.out_dir}-{name}", **options))
         assert keys(base, chat=False) == expected
     tokenizer.bos_token = None
-    with pytest.raises(UserError, match=r"has no BOS token.*prompts of your own"):
-        around_question(tokenizer, "auto")
+    refusal(r"has no BOS token.*prompts of your own", around_question, tokenizer, "auto")
 
 
 def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(config, monkeypatch):
@@ -112,8 +111,7 @@ def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(confi
         write_prompts(config)
     monkeypatch.setattr(Shard, "save", save)
     assert files(config) == {}
-    with pytest.raises(UserError, match=r"template=\[\"none\"\] \(was"):
-        write_prompts(replace(config, resume=True, template="none"))
+    refusal(r"template=\[\"none\"\] \(was", write_prompts, replace(config, resume=True, template="none"))
     write_prompts(replace(config, resume=True))
     assert files(config) == files(expected)
     write_prompts(short := replace(config, out_dir=f"{config.out_dir}-short", batch_size=64, minutes=1e-9))
@@ -132,10 +130,8 @@ def test_a_prompt_stays_on_its_side_in_other_company():
 def test_what_gives_no_prompts_is_refused(config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for options in ({}, {"target": "t", "file": "mt_bench"}):
-        with pytest.raises(UserError, match=r"target=.*or file="):
-            PromptsConfig(**options)
-    with pytest.raises(UserError, match="expected at least 10"):
-        write_prompts(replace(config, count=9))
+        refusal(r"target=.*or file=", PromptsConfig, **options)
+    refusal("expected at least 10", write_prompts, replace(config, count=9))
     (file := Path("p.txt")).write_text("prompt")
     made_of = {"file": hashlib.sha256(b"prompt").hexdigest(), "heldout_fraction": 0.1, "per_object": 4}
     (file.parent / "prompts.json").write_text(json.dumps({"made_of": made_of}))

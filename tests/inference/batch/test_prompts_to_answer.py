@@ -15,6 +15,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Todo, read_tasks
 from tests.data_prep.text.test_prompts import LAYOUTS
 from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, responses
+from tests.refusals import refusal
 
 QUESTIONS = [{"id": i, "turns": [f"question {i}", "and more of it?" + "x" * (5 * i), "and at last?"]} for i in range(6)]
 
@@ -78,8 +79,7 @@ def test_answers_to_several_questions_are_those_of_generate_turn_by_turn(make, m
 
 def test_what_is_no_prompt_is_named(make):
     def refused(rows, message):
-        with pytest.raises(UserError, match=message):
-            _tasks(make(rows))
+        refusal(message, _tasks, make(rows))
 
     good = {"turns": ["a question"]}
     refused([good, {"turns": []}], r"prompts\.jsonl:2: turns=\[\]: expected a list of texts")
@@ -93,8 +93,7 @@ def test_prompts_have_nothing_to_learn_from(make):
     data = replace(make([{"turns": ["a question"]}]).data, layout="prompts")
     with pytest.raises(UserError, match="layout=prompts: prompts have no answers to learn from; answer them with"):
         list(read_records(data, "train"))
-    with pytest.raises(UserError, match="column='turns': expected null with layout=prompts"):
-        replace(data, column="turns")
+    refusal("column='turns': expected null with layout=prompts", replace, data, column="turns")
     with pytest.raises(UserError, match=r"prompts\.jsonl:1: prompts have no answers to learn from"):
         list(read_records(replace(data, layout="auto"), "train"))
 

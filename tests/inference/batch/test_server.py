@@ -19,6 +19,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Row, check_rows, read_rows
 from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
 from tests.inference.batch.serving import Engine, replying, serving
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("quick")
 GREEDY = {"temperature": 0.0, "greedy_tokens": 0}
@@ -115,8 +116,7 @@ def test_a_server_that_goes_away_ends_the_run_which_goes_on_with_another(make, e
         generate_responses(whole)
     with serving(engine(lambda number, reply: reply if number < 18 else None)) as url:
         config = asked(make, url, top_k_logits=2, server_retries=1)
-        with pytest.raises(UserError, match=r"prompts failed.*no reply.*resume=true"):
-            generate_responses(config)
+        refusal(r"prompts failed.*no reply.*resume=true", generate_responses, config)
     assert 0 < len(responses(config)) < len(TALKS)
     with serving(engine()) as url:
         generate_responses(replace(config, server=url, resume=True))
@@ -169,8 +169,7 @@ def test_texts_without_ids_are_taken_where_they_are_tokenised_so(make, engine, c
 def test_what_a_server_lacks_is_said_before_anything_is_written(make, engine, shown, values, words):
     with serving(engine(**shown)) as url:
         config = asked(make, url, **values)
-        with pytest.raises(UserError, match=f"server={url}.*{words}"):
-            generate_responses(config)
+        refusal(f"server={url}.*{words}", generate_responses, config)
     assert not [path for path in Path(config.out_dir).iterdir() if path.name != ".lock"]
 
 
@@ -196,14 +195,6 @@ def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
     }
     with serving(engine(fault)) as url, pytest.raises(UserError, match=words[always]):
         generate_responses(asked(make, url))
-
-
-def test_options_of_servers_are_read_with_one(make):
-    for given in ({"concurrency": 2}, {"server_model": "a"}, {"server": "localhost:8000"}):
-        with pytest.raises(UserError, match=next(iter(given))):
-            make(**given)
-    with pytest.raises(UserError, match="dtype"):
-        make(server="http://a", concurrency=1, dtype="bfloat16")
 
 
 def test_rows_of_llama_cpp_and_of_names_without_ids():

@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.records import Read
 from outrider.inference.batch.directory import Response, top_k_documents
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Answer, Task, TopK
 from tests.inference.batch.responding import TALKS, letter_tokenizer, read_responses, talk
+from tests.refusals import refusal
 
 
 @torch.inference_mode()
@@ -83,8 +82,7 @@ def test_a_damaged_distribution_is_named(make):
     generate_responses(config)
     (file,) = Path(config.out_dir).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"responses-00000\.safetensors: not a readable safetensors file"):
-        read_responses(config.out_dir)
+    refusal(r"responses-00000\.safetensors: not a readable safetensors file", read_responses, config.out_dir)
 
 
 @torch.inference_mode()
@@ -104,5 +102,4 @@ def test_each_turn_has_its_distributions_where_the_template_rewrites_history(mak
     changed = letter_tokenizer()
     for response in read_responses(config.out_dir):
         for other in (tokenizer, changed):  # of another template the prompts are others
-            with pytest.raises(UserError, match="another tokenizer or template"):
-                top_k_documents(response, other, "tokenizer")
+            refusal("another tokenizer or template", top_k_documents, response, other, "tokenizer")

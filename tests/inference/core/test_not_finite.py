@@ -35,6 +35,7 @@ from outrider.inference.shapes.factory import make_structure
 from tests.graph_contract import keep_contracts
 from tests.known_targets import PROMPT, Target, tokens_of
 from tests.pairwise import all_pairs, each_value
+from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.tiny import STRUCTURES, VOCABULARY, open_stack
 
@@ -264,5 +265,4 @@ def test_the_position_is_that_of_the_row_without_numbers(
 
     monkeypatch.setattr(TargetSession, "run_tree", overflowing)
     sure = target.source("early_exit", 0.0)  # the target itself: all that it drafts is right
-    with pytest.raises(UserError, match=rf"logits at position {position} are NaN or infinite"):
-        list(draft(models, sure, "chain", 12, Runtime()))
+    refusal(rf"logits at position {position} are NaN or infinite", list, draft(models, sure, "chain", 12, Runtime()))

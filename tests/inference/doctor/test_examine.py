@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from outrider.base.errors import UserError
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.small_lm.model import TRAINING_FILE
@@ -21,6 +20,7 @@ from outrider.inference.measure.bench import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write
+from tests.refusals import refusal
 from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 
 SAYS_ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -101,8 +101,7 @@ def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(
         target=str(clinic.folder / "target"), eagle3=where, methods=CHAIN, prompt_text=TEXTS, max_new_tokens=24,
         device="cpu", threads=1, compare_transformers=False, num_prompts=None, out_dir=str(tmp_path / "out"),
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"Give reading.taps=\[1,2,3\] to read it so"):
-        evaluate(config)
+    refusal(r"Give reading.taps=\[1,2,3\] to read it so", evaluate, config)
     assert "reading.taps=[1,2,3] is better" in capsys.readouterr().out
     assert not (tmp_path / "out/report.json").exists()
     evaluate(replace(config, reading=ReadingChanges(taps=TAPS), num_prompts=4))
@@ -113,16 +112,3 @@ def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(
     assert report["tau"] > 2  # the runtime reads it so, too
     assert report["lossless"]["identical"] == 4
     assert "doctor: eagle3, " in (tmp_path / "out/report.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"doctor_lengths": (512,)}, "doctor_lengths"),
-        ({"doctor": True, "doctor_lengths": (100,)}, "doctor_lengths"),
-        ({"reading": ReadingChanges(final_norm=False)}, "reading.final_norm=False: .*without an EAGLE-3 head"),
-    ],
-)
-def test_options_that_nobody_reads_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, **options)

@@ -20,6 +20,7 @@ from outrider.inference.doctor.scores import join, refuse, score, table
 from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
+from tests.refusals import refusal
 
 
 def examinee_in(clinic: Clinic, where: str) -> Examinee:
@@ -177,8 +178,7 @@ def test_a_reading_that_cannot_be_is_refused(
     clinic: Clinic, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     where = write(tmp_path / "head", clinic.head, clinic.stack)
-    with pytest.raises(UserError, match=said):
-        open_head(where, clinic.target.config, changes=ReadingChanges(**changes)).load(torch.float32)
+    refusal(said, open_head(where, clinic.target.config, changes=ReadingChanges(**changes)).load, torch.float32)
 
 
 def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from outrider.train.settings.export import ExportConfig
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 from tests.inference.evaluate.evaluating import evaluate
 from tests.inference.priced import costs, price
+from tests.refusals import refusal
 from tests.tiny import random_prompt
 
 ROOT = Path(__file__).parents[3]
@@ -116,8 +117,7 @@ def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="registered already"):
         register(cycle)
     monkeypatch.delitem(KINDS, "cycle")
-    with pytest.raises(UserError, match="source='cycle': expected one of"):
-        MethodConfig(source="cycle")
+    refusal("source='cycle': expected one of", MethodConfig, source="cycle")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -145,11 +145,9 @@ def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: s
     debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
     assert debug.places == {name: where}
     if name != "early_exit":  # which knows its target
-        with pytest.raises(UserError, match=f"target=None: expected the model.*holds {name}, for method="):
-            replace(config, target=None)
+        refusal(f"target=None: expected the model.*holds {name}, for method=", replace, config, target=None)
         other = next(kind for kind in KINDS.values() if kind.name == name)
-        with pytest.raises(UserError, match=f"{other.option}='b': expected null where checkpoint="):
-            replace(config, **{str(other.option): "b"})
+        refusal(f"{other.option}='b': expected null where checkpoint=", replace, config, **{str(other.option): "b"})
         with pytest.raises(UserError, match=f"checkpoint=.*: expected an early-exit .*holds {name}, for method="):
             replace(config, methods={"m": MethodConfig()})
 
@@ -205,8 +203,7 @@ def test_what_is_no_drafter_is_refused(
             rf"{name}: {found}.* drafter\.json \(early_exit\), config\.json \(small_lm or eagle3\), table\.safetensors"
         )
         for plan in (False, True):
-            with pytest.raises(UserError, match=expected):
-                command(replace(made, plan=plan))
+            refusal(expected, command, replace(made, plan=plan))
         if (tmp_path / name).exists():  # or it may be a head's Hub name
             with pytest.raises(UserError, match=expected):
                 export_drafter(ExportConfig(checkpoint=str(tmp_path / name), out_dir=str(tmp_path / "served")))
@@ -243,8 +240,7 @@ def test_a_head_is_reported_tuned_and_resumed(
     weights = load_file(tmp_path / "head/model.safetensors")
     save_file({**weights, "fc.weight": 2 * weights["fc.weight"]}, tmp_path / "head/model.safetensors")
     monkeypatch.setattr(compare, "load_models", None)  # it is refused before anything is loaded
-    with pytest.raises(UserError, match=r"other settings: eagle3\.tensors\.fc"):
-        evaluate(replace(made, resume=True), QUESTIONS)
+    refusal(r"other settings: eagle3\.tensors\.fc", evaluate, replace(made, resume=True), QUESTIONS)
 
 
 def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:

@@ -23,6 +23,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from tests.graph_contract import keep_contracts
 from tests.inference.evaluate.evaluating import evaluate
+from tests.refusals import refusal
 from tests.tiny import open_stack, random_prompt, save_target
 
 
@@ -72,15 +73,13 @@ def test_layers_that_cannot_be_skipped_are_refused_before_anything_is_loaded(
     skip: tuple[int, ...], config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.inference.evaluate.compare.load_models", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(UserError, match="skip"):
-        evaluate(config("out", methods={"m": MethodConfig("skip_layers", skip=skip)}))
+    refusal("skip", evaluate, config("out", methods={"m": MethodConfig("skip_layers", skip=skip)}))
 
 
 def test_which_layers_are_skipped() -> None:
     assert [skipped_layers(None, count) for count in (3, 4, 7)] == [[1], [1], [1, 3, 5]]
     assert skipped_layers((3, 1), 4) == [1, 3]
-    with pytest.raises(UserError, match="none is between the target's 2"):
-        skipped_layers(None, 2)
+    refusal("none is between the target's 2", skipped_layers, None, 2)
     with pytest.raises(UserError, match=r"skip=\(1,\): expected None, its default: source=small_lm does not read it"):
         MethodConfig("small_lm", skip=(1,))
 

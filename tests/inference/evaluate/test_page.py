@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.base.errors import UserError
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.settings import EARLY_EXIT
@@ -33,6 +32,7 @@ from outrider.inference.report.wording import most_that_differ
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate, tokens
+from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer
 
@@ -328,5 +328,4 @@ def test_without_the_package_it_is_refused_before_anything_is_loaded(
         out_dir=str(tmp_path),
         wandb=WandbConfig(mode="offline"),
     )
-    with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
-        evaluate(config)
+    refusal(r"wandb\.mode: wandb is not installed; pip install wandb, or disabled", evaluate, config)

@@ -14,6 +14,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
+from tests.refusals import refusal
 
 
 def measured(position: int, processes: int = 1) -> results.Measured:
@@ -47,8 +48,7 @@ def test_half_a_line_is_no_result(tmp_path: Path, cut: int) -> None:
     assert results.read_results(tmp_path) == {0: measured(0)}
     path.write_bytes(whole[:-cut] + b"\n" + whole)
     if cut > 1:
-        with pytest.raises(UserError, match=r"results-00000.jsonl:2: not a result"):
-            results.read_results(tmp_path)
+        refusal(r"results-00000.jsonl:2: not a result", results.read_results, tmp_path)
 
 
 def test_a_directory_is_continued_when_told_to_and_with_the_same_settings(tmp_path: Path) -> None:
@@ -65,8 +65,7 @@ def test_a_directory_is_continued_when_told_to_and_with_the_same_settings(tmp_pa
     only_a_report = tmp_path / "replayed"
     only_a_report.mkdir()
     (only_a_report / "report.json").write_text("{}")
-    with pytest.raises(UserError, match="holds results already"):
-        results.open_run(only_a_report, settings, resume=False)
+    refusal("holds results already", results.open_run, only_a_report, settings, resume=False)
 
 
 def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
@@ -88,7 +87,6 @@ def test_an_option_that_is_gone_and_had_no_value_changes_nothing(tmp_path: Path)
         results.begin_run(tmp_path, {**config.deciding(), "draft_tokens": value}, {})
         results.append_result(tmp_path, 0, measured(0))
         if value:
-            with pytest.raises(UserError, match=r"draft_tokens=absent \(was \[3\]\)"):
-                results.open_run(tmp_path, config.deciding(), True, config)
+            refusal(r"draft_tokens=absent \(was \[3\]\)", results.open_run, tmp_path, config.deciding(), True, config)
         else:
             assert results.open_run(tmp_path, config.deciding(), True, config) == {}

@@ -22,6 +22,7 @@ from outrider.inference.measure import replay as replaying
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, NgramConfig
 from tests.inference.evaluate.evaluating import refused
+from tests.refusals import refusal
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
 METHODS = {
@@ -66,8 +67,7 @@ def test_a_recording_longer_than_the_budget_is_cut() -> None:
     drafter = new_drafter(METHODS["prompt_lookup"], {}, Streams(0))
     rounds = list(replaying.replay(drafter, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
     assert [t for r in rounds for t in r.tokens] == [3, 4, 5]
-    with pytest.raises(UserError, match="empty recorded answer"):
-        next(replaying.replay(drafter, [1], [], max_new_tokens=3))
+    refusal("empty recorded answer", next, replaying.replay(drafter, [1], [], max_new_tokens=3))
 
 
 def asked(name: str, *turns: str) -> Prompt:
@@ -166,19 +166,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_bad_input(files: dict[str, str], tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        run(files, tmp_path, *(override.format(**files) for override in overrides))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "no answer in it"), ("{}", ":1: not an answer record"), ("nonsense", ":1: "),
-     ('\n{"question_id": 1, "choices": [{"turns": "text"}]}', ":2: not an answer record")],
-)  # fmt: skip
-def test_bad_transcripts(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "answers.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        replaying.read_transcripts(str(tmp_path / "answers.jsonl"))
+    refusal(re.escape(message), run, files, tmp_path, *(override.format(**files) for override in overrides))
 
 
 def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
@@ -187,9 +175,6 @@ def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
     lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     path.write_bytes(lines.encode())
     assert replaying.read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
-    path.write_bytes(lines.encode("latin1", "replace"))
-    with pytest.raises(UserError, match=r"answers\.jsonl:1: .*no UTF-8"):
-        replaying.read_transcripts(str(path))
 
 
 def test_prompts_of_other_transcripts() -> None:

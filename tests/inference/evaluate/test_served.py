@@ -33,6 +33,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, Ngr
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine, measured
 from tests.inference.serving import engine_stand_in
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer, save_exit
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -315,8 +316,7 @@ def test_what_an_engine_cannot_measure_is_said_first(
     made = in_engine(config("out", methods={"chain": METHODS["chain"]}), **{"engine": "vllm", **changes})
     whole = SimpleNamespace(files=SimpleNamespace(wrapped=""), source="target")
     setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(taken=taken), target=whole)
-    with pytest.raises(UserError, match=named):
-        require_served(made, setup, 8, processes)
+    refusal(named, require_served, made, setup, 8, processes)
 
 
 @pytest.mark.slow
@@ -326,8 +326,7 @@ def test_what_an_engine_lacks_is_said_before_texts(config: MakeConfig, models: P
     several: dict[str, Any] = {"engine": "transformers", "checkpoint": str(tmp_path / "several")}
     for changes, words in (({"engine": "vllm", "engine_python": __file__}, "engine_python"), (several, "no engine")):
         made = in_engine(config("out", methods={"chain": METHODS["chain"]}), **changes)
-        with pytest.raises(UserError, match=words):
-            evaluate(made)
+        refusal(words, evaluate, made)
         assert not list(Path(made.out_dir).glob("r*"))
 
 
@@ -428,30 +427,3 @@ def test_what_an_engine_cannot_run_is_said() -> None:
     assert many["tree"] == tree
     survival = {"survival": replace(chain, stop=StopConfig(rule="survival"))}
     assert with_lengths("vllm", survival, (99,)) == survival  # of which it cannot be, but no engine runs it
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"engine": "openvino", "concurrency": (4,)}, "concurrency"),
-        ({"engine": "vllm", "methods": {"tree": METHODS["tree"]}}, "chains of fixed length"),
-        ({"engine": "vllm", "dtype": "int8"}, "dtype"),
-        ({"engine": "vllm", "stop_strings": ["a"]}, "stop_strings"),
-        ({"engine": "http://a", "engine_options": {"seed": 1}}, "engine_options"),
-        ({"engine": "vllm", "debug": True}, "debug"),
-        ({"engine": "vllm", "batch": 2}, "batch"),
-        ({"engine": "vllm", "concurrency": (2, 2)}, "concurrency"),
-        ({"engine": "vllm", "concurrency": ()}, "concurrency"),
-        ({"engine": "vllm", "engine_options": {"speculative_config": {"num_speculative_tokens": 2}}}, "draft_tokens"),
-        ({"engine": "vllm", "engine_options": {"speculative_config": 2}}, "draft_tokens say them"),
-        ({"engine": "localhost:8000"}, r"engine='localhost:8000': expected .*vllm.*http://HOST:PORT"),
-        ({"engine": "vllm", "engine_plain": "http://a"}, "engine_plain"),
-        ({"engine": "vllm", "server_model": "a"}, "server_model"),
-        ({"engine": "http://a", "engine_python": __file__}, "engine_python"),
-        ({"engine": "http://a", "methods": {"one": METHODS["chain"], "two": METHODS["chain"]}}, "one method"),
-        ({"engine": "http://a", "draft_tokens": (1, 2)}, "in one length"),
-    ],
-)
-def test_options_of_engines_act_or_are_refused(changes: dict[str, Any], named: str, config: MakeConfig) -> None:
-    with pytest.raises(UserError, match=named):
-        in_engine(config("out"), **changes)

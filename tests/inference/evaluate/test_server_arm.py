@@ -18,6 +18,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate import evaluating
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
 from tests.inference.evaluate.server_stand_in import Plan, running
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "quick")
@@ -135,8 +136,7 @@ def test_rounds_by_running_totals() -> None:
     assert told((1, 0), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3)) == [(0, 1), (1, 4), (4, 5), (5, 7)]
     assert told((1, 0), (3, 0), (99, 0)) == [(0, 1), (1, 2), (1, 3), *((2, end) for end in range(4, 10))]
     assert told((8, 4)) == []
-    with pytest.raises(UserError, match="s: timings"):
-        rounds_in([(0.0, {}), (1.0, {"predicted_n": "many"})], 9, "s")
+    refusal("s: timings", rounds_in, [(0.0, {}), (1.0, {"predicted_n": "many"})], 9, "s")
 
 
 @pytest.mark.slow
@@ -182,8 +182,7 @@ def test_what_a_server_lacks_is_said_before_anything_is_measured(config: MakeCon
 
     with running(plan()) as gone:
         pass
-    with pytest.raises(UserError, match=r"engine=.*/v1/models gave no reply"):
-        evaluate(in_engine(made, engine=gone))
+    refusal(r"engine=.*/v1/models gave no reply", evaluate, in_engine(made, engine=gone))
     for drafts, twin, changes, words in (
         (plan(streams=False), None, {}, "engine=.*it does not stream"),
         (plan(ends=False), None, {}, "engine=.*a stream without an end"),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.results import Measured, PromptResult, append_result
 from outrider.inference.report.side_by_side import compare_reports
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
+from tests.refusals import refusal
 
 TOKENS = (7, 1, 2, 3, 4)
 
@@ -70,8 +70,7 @@ def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> N
     assert "Not the same in both: dtype, kernels." in table
     assert "| m | m | 2.00× [2.00, 2.00] | 2.00× [2.00, 2.00] | 0.67× [0.67, 0.67] | 2.00× [2.00, 2.00] |" in table
     assert json.loads((tmp_path / "out/compare.json").read_text()) == found
-    with pytest.raises(UserError, match="resume=true makes it anew"):
-        compared(tmp_path, first, second)
+    refusal("resume=true makes it anew", compared, tmp_path, first, second)
     assert compared(tmp_path, first, second, resume=True) == found
     load = {"busy": "The machine was busy: so it was."}
     assert compared(tmp_path, first, run("c", after, load=load), resume=True)["methods"][0]["verdict"] == "undecided"
@@ -86,30 +85,24 @@ def test_only_the_same_prompts_are_paired(run: Callable[..., str], tmp_path: Pat
     third = run("c", [result("q", 4.0, 2.0, 2, prompt=(9, 9))], digests={"tokenizer": "u"})
     assert compared(tmp_path, first, third, resume=True)["prompts"] == [2, 1, 1]
     fourth = run("d", [result("r", 4.0, 2.0, 2)])
-    with pytest.raises(UserError, match="no prompt in both"):
-        compared(tmp_path, first, fourth, resume=True)
+    refusal("no prompt in both", compared, tmp_path, first, fourth, resume=True)
 
 
 def test_methods_of_other_names_are_paired_when_told(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("a", [result("p", 4.0, 2.0, 2)])
     second = run("b", [result("p", 4.0, 1.0, 2)], method="other")
-    with pytest.raises(UserError, match=r"no method in both \(m and other\); say which with pairs"):
-        compared(tmp_path, first, second)
+    refusal(r"no method in both \(m and other\); say which with pairs", compared, tmp_path, first, second)
     [row] = compared(tmp_path, first, second, pairs={"m": "other"})["methods"]
     assert row["pair"] == ["m", "other"]
     assert row["gain"]["median"] == pytest.approx(2.0)
-    with pytest.raises(UserError, match=r"pairs=.*nobody.*methods of"):
-        compared(tmp_path, first, second, pairs={"m": "nobody"}, resume=True)
+    refusal(r"pairs=.*nobody.*methods of", compared, tmp_path, first, second, pairs={"m": "nobody"}, resume=True)
 
 
 def test_what_is_no_evaluation_is_refused(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("a", [result("p", 4.0, 2.0, 2)])
-    with pytest.raises(UserError, match="no readable report"):
-        compared(tmp_path, first, str(tmp_path / "nowhere"))
+    refusal("no readable report", compared, tmp_path, first, str(tmp_path / "nowhere"))
     (tmp_path / "replay").mkdir()
     (tmp_path / "replay/report.json").write_text(json.dumps({"reports": [{"method": "m"}]}))
-    with pytest.raises(UserError, match="a report without results"):
-        compared(tmp_path, first, str(tmp_path / "replay"))
-    with pytest.raises(UserError, match="two directories"):
-        CompareConfig(compare=["a"])
+    refusal("a report without results", compared, tmp_path, first, str(tmp_path / "replay"))
+    refusal("two directories", CompareConfig, compare=["a"])
     assert asdict(CompareConfig(compare=["a", "b"]))["pairs"] == {}

@@ -185,11 +185,6 @@ def test_activations_are_of_a_micro_batch() -> None:
     assert held(cached, llama_2(70), 5) == parts
 
 
-def test_several_exit_layers_are_trained_layers() -> None:
-    with pytest.raises(UserError, match="exit_depth=2: expected 1 with train_layer=false"):
-        replace(CONFIG, train_layer=False, exit_depth=2)
-
-
 @pytest.mark.parametrize(("name", "context"), [("vicuna_13b", 2048), ("llama2_13b", 4096), ("codellama_13b", 16384)])
 def test_experiments_of_13_billion_fit_a_gpu_of_80_gb(name: str, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers with a batch of the longest prompts, and the training with the whole target beside it."""

@@ -18,6 +18,7 @@ from outrider.inference.measure.bench import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer
 
 KIND_OF = {EARLY_EXIT: "early_exit", SMALL_LM: "small_lm", EAGLE3: "eagle3"}
@@ -70,8 +71,7 @@ def test_the_template_of_the_training_renders(models: Path, drafter: str) -> Non
     for data in (None, CODE_ONLY, OWN):  # the last has nothing to say: without a template there was no conversation
         given = {option: trained(models, drafter, data)}
         assert rendered(models, QUESTION, "vicuna", **given) == vicuna
-        with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna, .*template=none"):
-            rendered(models, QUESTION, **given)
+        refusal(r"has no chat template, .* template=vicuna, .*template=none", rendered, models, QUESTION, **given)
 
 
 def test_the_targets_own_template_is_the_default(models: Path) -> None:
@@ -80,8 +80,7 @@ def test_the_targets_own_template_is_the_default(models: Path) -> None:
     assert byte_tokenizer().decode(own) == "<why?>"
     small_lm = trained(models, SMALL_LM, OWN)
     assert rendered(models, QUESTION, small_lm=small_lm) == own
-    with pytest.raises(UserError, match=r"^template=vicuna: expected tokenizer"):
-        rendered(models, QUESTION, "vicuna", small_lm=small_lm)
+    refusal(r"^template=vicuna: expected tokenizer", rendered, models, QUESTION, "vicuna", small_lm=small_lm)
     with pytest.raises(UserError, match=r"^template=auto: .* eagle3 by vicuna.*; give template="):
         rendered(models, QUESTION, small_lm=small_lm, eagle3=trained(models, EAGLE3, TALK))
 
@@ -100,8 +99,7 @@ def test_what_a_record_says() -> None:
         assert templates_of(nothing, own) == frozenset()
     both = {"small_lm": templates_of(mixed.deciding(), own)}
     assert [chat_template(asked, both) for asked in ("vicuna", "tokenizer", "none")] == ["vicuna", "tokenizer", "none"]
-    with pytest.raises(UserError, match=r"template=auto: .*tokenizer and vicuna; give template="):
-        chat_template("auto", both)
+    refusal(r"template=auto: .*tokenizer and vicuna; give template=", chat_template, "auto", both)
 
 
 def test_bare_text_before_a_drafter_of_chats_is_warned_of(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,5 +129,4 @@ def test_messages_likewise(models: Path) -> None:
     said = [loaded.generate(MESSAGES, max_new_tokens=4) for loaded in (model, by_hand)]
     assert said == [by_hand.generate(vicuna.removeprefix("<s>"), max_new_tokens=4)] * 2
     refusing = outrider.load(where, target=str(models / TARGET), device="cpu", template="tokenizer")
-    with pytest.raises(UserError, match=r"^template=tokenizer: expected vicuna"):
-        refusing.generate(MESSAGES)
+    refusal(r"^template=tokenizer: expected vicuna", refusing.generate, MESSAGES)

@@ -19,6 +19,7 @@ from outrider.inference.core.rounds import Round
 from outrider.inference.serving.engine_process import require_engine, running
 from outrider.inference.serving.engine_worker import VLLM, Request, Transformers
 from outrider.inference.settings.engine import python_in
+from tests.refusals import refusal
 from tests.tiny import random_prompt, save_target
 
 JOB = {"engine": "vllm"}
@@ -46,8 +47,7 @@ def test_what_is_no_environment_with_the_engine_is_said(tmp_path: Path, script: 
         ("empty", "No such file"),
         (script("sys.exit(3)"), "its status is 3"),
     ):
-        with pytest.raises(UserError, match=why):
-            require_engine("vllm", python_in(str(tmp_path / place)))
+        refusal(why, require_engine, "vllm", python_in(str(tmp_path / place)))
     with pytest.raises(UserError, match=r"a Python with openvino_genai .*it is not there"):
         require_engine("openvino", script(f"os.execv({sys.executable!r}, [{sys.executable!r}, '-S', *sys.argv[1:]])"))
     require_engine("transformers", python_in(None))
@@ -98,8 +98,7 @@ for line in sys.stdin:
 """)
     with running(python, JOB, tmp_path / "log", {"WHICH": "one of ours"}) as engine:
         (text, short), seconds = engine.continued([[0], [0, 0]], {"seeds": [8, 9]}, 3)
-        with pytest.raises(UserError, match="says nothing after a prompt of 4 tokens"):
-            engine.continued([[0] * 4], {"seeds": [0]}, 3)
+        refusal("says nothing after a prompt of 4 tokens", engine.continued, [[0] * 4], {"seeds": [0]}, 3)
     assert (engine.version, seconds) == ("one of ours", 9.0)
     assert (text.tokens, text.prefill_seconds, text.decode_seconds) == ((1, 2, 3, 4, 5, 6), 2.0, 1.75)
     assert text.rounds == (Round((3,), 3, 0, 3, 0.5), Round((4, 5, 6), 3, 2, 3, 1.25))

@@ -13,7 +13,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.drafters.ngram.ngrams import MixedDrafter
 from outrider.inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
@@ -21,6 +20,7 @@ from outrider.inference.settings.method import NgramConfig
 from tests.faults import plant
 from tests.inference.ngram_cases import FakeSession, make_table
 from tests.inference.serving.vllm_stand_in import Request, Runner, vllm_config
+from tests.refusals import refusal
 
 VOCABULARY, MOST, LONGEST = 5, 4, 80
 TABLES = {
@@ -205,15 +205,11 @@ def test_what_cannot_serve_is_refused_when_the_server_starts(
 ) -> None:
     monkeypatch.delenv(TABLE_VARIABLE, raising=False)
     config: Any = vllm_config(MOST, LONGEST, VOCABULARY)
-    with pytest.raises(UserError, match="OUTRIDER_TABLE='': expected the directory of an n-gram table"):
-        NgramProposer(config)
-    with pytest.raises(UserError, match=r"ids beyond the target's 4"):
-        opened(places["grams"], vocabulary=VOCABULARY - 1)
-    with pytest.raises(UserError, match="outrider build-trigrams"):
-        opened(tmp_path)
+    refusal("OUTRIDER_TABLE='': expected the directory of an n-gram table", NgramProposer, config)
+    refusal(r"ids beyond the target's 4", opened, places["grams"], vocabulary=VOCABULARY - 1)
+    refusal("outrider build-trigrams", opened, tmp_path)
     del config.model_config.get_vocab_size
-    with pytest.raises(UserError, match=r"vLLM's config: .*get_vocab_size.*; expected what vLLM 0.32 has"):
-        NgramProposer(config)
+    refusal(r"vLLM's config: .*get_vocab_size.*; expected what vLLM 0.32 has", NgramProposer, config)
 
 
 @pytest.mark.slow

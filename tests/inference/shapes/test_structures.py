@@ -27,6 +27,7 @@ from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
+from tests.refusals import refusal
 from tests.tiny import STRUCTURES
 
 
@@ -245,10 +246,8 @@ def test_known_shapes() -> None:
     assert max(max(path) for path in forms.binary_shape(60).paths) == 1
     assert Counter(map(len, forms.full_shape((4, 2, 2)).paths)) == {1: 4, 2: 8, 3: 16}
     for bad in (0, -3):
-        with pytest.raises(UserError, match="at least 1"):
-            forms.binary_shape(bad)
-    with pytest.raises(UserError, match="widths"):
-        forms.full_shape((4, 0))
+        refusal("at least 1", forms.binary_shape, bad)
+    refusal("widths", forms.full_shape, (4, 0))
 
 
 def test_shape_files(tmp_path: Path) -> None:
@@ -269,10 +268,8 @@ def test_shape_files(tmp_path: Path) -> None:
             forms.read_shape(file)
         assert str(file) in str(error.value)
     file.write_text("[[0],")
-    with pytest.raises(UserError, match="damaged list of rank paths"):
-        forms.read_shape(file)
-    with pytest.raises(UserError, match="No such file"):
-        forms.read_shape(tmp_path / "missing.json")
+    refusal("damaged list of rank paths", forms.read_shape, file)
+    refusal("No such file", forms.read_shape, tmp_path / "missing.json")
 
 
 def test_plain_probs_are_float32() -> None:

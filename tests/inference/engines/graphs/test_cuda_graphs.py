@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.attention import KERNELS, KernelChoice
 from outrider.draft_models.targets.stack import LayerStack
@@ -45,6 +44,7 @@ from outrider.inference.shapes.factory import make_structure
 from tests import torch_kernels
 from tests.graph_contract import Contract, Watch, keep_contracts, lay_out_as_on_a_gpu
 from tests.known_targets import tokens_of
+from tests.refusals import refusal
 from tests.tiny import (
     LAYERS,
     STRUCTURES,
@@ -227,8 +227,7 @@ def test_there_are_none_without_a_gpu() -> None:
     """And a run that began with them says so, and what to do."""
     assert triton_kernels(CPU) is None
     assert kernels_on(CPU) == KERNELS
-    with pytest.raises(UserError, match="needs Triton"):
-        use_kernel_on(CPU, SPLIT)
+    refusal("needs Triton", use_kernel_on, CPU, SPLIT)
 
 
 @pytest.mark.usefixtures("contracts")
