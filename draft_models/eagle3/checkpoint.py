@@ -33,11 +33,11 @@ from outrider.draft_models.eagle3.reading import Reading, changed, require_targe
 from outrider.draft_models.formats.gguf_file import Value
 from outrider.draft_models.formats.gguf_model import tensor_names
 from outrider.draft_models.formats.gguf_write import require_gguf, write_file
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, require_weights
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.settings import Dialect, Exported, ReadingChanges, Written
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
+from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
 MADE_WITH = "made_with"  # key in config.json of heads trained here: this toolkit's version
@@ -91,7 +91,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
         twice = sorted(set(files.file_of) - set(stored.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
     held = dict(files.stored(files.file_of))
-    require_floats(f"eagle3={source}", held, [theirs for name, theirs in stored.items() if name not in (D2T, T2D)])
+    require_weights(f"eagle3={source}", held)  # transformers has no part in it
     shapes = {name: tuple(held[theirs].shape) for name, theirs in stored.items()}
     try:
         declared = read_config(config, shapes, target.num_hidden_layers, source)

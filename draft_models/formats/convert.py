@@ -33,13 +33,14 @@ from outrider.draft_models.formats.torch_files import (
     CONFIG_FILE,
     DESCRIPTIONS,
     PICKLES,
+    QUANT_FILE,
     SAFETENSORS,
     TOKENIZER_FILE,
     FolderModel,
     Kind,
     Original,
     Stored,
-    is_block_fp8,
+    fp8_scales,
 )
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -86,7 +87,7 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
     if not is_local(source):
         return _on_hub(source, revision, weights)
     folder = Path(source)
-    kind = _kind(lambda name: os.path.exists(folder / name), folder / CONFIG_FILE)
+    kind = _kind(lambda name: os.path.exists(folder / name), lambda name: folder / name)
     return None if kind is None else FolderModel(source, folder, kind)
 
 
@@ -131,8 +132,9 @@ def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = Tr
 
 @lru_cache
 def _on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
-    config = located(source, revision, CONFIG_FILE)
-    kind = _kind(partial(_has, source, revision), Path(config)) if config is not None else None
+    if located(source, revision, CONFIG_FILE) is None:
+        return None
+    kind = _kind(partial(_has, source, revision), lambda name: Path(located(source, revision, name) or name))
     return None if kind is None else FolderModel(source, fetched(source, revision, kind, weights=weights), kind)
 
 
@@ -144,10 +146,10 @@ def _has(source: str, revision: str | None, file: str) -> bool:
         return has_file(source, file, revision=revision, local_files_only=True)
 
 
-def _kind(has: Callable[[str], bool], config: Path) -> Kind | None:
+def _kind(has: Callable[[str], bool], path: Callable[[str], Path]) -> Kind | None:
     """The kind of weight files to convert; None if there are plain safetensors or no weights."""
     kind = next((kind for kind in (SAFETENSORS, PICKLES) if has(kind.index) or has(kind.single)), None)
-    return kind if kind is PICKLES or is_block_fp8(config) else None
+    return kind if kind is PICKLES or fp8_scales(path(CONFIG_FILE), path(QUANT_FILE)) else None
 
 
 def cached(original: Original, *, weights: bool = True) -> Path:

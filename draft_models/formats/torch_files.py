@@ -7,7 +7,7 @@ import hashlib
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -22,14 +22,18 @@ from torch import Tensor
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import read_mapping, write_json
+from outrider.base.words import listed
 
 CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
 HEAD = "lm_head.weight"
-SCALES = "_scale_inv"  # suffix to the name of an fp8 weight: the factors of its blocks
+QUANT_FILE = "hf_quant_config.json"  # ModelOpt's description of a quantisation, beside config.json or in place of it
+# Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
+SCALES, SCALE = "_scale_inv", "_scale"
+_UNUSED = (".input_scale", ".k_scale", ".v_scale")  # ModelOpt's factors of activations, which are not quantised here
 # The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (
     CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
-    "merges.txt", "chat_template*", "*.model", "*.tiktoken",
+    "merges.txt", "chat_template*", "*.model", "*.tiktoken", QUANT_FILE,
 )  # fmt: skip
 # Torch's types by their names in safetensors headers.
 TYPES = {
@@ -231,8 +235,12 @@ class FolderModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether its weights are fp8 with one scale per block, according to config.json."""
-        return is_block_fp8(self.folder / CONFIG_FILE)
+        """Whether its weights are fp8 with scales, according to its description."""
+        return self._suffix is not None
+
+    @property
+    def _suffix(self) -> str | None:
+        return fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
@@ -243,21 +251,27 @@ class FolderModel:
             elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
             held = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
             found |= {name: held[name] for name in names or held if name in held}
-        scaled = {name for name in found if name + SCALES in found}
-        block = self._block() if scaled else (0, 0)
+        suffix = self._suffix or SCALES
+        scaled = {name for name in found if name + suffix in found}
+        block = self._block() if scaled and suffix == SCALES else None
         for name in scaled:
-            weight, scales = found[name], found[name + SCALES]
+            weight, scales = found[name], found[name + suffix]
             read = partial(unscaled, weight, scales, block, f"{self.source}: {name}")
             found[name] = Stored(torch.float32, weight.shape, read)
-        return {name: one for name, one in found.items() if not name.endswith(SCALES)}
+        unused = {name + suffix for name in scaled}
+        unused |= {name for name in found if suffix == SCALE and name.endswith(_UNUSED)}
+        weights = {name: stored for name, stored in found.items() if name not in unused}
+        require_weights(self.source, weights, config=self.folder / CONFIG_FILE)
+        return weights
 
     def describe(self, folder: Path) -> None:
-        """Copy everything except the weights, and remove quantization_config from config.json if they are fp8."""
+        """Copy everything except the weights, without the description of a quantisation if they are fp8."""
         for path in self._descriptions():
-            shutil.copyfile(path, folder / path.name)
+            if path.name != QUANT_FILE:
+                shutil.copyfile(path, folder / path.name)
         if self.quantised:
             described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
-            del described["quantization_config"]
+            described.pop("quantization_config", None)
             write_json(folder / CONFIG_FILE, described)
 
     def _descriptions(self) -> list[Path]:
@@ -276,7 +290,7 @@ class FolderModel:
 
     def _block(self) -> tuple[int, int]:
         """Rows and columns per scale, from config.json. Raises `UserError`."""
-        quantised = _quantisation(self.folder / CONFIG_FILE)
+        quantised = quantisation_of(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
         block = quantised.get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) and one > 0 for one in block):
             raise UserError(
@@ -292,31 +306,80 @@ def require_plain(source: str, names: Iterable[str]) -> None:
         raise UserError(f"{source}: has scales of fp8 weights, of which its config.json does not speak; fetch it again")
 
 
-def is_block_fp8(config: Path) -> bool:
-    """Whether a config.json declares fp8 weights with one scale per block."""
+def require_weights(
+    name: str,
+    held: Mapping[str, Stored],
+    weights: Collection[str] = (),
+    config: Path | str | None = None,
+) -> None:
+    """Raise `UserError` if a weight is `held` as codes, which need scales: as integers, or as floats of 8 bits.
+
+    name: the model. weights: names that are weights besides those that look so; of other names, as of masks and maps of
+    tokens, integers are none. config: the path of its config.json, if transformers reads it: it may know the codes.
+    """
+    codes = [
+        one for one, stored in held.items()
+        if (stored.dtype.itemsize == 1 if stored.dtype.is_floating_point else one in weights or _is_weight(one, stored))
+    ]  # fmt: skip
+    if codes and not _is_read_by_transformers(config):
+        kind = next(kind for kind, dtype in TYPES.items() if dtype == held[codes[0]].dtype)
+        raise UserError(
+            f"{name}: {listed(codes)}: weights stored as codes ({kind}), and no description of a quantisation that is "
+            f"read here (quantization_config in {CONFIG_FILE}); give the model it was made from, or a GGUF file of it"
+        )
+
+
+def _is_weight(name: str, stored: Stored) -> bool:
+    return name.endswith(("weight", "_proj")) or (name.endswith("bias") and len(stored.shape) == 1)  # a mask has 4
+
+
+def _is_read_by_transformers(config: Path | str | None) -> bool:
+    """Whether a config.json describes a quantisation that transformers knows; with others it passes over the scales."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     try:
-        if b"fp8" not in config.read_bytes():
-            return False
-        quantised = _quantisation(config)
-    except (OSError, ValueError, UserError):  # a later read reports what is wrong with it
+        return config is not None and AutoHfQuantizer.supports_quant_method(quantisation_of(Path(config)))
+    except (ValueError, TypeError):  # it names no method, or what is no name
         return False
-    return quantised.get("quant_method") == "fp8" and bool(quantised.get("weight_block_size"))
 
 
-def _quantisation(config: Path) -> Mapping[str, object]:
-    described = read_mapping(config, "description of a model", "fetch the model again") if config.exists() else {}
-    quantised = described.get("quantization_config")
-    return quantised if isinstance(quantised, dict) else {}
+def fp8_scales(config: Path, quant: Path) -> str | None:
+    """The suffix of the scales of a model with fp8 weights, according to its descriptions; None if it is no such."""
+    try:
+        quantised = quantisation_of(config, quant)
+    except UserError:  # a later read reports what is wrong with it
+        return None
+    if quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size"):
+        return SCALES
+    return SCALE if quantised.get("quant_algo") == "FP8" else None
 
 
-def unscaled(stored: Stored, stored_scales: Stored, block: tuple[int, int], what: str) -> Tensor:
-    """The stored weight [n, m] times the scale of each of its blocks, in float32.
+def quantisation_of(config: Path, quant: Path | None = None) -> Mapping[str, object]:
+    """What config.json says of a quantisation, else ModelOpt's `QUANT_FILE`; empty: nothing. Raises `UserError`."""
+    for file, key in (config, "quantization_config"), (quant, "quantization"):
+        if file is None or not file.is_file():
+            continue
+        described = read_mapping(file, "description of a model", "fetch the model again")
+        quantised = described.get(key) or {}
+        if not isinstance(quantised, dict):
+            raise UserError(f"{file}: {key}={quantised!r}: expected a mapping; fetch the model again")
+        if quantised:
+            return quantised
+    return {}
+
+
+def unscaled(stored: Stored, stored_scales: Stored, block: tuple[int, int] | None, what: str) -> Tensor:
+    """The stored weight [n, m] times the scale of each of its blocks, in float32; block None: times its one scale.
 
     scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `what`.
     """
     weight, scales = stored.read(), stored_scales.read()
-    expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)]
-    if list(scales.shape) != expected:
+    if not weight.is_floating_point() or weight.itemsize > 1:
+        raise UserError(f"{what}: has scales, and is {weight.dtype}: expected floats of 8 bits; fetch the model again")
+    expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)] if block else [1]
+    if list(scales.shape or [1]) != expected:
         raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
+    if block is None:
+        return weight.float() * scales.float()
     rows = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
     return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]

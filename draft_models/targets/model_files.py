@@ -29,7 +29,6 @@ from outrider.draft_models.targets.tensor_files import (
     BASE_PREFIX,
     TensorFiles,
     open_tensors,
-    require_floats,
     require_no_adapter,
 )
 
@@ -142,7 +141,7 @@ def load_causal_lm(
             revision=revision, use_safetensors=True, **renamed, **options,
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
-    require_floats(f"{role}={source}", held, [name for name, _ in model.named_parameters()])
+    files.require_weights(f"{role}={source}", held, {name for name, _ in model.named_parameters()})
     if renamed:  # else saving the model would restore the prefix
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [one for one in conversions if one.target_patterns != [""]]

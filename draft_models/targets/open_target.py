@@ -20,7 +20,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.draft_models.formats.convert import as_described, is_as_written, was_quantised
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
-from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, QUANT_FILE, quantisation_of
 from outrider.draft_models.targets.attention import leave_out_cudnn
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from outrider.draft_models.targets.int8 import quantise, require_linear
@@ -41,6 +41,10 @@ from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, o
 from outrider.draft_models.targets.vocabulary import for_rows, rows_of, vocabulary_digest
 
 SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
+_SUPPORTED = (
+    "supported: fp8 with scales by block, ModelOpt's FP8, and GGUF files. Give the model it was made from, or a GGUF "
+    "file of it"
+)
 NARROW = (SMALL_LM, "drafter.path")  # options that accept a drafter with a draft vocabulary
 
 
@@ -277,7 +281,8 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
 
 
 def require_description(source: str, revision: str | None, role: str) -> None:
-    """Raise `UserError` for a config.json that is damaged, or that would make a model of absurd size."""
+    """Raise `UserError` for a config.json that is damaged, or that would make a model of absurd size, and for a
+    quantisation of ModelOpt that is not read."""
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         return  # transformers says why
@@ -288,15 +293,16 @@ def require_description(source: str, revision: str | None, role: str) -> None:
         raise UserError(
             f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {MOST_LAYERS})"
         )
+    quant = find_file(source, QUANT_FILE, revision)
+    algorithm = quantisation_of(Path(file), Path(quant)).get("quant_algo") if quant else None
+    if algorithm is not None:
+        raise UserError(f"{role}={source}: quantised by {algorithm!r} ({QUANT_FILE}); {_SUPPORTED}")
 
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """The reason why `LayerStack` cannot run a model of `config`; None if it can."""
     if (method := quantisation(config)) is not None:
-        return (
-            f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
-            "GGUF files. Give the model it was made from, or a GGUF file of it"
-        )
+        return f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); {_SUPPORTED}"
     try:
         model_spec(config)
     except UserError as error:

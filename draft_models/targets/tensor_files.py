@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,15 +16,16 @@ from torch import Tensor
 from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, counted
-from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described, as_safetensors, located
 from outrider.draft_models.formats.torch_files import (
+    CONFIG_FILE,
     SAFETENSORS,
     TYPES,
     Stored,
     open_safetensors,
     readable,
     require_plain,
+    require_weights,
 )
 
 BASE_PREFIX = "model."
@@ -151,7 +152,13 @@ class TensorFiles:
         stored = {name: self._stored(name) for name in names}
         others = (self._stored(name) for name, one in self.file_of.items() if one != file)
         held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), others)
-        return {name: held[stored[name]] for name in names}
+        tensors = {name: held[stored[name]] for name in names}
+        self.require_weights(self.source, tensors)
+        return tensors
+
+    def require_weights(self, name: str, held: Mapping[str, Stored], weights: Collection[str] = ()) -> None:
+        """Raise `UserError` if weights are `held` as codes that transformers would not read either."""
+        require_weights(name, held, weights, self._path(CONFIG_FILE))
 
     def _stored(self, name: str) -> str:
         return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
@@ -194,19 +201,6 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     if headless:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
     return TensorFiles(source, revision, file_of, place, headless, wrapped)
-
-
-def require_floats(name: str, held: Mapping[str, Stored], weights: Iterable[str]) -> None:
-    """Raise `UserError` if any of `weights` is `held` as integers: codes, which need scales.
-
-    name: the model's option and value.
-    """
-    codes = [one for one in weights if one in held and not held[one].dtype.is_floating_point]
-    if codes:
-        raise UserError(
-            f"{name}: {listed(codes)}: weights stored as integers ({_NAMES[held[codes[0]].dtype]}), the codes of a "
-            "quantisation that is not read here; give the model it was made from, or a GGUF file of it"
-        )
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:

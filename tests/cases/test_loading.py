@@ -106,10 +106,17 @@ def of_another_shape(path: Path) -> None:
     altered(path, lambda state: state | {LAST: state[LAST].T.contiguous()})
 
 
-def codes(path: Path) -> None:
+def codes(dtype: torch.dtype, *, pickled: bool = False) -> Callable[[Path], None]:
     """Quantised weights, of which nothing says how."""
-    rest = {f"{LAST.removesuffix('weight')}SCB": torch.ones(96)}
-    altered(path, lambda state: state | rest | {LAST: (100 * state[LAST]).to(torch.int8)})
+    rest = {f"{LAST.removesuffix('weight')}weight_scale": torch.ones(1)}
+
+    def spoil(path: Path) -> None:
+        altered(path, lambda state: state | rest | {LAST: (100 * state[LAST]).to(dtype)})
+        if pickled:
+            torch.save(load_file(path / FILE), path / "pytorch_model.bin")
+            (path / FILE).unlink()
+
+    return spoil
 
 
 def wrapped_with_a_rest(path: Path) -> None:
@@ -147,7 +154,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "layers with a prefix": (under("_orig_mod.", "model.layers"), r"no model\.layers.*with the prefix _orig_mod\."),
     "an unknown prefix": (under("policy."), r"no .*with the prefix policy\."),
     "a wrapper, and a rest": (wrapped_with_a_rest, r"not known: v_head\.weight"),
-    "integers": (codes, rf"{LAST}: weights stored as integers \(I8\)"),
+    "integers": (codes(torch.int8), rf"{LAST}: weights stored as codes \(I8\)"),
+    "packed integers": (codes(torch.int32), rf"{LAST}: weights stored as codes \(I32\)"),
+    "floats of 8 bits": (codes(torch.float8_e4m3fn), rf"{LAST}: weights stored as codes \(F8_E4M3\)"),
+    "pickled codes": (codes(torch.float8_e5m2, pickled=True), rf"{LAST}: weights stored as codes \(F8_E5M2\)"),
+    "fnuz": (codes(torch.float8_e4m3fnuz, pickled=True), rf"{LAST}.*float8_e4m3fnuz"),
     "a missing file": (lambda path: in_shards(path, missing="a"), r"a\.safetensors"),
     "a tensor in two files": (lambda path: in_shards(path, twice=EMBEDDING), EMBEDDING),
     "an adapter alone": (adapter_alone, r"adapter for some/base.*merge it first.*merge_and_unload"),
@@ -390,12 +401,13 @@ def test_an_early_exit_of_integers_is_refused(plain: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_head_of_integers_is_refused(tmp_path: Path, dialect: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_head_of_codes_is_refused(tmp_path: Path, dialect: str, dtype: torch.dtype) -> None:
     facts = DIALECTS[dialect]
     weights = head_weights(facts)
     name = next(name for name in weights if weights[name].is_floating_point())
-    weights[name] = weights[name].to(torch.int8)
-    with pytest.raises(UserError, match="stored as integers"):
+    weights[name] = weights[name].to(dtype)
+    with pytest.raises(UserError, match="stored as codes"):
         open_head(write_head(tmp_path / "head", facts, weights), TARGET).load(FLOAT)
 
 

@@ -5,7 +5,7 @@ Other quantisations are refused by name.
 
 import json
 import os
-from functools import partial
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def test_only_what_is_looked_at_is_read(tmp_path: Path, legacy: bool) -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.arange(12.0).reshape(3, 4).T, torch.arange(12.0)[::2], torch.tensor(3.0), torch.zeros(0, 4)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tensor_is_its_values_however_it_lies_in_memory(tmp_path: Path, tensor: Tensor, dtype: torch.dtype) -> None:
     plain, folders = {"model.x.weight": tensor.to(dtype)}, []
     for name in ("bin", "safetensors"):
@@ -232,26 +232,40 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return small, scales, product
 
 
-def save_fp8(folder: Path, architecture: str) -> tuple[Path, Path]:
+def quantised_whole(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with one scale, as ModelOpt has it."""
+    scale = weight.abs().max() / 448
+    small = (weight / scale).to(torch.float8_e4m3fn)
+    return small, scale, small.float() * scale
+
+
+def save_fp8(folder: Path, architecture: str, modelopt: bool = False) -> tuple[Path, Path]:
     """A target with fp8 weights in its layers, and the same with their products in float32."""
     small, plain = (save_target(folder / name, architecture) for name in ("fp8", "plain"))
     stored, products = load_file(small / "model.safetensors"), load_file(plain / "model.safetensors")
     for name in [name for name, tensor in stored.items() if ".layers." in name and tensor.ndim == 2]:
-        stored[name], stored[f"{name}_scale_inv"], products[name] = quantised(stored[name])
+        suffix, scaled = ("_scale", quantised_whole) if modelopt else ("_scale_inv", quantised)
+        stored[name], stored[name + suffix], products[name] = scaled(stored[name])
+        if modelopt:
+            stored[name.replace("weight", "input_scale")] = torch.tensor(0.1)
     save_file(stored, small / "model.safetensors", metadata={"format": "pt"})
     save_file(products, plain / "model.safetensors", metadata={"format": "pt"})
+    if modelopt:
+        (small / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+        return small, plain
     return set_config(small, quantization_config=FP8), plain
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_fp8_weights_are_multiplied_out(tmp_path: Path, architecture: str) -> None:
-    small, plain = save_fp8(tmp_path, architecture)
+@pytest.mark.parametrize(("architecture", "modelopt"), [("llama", False), ("qwen3", False), ("llama", True)])
+def test_fp8_weights_are_multiplied_out(tmp_path: Path, capsys: Any, architecture: str, modelopt: bool) -> None:
+    small, plain = save_fp8(tmp_path, architecture, modelopt)
     reference = AutoModelForCausalLM.from_pretrained(plain).eval()
     layers = open_target(str(small)).layers(dtype=torch.float32).state_dict()
     assert all(torch.equal(layers[name], tensor) for name, tensor in reference.state_dict().items())
     model = load_causal_lm(str(small), dtype=torch.float32).eval()
     texts = [reference_generate(one, random_prompt(9), 24) for one in (model, reference)]
     assert texts[0] == texts[1]
+    assert "not read" not in capsys.readouterr().err
 
 
 def test_a_scale_is_part_of_the_target(tmp_path: Path) -> None:
@@ -263,19 +277,20 @@ def test_a_scale_is_part_of_the_target(tmp_path: Path) -> None:
     assert before.differences(open_target(str(small)).fingerprint) == ["the weights differ in model.layers.2"]
 
 
-def test_a_copy_of_fp8_weights_is_plain(tmp_path: Path) -> None:
-    small, plain = save_fp8(tmp_path, "llama")
+@pytest.mark.parametrize("modelopt", [False, True])
+def test_a_copy_of_fp8_weights_is_plain(tmp_path: Path, modelopt: bool) -> None:
+    small, plain = save_fp8(tmp_path, "llama", modelopt)
     convert_target(ConvertConfig(target=str(small), out_dir=str(tmp_path / "out")))
     copied, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", plain))
     torch.testing.assert_close(copied, expected, rtol=0, atol=0)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert open_target(str(tmp_path / "out")).layers([0], dtype=torch.float32) is not None
 
 
 def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    parts = (torch.ones(size).to(torch.float8_e4m3fn) for size in ((96, 96), (2, 2)))
     with pytest.raises(UserError, match=r"x: scales of shape \[2, 2\]: expected \[2, 3\]"):
-        unscaled(
-            *(Stored(torch.float32, shape, partial(torch.ones, shape)) for shape in ((96, 96), (2, 2))), BLOCK, "x"
-        )
+        unscaled(*(Stored(one.dtype, one.shape, one.clone) for one in parts), BLOCK, "x")
     small, _ = save_fp8(tmp_path, "llama")
     set_config(small, quantization_config={**FP8, "weight_block_size": "all"})
     refusal(r"quantization_config\.weight_block_size='all' in config\.json: expected rows", open_tensors, str(small))
@@ -297,6 +312,32 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     path = set_config(save_target(tmp_path / "target"), quantization_config=settings)
     refusal(rf"target=.*: quantised by '{name}' .*; supported: fp8 with scales by block", open_target, str(path))
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "INT8_SQ", "FP8_PB_WO", "MIXED_PRECISION", 8, []])
+def test_other_algorithms_of_modelopt_are_refused_by_name(tmp_path: Path, algorithm: object) -> None:
+    path = save_target(tmp_path / "target")
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+    for by_layers in (True, False):
+        with pytest.raises(UserError, match=rf"target=.*: quantised by {re.escape(repr(algorithm))} \(hf_quant_config"):
+            open_target(str(path), by_layers=by_layers)
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithm or 1}))
+    with pytest.raises(UserError, match=r"hf_quant_config\.json: quantization=.*: expected a mapping"):
+        open_target(str(path))
+
+
+def test_codes_are_left_to_a_method_that_transformers_knows(tmp_path: Path) -> None:
+    """Another one it passes over, and would run the codes as weights."""
+    path = save_target(tmp_path / "target")
+    stored = load_file(path / "model.safetensors")
+    stored["model.layers.1.mlp.up_proj.weight"] = torch.ones(96, 64, dtype=torch.int8)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    files = open_tensors(str(set_config(path, quantization_config={"quant_method": "gptq"})))
+    assert len(dict(files.stored(files.file_of))) == len(stored)
+    for other in ({"quant_method": "modelopt", "quant_algo": "INT8_SQ"}, {"bits": 8}, {"quant_method": []}):
+        files = open_tensors(str(set_config(path, quantization_config=other)))
+        with pytest.raises(UserError, match=r"up_proj\.weight: weights stored as codes \(I8\)"):
+            dict(files.stored(files.file_of))
 
 
 def test_without_settings_it_is_no_quantised_one(tmp_path: Path) -> None:
