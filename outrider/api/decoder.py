@@ -173,18 +173,22 @@ class Decoder:
     def generate(self, prompt: Any, each: Sequence[Mapping[str, Any]] = (), **options: Any) -> str | list[str]:
         """The text that follows `prompt`; options as in `stream`.
 
-        A list of prompts gives a list of texts in the same order, decoded together, each as if it were alone. each: for
-        every prompt of a list, the options that are its own. All prompts are checked before the first is decoded.
+        A list of prompts gives a list of texts in the same order, decoded together, each as if it were alone, text i
+        (0, 1, …) with the seed `seed` + i. each: for every prompt of a list, the options of this prompt, which replace
+        those of all. All prompts are checked before the first is decoded.
         """
-        for given in (options, *each):
-            require_known("generate", given, options_of(self.stream))
+        for overrides in (options, *each):
+            require_known("generate", overrides, options_of(self.stream))
         if not are_several(prompt):
             require(not each, "each", each, "nothing for a single prompt")
             return "".join(self.stream(prompt, **options))
-        own = each or [{}] * len(prompt)
-        require(len(own) == len(prompt), "each", each, f"options of each of the {len(prompt)} prompts")
-        asked = [self.ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
-        streams = [self.stream(ids, **{**options, **given}) for ids, given in zip(asked, own, strict=True)]
+        require(len(each) in (0, len(prompt)), "each", each, f"options of each of the {len(prompt)} prompts")
+        seed = construct(int, options.get("seed", 0), "seed")
+        texts = [(self.ids(text, f"prompt[{number}]"), seed + number) for number, text in enumerate(prompt)]
+        streams = [
+            self.stream(ids, **{**options, "seed": number, **overrides})
+            for (ids, number), overrides in zip(texts, each or [{}] * len(texts), strict=True)
+        ]
         with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
             return [*pool.map("".join, streams)]
 

@@ -269,13 +269,15 @@ def test_what_is_no_prompt_is_refused_by_what_it_is(
 
 
 def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_texts(model: Any) -> None:
-    """Each of them as if it were alone, sampled text too."""
+    """Each of them as if it were alone, sampled text too; text i has the seed + i, so equal prompts differ."""
     texts = [PROMPT, "class A:", PROMPT]
     ids = [model.tokenizer(text)["input_ids"] for text in texts]
+    options: dict[str, Any]
     for options in ({"max_new_tokens": 12}, {"max_new_tokens": 8, "do_sample": True, "seed": 3}):
-        alone = [model.generate(text, **options) for text in texts]
+        alone = [model.generate(text, **{**options, "seed": 3 + number}) for number, text in enumerate(texts)]
         assert alone[0] != alone[1]
-        assert model.generate(ids[1], **options) == "".join(model.stream(ids[1], **options)) == alone[1]
+        assert (alone[0] == alone[2]) == ("seed" not in options)
+        assert model.generate(ids[0], **options) == "".join(model.stream(ids[0], **options)) == alone[0]
         assert model.generate(texts, **options) == model.generate(tuple(ids), **options) == alone
     with pytest.raises(UserError, match="stream a prompt at a time: only generate takes a list of them"):
         model.stream(texts)
@@ -283,9 +285,9 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
 
 def test_each_prompt_of_a_list_may_have_options_of_its_own(model: Any) -> None:
     texts = [PROMPT, "class A:", "import os"]
-    each: list[dict[str, Any]] = [{"seed": 1}, {"max_new_tokens": 3}, {"stop_strings": ["e", "a"]}]
+    each: list[dict[str, Any]] = [{"seed": 7}, {"max_new_tokens": 3}, {"stop_strings": ["e", "a"]}]
     shared = {"max_new_tokens": 9, "do_sample": True}
-    alone = [model.generate(text, **{**shared, **own}) for text, own in zip(texts, each, strict=True)]
+    alone = [model.generate(text, **{**shared, "seed": i, **each[i]}) for i, text in enumerate(texts)]
     assert model.generate(texts, each=each, **shared) == alone
     for wrong in (each[:2], [{}, {}, {"sede": 1}]):
         with pytest.raises(UserError, match=r"each=|sede"):
