@@ -51,8 +51,8 @@ def _with_masks(change: Callable[[RowLayout, Tensor], None]) -> Any:
     """Change the masks [rows, keys] of passes after the prompt in place."""
     masks = RowLayout.masks
 
-    def changed(layout: RowLayout, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
-        built = masks(layout, windows, places, dtype)
+    def changed(layout: RowLayout, windows: Sequence[int | None], device: torch.device, dtype: torch.dtype) -> Masks:
+        built = masks(layout, windows, device, dtype)
         for mask in {id(mask): mask for mask in built.values()}.values():  # one mask may be shared by several windows
             if layout.base and isinstance(mask, Tensor):
                 change(layout, mask[0, 0])

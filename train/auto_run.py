@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from outrider.base.errors import UserError, require
@@ -26,7 +25,7 @@ from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
-from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
+from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, free_bytes, weight_bytes
 from outrider.inference.measure.bench import require_fits
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
@@ -70,7 +69,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     target = open_target(config.target, by_layers=False)
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
     render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
-    there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    there = free_bytes(torch.device(device))
     place = Place(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
     weights, text = weight_bytes(target.config, place), cache_bytes(target.config, place)
     rows = auto_choice.rows_of(device, weights / place.itemsize, text, there - weights)

@@ -266,7 +266,7 @@ class RecordedKeys(RecordedStates):
         self.rest.keep(0, ())
         for layer, (keys, values) in enumerate(states_of(self._target, self._text, self.aux_layers)[2]):
             self.rest.update(keys[:, :, : self.base], values[:, :, : self.base], layer)
-        self.rest.advance(self.base)
+        self.rest.length += self.base
         self.start_round()
 
 

@@ -28,6 +28,11 @@ def key_heads(config: PreTrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
+def slots_of(positions: int) -> int:
+    """The slots of a growing cache for so many positions: it doubles, so each position is copied about once."""
+    return max(256, 1 << (positions - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """How the model calls one decoder layer.

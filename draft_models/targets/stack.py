@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from outrider.base.errors import UserError
 from outrider.draft_models.targets.attention import additive, packed_band
-from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
+from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit, slots_of
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.target import LayerCache, Mask, Masks, Rotary, Target
 
@@ -44,22 +44,24 @@ class RowCache(Cache):
 
 
 class _RowLayer(DynamicLayer):
-    """A layer of a `RowCache`, in buffers [1, heads, capacity, head_dim] that are allocated on first use."""
+    """A layer of a `RowCache`, in buffers [1, heads, slots, head_dim] that grow by doubling, up to `capacity` slots."""
 
     def __init__(self, capacity: int):
         super().__init__()
         self.capacity = capacity
         self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        states = (key_states, value_states)
-        self._buffers = tuple(t.new_empty((*t.shape[:2], self.capacity, t.shape[3])) for t in states)
+        self._buffers: tuple[Tensor, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         stop = self.length + key_states.shape[2]
+        if not self._buffers or stop > self._buffers[0].shape[2]:
+            slots, before = min(slots_of(stop), self.capacity), self._buffers
+            states = (key_states, value_states)
+            self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in states)
+            for buffer, state in zip(self._buffers, before, strict=False):
+                buffer[:, :, : self.length] = state[:, :, : self.length]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.length : stop] = new
         return self._show(stop)

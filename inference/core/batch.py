@@ -5,11 +5,12 @@ rows of all these texts: weights are read once, and each row attends to keys of 
 its engine computes for the same row without company.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread, main_thread
 from typing import TypeVar, cast
@@ -19,15 +20,18 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from outrider.draft_models.targets.attention import KeysChangedError
+from outrider.draft_models.targets.model_spec import slots_of
 from outrider.draft_models.targets.target import Masks, Rotary, Target, Texts
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
+from outrider.inference.settings import MOST_NODES
 
 Made = TypeVar("Made")
 Outcome = tuple[Tensor, ...] | Exception  # of a pass
 PIECE = 256  # tokens of a prompt that other texts wait for, and that run in one call
+ROUND = MOST_NODES + 1  # rows of a round that a budget counts
 
 
 @dataclass(frozen=True)
@@ -120,15 +124,36 @@ def run_jointly(requests: list[Request]) -> list[Outcome]:
 class Text:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
-    done: called at the end, with the error that ended it, if any. `waits`: for this pass. `reader`: who reads it.
+    done: called at the end, with the error that ended it, if any. positions: its tokens so far, the prompt included.
+    `waits`: for this pass. `reader`: who reads it.
     """
 
     rounds: Iterator[Round]
     take: Callable[[Round], None]
     done: Callable[[Exception | None], None]
+    positions: int = 0
     run: greenlet | None = None
     waits: Request | None = None
     reader: Thread = field(default_factory=current_thread)
+
+
+@dataclass(frozen=True, order=True)
+class CacheBudget:
+    """The memory for the KV caches of texts that are decoded together, without what a graph's fixed shapes take.
+
+    position_bytes: of one position in all caches of a text, the drafter's included. most: bytes of all texts.
+    """
+
+    position_bytes: int
+    most: int
+
+    def bytes_of(self, positions: int) -> int:
+        """Bytes that the caches of a text of so many positions take; half as much again while they grow."""
+        return slots_of(positions + ROUND) * self.position_bytes
+
+    def fitting(self, texts: Iterable[int]) -> int:
+        """How many of the texts, of so many positions in this order, fit together; at least the first, at any size."""
+        return max(1, sum(total <= self.most for total in accumulate(map(self.bytes_of, texts))))
 
 
 class Batch(Runtime):
@@ -137,12 +162,16 @@ class Batch(Runtime):
     A text joins by `add`, between steps, and leaves when it ends or by `drop`. All methods must be called in one
     thread. Prompts are run text by text, and so is a target that runs as a whole. yielding: texts go on between the
     layers of a long prompt. runtime: if it is not eager, it makes the sessions, and texts take turns, round by round.
+    budget: of all caches; None: unbounded. While these texts do not fit it together, the ones that came last pause
+    between two rounds, or do not start.
     """
 
     name = "batch"
 
-    def __init__(self, runtime: Runtime | None = None, yielding: bool = True) -> None:
-        self.runtime, self.yielding = runtime or Runtime(), yielding
+    def __init__(
+        self, runtime: Runtime | None = None, yielding: bool = True, budget: CacheBudget | None = None
+    ) -> None:
+        self.runtime, self.yielding, self.budget = runtime or Runtime(), yielding, budget
         self.texts: list[Text] = []
         self.rounds = 0  # the number of steps that ended rounds
 
@@ -185,7 +214,8 @@ class Batch(Runtime):
 
         Passes of the target, which end rounds, run once no text waits for a draft.
         """
-        for text in [text for text in self.texts if text.waits is None]:
+        fitting = self.budget.fitting(text.positions for text in self.texts) if self.budget else None
+        for text in [text for text in self.texts[:fitting] if text.waits is None]:
             text.run = text.run or greenlet(partial(_decode, text))
             self._resume(text)
         drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
@@ -217,8 +247,9 @@ class Batch(Runtime):
 
 
 def _decode(text: Text) -> None:
-    for found in text.rounds:
-        text.take(found)
+    for decoded in text.rounds:
+        text.positions += len(decoded.tokens)
+        text.take(decoded)
         getcurrent().parent.switch(None)  # between two rounds texts may join or leave
 
 
@@ -279,20 +310,22 @@ class Worker:
         self._put(run)
         return done.result()
 
-    def rounds(self, rounds: Iterator[Round]) -> Iterator[Round]:
+    def rounds(self, rounds: Iterator[Round], prompt: int = 0) -> Iterator[Round]:
         """`rounds`, which use sessions of this batch, each as soon as it is decoded. The text starts when the first
         round is requested, and is decoded whether or not anybody reads; closing this iterator drops it.
+
+        prompt: the number of its tokens.
         """
-        found: SimpleQueue[Round | Exception | None] = SimpleQueue()
-        text = Text(rounds, found.put, found.put)
+        results: SimpleQueue[Round | Exception | None] = SimpleQueue()
+        text = Text(rounds, results.put, results.put, prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them
         give_up = partial(self._give_up, text)  # created now, as the interpreter may be ending later
         self._put(partial(self._waiting.append, text))
         try:
-            while (one := found.get()) is not None:
-                if isinstance(one, Exception):
-                    raise one
-                yield one
+            while (result := results.get()) is not None:
+                if isinstance(result, Exception):
+                    raise result
+                yield result
         finally:
             with self._lock:  # starts no thread: without one, no text is decoded
                 self._jobs.append(give_up)

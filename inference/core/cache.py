@@ -1,4 +1,4 @@
-"""A preallocated KV cache of consecutive layers, for one sequence."""
+"""A KV cache of consecutive layers for one sequence, which grows with it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,17 +6,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from outrider.draft_models.targets.model_spec import slots_of
+
 
 class KVCache:
-    """Keys and values of layers `layers` in one buffer [layers, 2, heads, capacity, head_dim], allocated on first use.
+    """Keys and values of layers `layers` in one buffer [layers, 2, heads, slots, head_dim].
 
-    Layers whose shape differs from the first one's have separate buffers.
-
-    Implements the part of transformers' `Cache` protocol that attention modules use (`update`). `length` is the number
-    of valid positions; a pass writes its positions after them, and `advance` makes these valid. Inside `at` a pass
-    writes to given slots instead, and sees a fixed number of positions. clean: slots after the text are zero between
-    rounds, since passes inside `at` read them (masked). fixed: inside `at`, the slots [q] and the number of positions
-    seen.
+    The buffer grows with the text, by doubling, up to `capacity` slots. Layers whose shape differs from the first one's
+    have separate buffers. `length` is the number of valid positions; a pass writes its positions after them, and its
+    session then makes these valid. Inside `at` a pass writes to given slots instead, and sees a fixed number of
+    positions. clean: slots after the text are zero between rounds, since passes inside `at` read them (masked); there
+    are `capacity` slots from the start, as graphs keep their addresses. fixed: the slots [q] and that number.
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):
@@ -24,9 +24,10 @@ class KVCache:
         self.capacity = capacity
         self.clean = clean
         self.length = 0
+        self.slots = capacity if clean else 0
         self._buffer: Tensor | None = None
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, capacity, head_dim]
-        self._odd: list[Tensor] = []  # of layers of another shape, [1, heads, capacity, head_dim]
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, slots, head_dim]
+        self._odd: list[Tensor] = []  # of layers of another shape, [1, heads, slots, head_dim]
         self.fixed: tuple[Tensor, int] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -43,43 +44,52 @@ class KVCache:
         return keys[:, :, :stop], values[:, :, :stop]
 
     def views(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, heads, capacity, head_dim] of a layer, for kernels that write to the `fixed` slots.
+        """Keys and values [1, heads, slots, head_dim] of a layer, with slots for those of this pass.
 
-        key, value: as for `update`; only their shapes matter.
+        For kernels that write to the `fixed` slots. key, value: as for `update`; only their shapes matter.
         """
+        if self.length + key.shape[2] > self.slots and not self.clean:
+            self._grow(self.length + key.shape[2])
         return self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
 
-    def whole(self, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
-        """The buffer of all layers, for kernels that write to it; None if some layers have separate buffers.
+    def whole(self, rows: int, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
+        """The buffer of all layers, for kernels that write `rows` positions; None if some layers have separate buffers.
 
         like: a tensor with the dtype and device of keys and values.
         """
-        if len(self._views) < len(self.layers):
-            shape = like.new_empty(1, heads, 0, head_dim)
+        if len(self._views) < len(self.layers) or self.length + rows > self.slots:
+            shape = like.new_empty(()).expand(1, heads, rows, head_dim)
             for layer in self.layers:
                 self.views(shape, shape, layer)
         fits = self._buffer is not None and self._buffer.shape[2::2] == (heads, head_dim) and not self._odd
         return self._buffer if fits else None
+
+    def _grow(self, positions: int) -> None:
+        """Move every layer to buffers with slots for so many positions."""
+        self.slots = min(slots_of(positions), self.capacity)
+        before, self._buffer, self._views, self._odd = self._views, None, {}, []
+        for layer, states in before.items():
+            for buffer, state in zip(self._allocate(*states, layer), states, strict=True):
+                buffer[:, :, : state.shape[2]] = state
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Allocate a layer: in the common buffer if its keys and values have the first layer's shape.
 
         Filled with zeros, as masked values must be finite.
         """
-        shape = (key.shape[1], self.capacity, key.shape[3])
+        shape, of_values = ((1, t.shape[1], self.slots, t.shape[3]) for t in (key, value))
         if self._buffer is None:
-            self._buffer = key.new_zeros((len(self.layers), 2, *shape))
-        if key.shape == value.shape and shape == self._buffer.shape[2:]:
+            self._buffer = key.new_zeros((len(self.layers), 2, *shape[1:]))
+        if shape == of_values and shape[1:] == self._buffer.shape[2:]:
             both = self._buffer[layer_idx - self.layers.start]
             self._views[layer_idx] = (both[0, None], both[1, None])
         else:
-            shapes = ((1, t.shape[1], self.capacity, t.shape[3]) for t in (key, value))
-            self._views[layer_idx] = (key.new_zeros(next(shapes)), value.new_zeros(next(shapes)))
+            self._views[layer_idx] = (key.new_zeros(shape), value.new_zeros(of_values))
             self._odd += self._views[layer_idx]
         return self._views[layer_idx]
 
     def _all(self) -> list[Tensor]:
-        """Every buffer [..., capacity, head_dim]."""
+        """Every buffer [..., slots, head_dim]."""
         return [] if self._buffer is None else [self._buffer, *self._odd]
 
     @contextmanager
@@ -90,10 +100,6 @@ class KVCache:
             yield
         finally:
             self.fixed = None
-
-    def advance(self, count: int) -> None:
-        """Make the `count` positions that the last pass wrote valid."""
-        self.length += count
 
     def keep(self, base: int, rows: Sequence[int]) -> None:
         """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`.

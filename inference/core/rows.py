@@ -34,14 +34,13 @@ class RowLayout:
         consecutive = self.is_chain or self.stop <= 1
         return slice(self.base + self.start, self.base + self.stop) if consecutive else None
 
-    def positions(self, places: Tensor) -> Tensor:
-        """Positions [1, stop − start]; places: 0, 1, 2, … on the device."""
-        if self.span is not None:
-            return places[None, self.span]
-        positions = [self.base + depth for depth in self.depths[self.start : self.stop]]
-        return torch.tensor([positions], device=places.device)
+    def positions(self, device: torch.device) -> Tensor:
+        """Positions [1, stop − start]."""
+        if (span := self.span) is not None:
+            return torch.arange(span.start, span.stop, device=device)[None]
+        return torch.tensor([[self.base + depth for depth in self.depths[self.start : self.stop]]], device=device)
 
-    def masks(self, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
+    def masks(self, windows: Sequence[int | None], device: torch.device, dtype: torch.dtype) -> Masks:
         """Additive masks [1, 1, stop − start, base + stop] by window size.
 
         None if attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a sliding
@@ -53,29 +52,29 @@ class RowLayout:
         for window in set(windows):
             binding = window if window is not None and window < keys else None
             if binding not in built:
-                built[binding] = None if trivial and binding is None else self._mask(binding, places, dtype)
+                built[binding] = None if trivial and binding is None else self._mask(binding, device, dtype)
             built[window] = built[binding]
         return built
 
-    def _mask(self, window: int | None, places: Tensor, dtype: torch.dtype) -> Tensor | Band:
+    def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor | Band:
         past, keys = self.base + self.start, self.base + self.stop
         if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
-            return Band.sliding(places[:keys], window)
+            return Band.sliding(torch.arange(keys, device=device), window)
         if not self.is_chain and window is None:
-            made = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, places.device)
+            made = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, device)
             if made is not None:
                 return made
         lowest = torch.finfo(dtype).min
-        mask = torch.zeros(keys - past, keys, dtype=dtype, device=places.device)
-        columns = places[:keys]
+        mask = torch.zeros(keys - past, keys, dtype=dtype, device=device)
+        columns = torch.arange(keys, device=device)
         if self.is_chain:
             mask.masked_fill_(columns > columns[past:, None], lowest)
         else:
             closure = torch.from_numpy(unpack(self.ancestors[self.start : self.stop], self.stop))
-            mask[:, self.base :].masked_fill_(~closure.to(places.device), lowest)
+            mask[:, self.base :].masked_fill_(~closure.to(device), lowest)
         if window is not None:
             if not self.is_chain:
-                depths = torch.tensor(self.depths, device=places.device)
+                depths = torch.tensor(self.depths, device=device)
                 columns = torch.cat([columns[: self.base], self.base + depths])
             mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
         return mask[None, None]
@@ -109,9 +108,7 @@ class RoundRows:
 
     def layout(self, base: int, start: int, stop: int) -> RowLayout:
         """Rows start..stop−1 after `base` committed positions."""
-        whole = stop == len(self)
-        depths, ancestors = (self.depths, self.ancestors) if whole else (self.depths[:stop], self.ancestors[:stop])
-        return RowLayout(base, start, stop, depths, ancestors, self.is_chain)
+        return RowLayout(base, start, stop, self.depths[:stop], self.ancestors[:stop], self.is_chain)
 
 
 def unpack(ancestors: Sequence[int], columns: int) -> np.ndarray:

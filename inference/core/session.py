@@ -62,8 +62,8 @@ class Session(Protocol):
     base + 1, drops the other rows, and base grows by 2.
 
     `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
-    [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots of the
-    caches, `context` the positions the text may reach. `aux_layers` are layer boundaries (see
+    [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots that
+    caches may have, `context` the positions the text may reach. `aux_layers` are layer boundaries (see
     `LayerStack.run_with_aux`) at which a drafter reads the aux hidden states of every pass. `top_count` is the number
     of top-k continuations of every row that a drafter reads (see `top_tokens_of_rows`).
 

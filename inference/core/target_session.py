@@ -1,7 +1,8 @@
 """Sessions of a target, split into two halves of its layers or whole, and the runtimes that make them."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -60,7 +61,6 @@ class TargetSession(Session):
         self.first = KVCache(range(self.split), capacity)
         self.rest = KVCache(range(self.split, len(layers.layers)), capacity)
         self.base = 0
-        self.places = torch.arange(capacity, device=layers.device)
         layers.reserve(capacity)
         self.start_round()
 
@@ -72,9 +72,7 @@ class TargetSession(Session):
     @property
     def stack(self) -> "LayerStack":
         """The layered target that the halves run; a session of a head's own layers has none."""
-        found = self.layers.layered
-        assert found is not None
-        return found
+        return cast("LayerStack", self.layers.layered)
 
     def layered(self) -> "TargetSession":
         return self
@@ -208,7 +206,7 @@ class TargetSession(Session):
             outputs = pass_(x, view)
         else:
             outputs = self.together((id(self.layers), self.split, name), pass_, x, view)
-        cache.advance(layout.stop - layout.start)
+        cache.length += layout.stop - layout.start
         return outputs
 
     def _first_half(self, tokens: Tensor, view: View) -> tuple[Tensor]:
@@ -228,26 +226,20 @@ class TextView:
     last: int
 
     def __init__(self, session: TargetSession, layout: RowLayout):
-        self.layout = layout
-        self._layers, self._places = session.layers, session.places
-        self.positions = layout.positions(session.places)
+        self.layout, self._layers = layout, session.layers
+        self.positions = layout.positions(session.device)
         self._masks: Masks | None = None
-        self._rotary: Rotary | None = None
 
-    @property
+    @cached_property
     def rotary(self) -> Rotary:
-        if self._rotary is None:
-            span, positions = self.layout.span, self.positions
-            if span is None:
-                self._rotary = self._layers.rotary(positions)
-            else:  # views of the tables: a chain needs nothing else
-                views = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
-                self._rotary = Rotary(positions, tuple(views))
-        return self._rotary
+        if (span := self.layout.span) is None:
+            return self._layers.rotary(self.positions)
+        views = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
+        return Rotary(self.positions, tuple(views))  # a chain needs nothing else
 
     def masks(self) -> Masks:
         if self._masks is None:
-            self._masks = self.layout.masks(self._layers.windows, self._places, self._layers.dtype)
+            self._masks = self.layout.masks(self._layers.windows, self._layers.device, self._layers.dtype)
         return self._masks
 
     def wanted(self, hidden: Tensor) -> Tensor:

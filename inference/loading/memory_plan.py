@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,9 +62,19 @@ def weight_bytes(model: PreTrainedConfig | nn.Module, place: Place) -> int:
 
 def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
     """Bytes of the keys and values of `layers` layers, by default all."""
+    return place.slots * position_bytes(config, place.itemsize, layers)
+
+
+def position_bytes(config: PreTrainedConfig, itemsize: int, layers: int | None = None) -> int:
+    """Bytes of the keys and values of one position in `layers` layers, by default all."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     every = config.num_hidden_layers if layers is None else layers
-    return 2 * every * key_heads(config) * width * place.slots * place.itemsize
+    return 2 * every * key_heads(config) * width * itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that are free now."""
+    return int(torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
 
 def pass_bytes(config: PreTrainedConfig, place: Place) -> int:

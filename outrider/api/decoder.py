@@ -43,6 +43,7 @@ from outrider.inference.core.logprobs import ScoringSelector
 from outrider.inference.core.rounds import Round, synchronized_clock
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.loading.cache_budget import budget_of
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
 from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
@@ -79,7 +80,14 @@ class Decoder:
     generated to its end, by whichever thread.
     """
 
-    def __init__(self, config: EvaluateConfig, name: str, conversations: bool | str = False, batch: int = 8):
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        name: str,
+        conversations: bool | str = False,
+        batch: int = 8,
+        cache_bytes: int | None = None,
+    ):
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
@@ -92,7 +100,8 @@ class Decoder:
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
-        self._worker = Worker(Batch(self.runtime), batch)  # computes whatever is of this target
+        self.budget = budget_of(self.stack, self.drafters, cache_bytes)
+        self._worker = Worker(Batch(self.runtime, budget=self.budget), batch)  # computes whatever is of this target
         self.last: Passes | None = None
         self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -118,6 +127,7 @@ class Decoder:
         template: PromptTemplate = "auto",
         conversations: bool | str = False,
         batch: int = 8,
+        cache_bytes: int | None = None,
     ) -> Self:
         """Load a target with a drafter, ready to decode.
 
@@ -131,7 +141,9 @@ class Decoder:
         small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
         conversations: whether there will be some, or the system message of all: then it is an error now, before the
         weights are loaded, if no template for them is known.
-        batch: the most texts that are decoded at once; each has its own KV cache.
+        batch: the most texts that are decoded at once; each has its own KV cache, which grows with it.
+        cache_bytes: the memory for the caches of all texts; None: half of what is free after loading. Texts that do not
+        fit wait, the oldest goes on at any size.
 
         Raises `UserError` for missing or unusable inputs.
         """
@@ -157,7 +169,8 @@ class Decoder:
             runtime=runtime,
             template=template,
         )
-        return cls(config, name, conversations, construct(Count, batch, "batch"))
+        limit = construct(Count | None, cache_bytes, "cache_bytes")
+        return cls(config, name, conversations, construct(Count, batch, "batch"), limit)
 
     @overload
     def generate(self, prompt: Asked, each: tuple[()] = (), **options: object) -> str: ...
@@ -255,7 +268,8 @@ class Decoder:
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
         ids = self.ids(prompt)  # before its turn: a long prompt delays no other generation
         decode = functools.partial(self._decode, ids, sampling, count, stops, streams, speculate, top)
-        return self._worker.rounds(self._worker.do(decode))
+        fixed = count if self.runtime.name == "graphed" else 0  # such caches are allocated for the whole text
+        return self._worker.rounds(self._worker.do(decode), len(ids) + fixed)
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> Self:
         """The same loaded target with another method: a preset, or your own settings.
@@ -270,6 +284,9 @@ class Decoder:
         other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
         for kind, model in other.drafters.items():
             self._worker.do(functools.partial(KINDS[kind].load_plugin().prepare, model, self.stack))
+        other.budget = budget_of(self.stack, other.drafters, self.budget.most)
+        batch = self._worker.batch
+        batch.budget = max(batch.budget or self.budget, other.budget)
         other.last, other._tuning, other._tuned = None, None, False
         return other
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import Mock
@@ -268,7 +269,9 @@ def test_what_is_no_prompt_is_refused_by_what_it_is(
         model.generate(prompt, max_new_tokens=2)
 
 
-def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_texts(model: Any) -> None:
+def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_texts(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them as if it were alone, sampled text too; text i has the seed + i, so equal prompts differ."""
     texts = [PROMPT, "class A:", PROMPT]
     ids = [model.tokenizer(text)["input_ids"] for text in texts]
@@ -279,6 +282,8 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
         assert (alone[0] == alone[2]) == ("seed" not in options)
         assert model.generate(ids[0], **options) == "".join(model.stream(ids[0], **options)) == alone[0]
         assert model.generate(texts, **options) == model.generate(tuple(ids), **options) == alone
+    monkeypatch.setattr(model._worker.batch, "budget", replace(model.budget, most=1))  # so they are decoded in turn
+    assert model.generate(texts, **options) == alone
     with pytest.raises(UserError, match="stream a prompt at a time: only generate takes a list of them"):
         model.stream(texts)
 

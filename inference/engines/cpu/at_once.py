@@ -134,7 +134,7 @@ class _Part(NamedTuple):
     past: int
     keys: int
     apart: int
-    capacity: int
+    slots: int
     mask: Tensor | None
 
 
@@ -287,17 +287,17 @@ class LayersAtOnce:
         refused = rows > 1 and mask is None if cache.length else rows > batch.PIECE
         if refused or (mask is not None and mask.dtype != self._dtype):
             return []
-        kept = cache.whole(self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
-        if kept is None:
+        buffer = cache.whole(rows, self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
+        if buffer is None:
             return []
-        apart, past = kept.stride(1) * kept.itemsize, cache.length
-        keys = kept.data_ptr() - 2 * apart * (cache.layers.start - self._first)
+        apart, past = buffer.stride(1) * buffer.itemsize, cache.length
+        keys = buffer.data_ptr() - 2 * apart * (cache.layers.start - self._first)
         most = max(1, SEEN // (past + rows))
         parts = []
         for begin in range(0, rows, most):
             end = min(rows, begin + most)
-            own = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
-            parts.append(_Part(end - begin, past + begin, keys, apart, cache.capacity, own))
+            part_mask = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
+            parts.append(_Part(end - begin, past + begin, keys, apart, cache.slots, part_mask))
         return parts
 
     def _call(
@@ -311,7 +311,7 @@ class LayersAtOnce:
         columns, begin = [], 0
         for part in parts:
             mask = 0 if part.mask is None else part.mask.data_ptr()
-            columns.append((begin, part.rows, part.keys, part.apart, part.capacity, part.past, mask))
+            columns.append((begin, part.rows, part.keys, part.apart, part.slots, part.past, mask))
             begin += part.rows
         texts = torch.tensor(columns)
         positions = max(part.past + part.rows for part in parts)

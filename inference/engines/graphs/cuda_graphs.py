@@ -228,8 +228,8 @@ class GraphedSession(TargetSession):
             upload.base.add_(1)
 
         arena.run(("step", 1, view.keys), run, changed=(given, upload.base))
-        self.first.advance(1)
-        self.rest.advance(1)
+        for cache in (self.first, self.rest):
+            cache.length += 1
         self.base += 1
         upload.alone_at = self.base
         return given
@@ -263,6 +263,6 @@ class GraphedSession(TargetSession):
         axis = min(x.dim() - 1, 1)  # of the rows: tokens [n], hidden states [1, n, d]
         given.narrow(axis, 0, rows).copy_(x)
         outputs = arena.run_pass(name, pass_, given.narrow(axis, 0, view.width), view, by_row)
-        cache.advance(rows)
+        cache.length += rows
         start = layout.start if by_row else 0
         return tuple(output[:, start : start + rows] for output in outputs)

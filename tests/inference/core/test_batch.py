@@ -9,9 +9,11 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +28,13 @@ from transformers import AutoModelForCausalLM
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets import stack as stack_module
 from outrider.draft_models.targets.stack import WholeModel
 from outrider.draft_models.targets.target import Texts
 from outrider.inference.core import batch as core
-from outrider.inference.core.batch import Batch, JointView, Text
+from outrider.inference.core import cache as cache_module
+from outrider.inference.core.batch import ROUND, Batch, CacheBudget, JointView, Text
+from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Round
@@ -44,13 +49,16 @@ from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
 from outrider.inference.drafters.shaped import ModelDrafter, copies_of
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading.cache_budget import budget_of
 from outrider.inference.settings.method import NgramConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from outrider.inference.shapes.factory import make_structure
+from outrider.inference.shapes.factory import Chain, make_structure
 from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.interface import FixedLength
 from tests import known_targets
 from tests.exact_distributions import distribution_of
 from tests.families import FAMILIES, TYPICAL, save_family
+from tests.faults import plant
 from tests.inference.priced import costs
 from tests.known_targets import SOURCES, tokens_of
 from tests.pairwise import all_pairs, each_value
@@ -281,11 +289,90 @@ def test_other_layers_have_close_logits_and_equal_tokens(tmp_path: Path, family:
     assert [one.ended for one in found] == [[None]] * 6
 
 
-def test_a_target_that_runs_as_a_whole_is_run_text_by_text(asked: list[Asked]) -> None:
+# --- caches that grow ------------------------------------------------------------------------------------------------
+
+
+def from_few_slots(patch: pytest.MonkeyPatch) -> None:
+    """Caches have two slots at first, and double."""
+    for module in (cache_module, stack_module):
+        patch.setattr(module, "slots_of", lambda positions: 2 ** max(1, (positions - 1).bit_length()))
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), typical_where(each_value(CASES).__contains__, CASES))
+def test_a_cache_that_grows_has_the_bits_of_a_large_one(
+    make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: torch.dtype
+) -> None:
+    """With each kind of drafter, alone or not; unless the last row of a cache is lost when it grows."""
+    kinds = [None, *SOURCES, "lookup"]
+    asked = [Asked(make(architecture, dtype), n, kind, ["chain", "opt_tree"][n % 2]) for n, kind in enumerate(kinds)]
+    assert all(one.alone.ended == [None] for one in asked)  # in caches that are large from the start
+    from_few_slots(monkeypatch)
+    assert not different(asked * 2, decode_together(asked, 1) + decode_together(asked, 6))
+    plant(monkeypatch, KVCache, "_grow", "state.shape[2]] = state", "state.shape[2] - 1] = state[:, :, :-1]")
+    assert different(asked, decode_together(asked, 6))
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "early_exit, two layers", "small_lm", "eagle3"])
+def test_a_text_takes_the_memory_of_its_positions(
+    make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """However many tokens it may have: as much as the budget counts."""
+    target, caches, grow = make("llama", torch.float32), dict[int, KVCache](), KVCache._grow
+    models = {name: model for name, model in vars(target.source(kind)).items() if name in ("drafter", "lm", "head")}
+    budget = budget_of(target.stack, models, 10**6)
+
+    def grown(cache: KVCache, positions: int) -> None:
+        caches[id(cache)] = cache
+        grow(cache, positions)
+
+    def memory(tokens: int) -> int:
+        """Bytes of the caches after some rounds of up to so many tokens."""
+        caches.clear()
+        drafter = ModelDrafter(target.source(kind), Chain(FixedLength(4)))
+        with closing(speculative(target.stack, drafter, [5] * 8, max_new_tokens=tokens)) as rounds:
+            for _ in islice(rounds, 4):
+                pass
+        return sum(buffer.nbytes for cache in caches.values() for buffer in cache._all())
+
+    monkeypatch.setattr(KVCache, "_grow", grown)
+    assert memory(240) * 256 == budget.bytes_of(8) * (8 + 240 + 5)  # no more than the text can fill
+    from_few_slots(monkeypatch)
+    assert memory(240) == memory(100) < budget.bytes_of(8) / 4
+
+
+def test_texts_that_do_not_fit_the_budget_wait(asked: list[Asked]) -> None:
+    """The oldest goes on, at any size; as many others as fit. Those that came last pause when the others grow."""
+
+    class Counting(Batch):
+        most = 0
+
+        def step(self) -> None:
+            super().step()
+            self.most = max(self.most, sum(text.run is not None for text in self.texts))
+
+    size = CacheBudget(1, 0).bytes_of(0)
+    for bytes_of_all, count in ((0, 1), (3 * size, 3), (9 * size, 6)):
+        batch = Counting(budget=CacheBudget(1, bytes_of_all))
+        assert not different(asked, decode_together(asked, 6, batch))
+        assert count - 1 <= batch.most <= count  # one may have ended in the step
+    order, batch = list[int](), Batch(budget=CacheBudget(1, 2 * size))
+    for number in range(2):
+        rounds = autoregressive(asked[0].target.stack, [5], max_new_tokens=20, runtime=batch)
+        batch.add(Text(rounds, lambda _, number=number: order.append(number), lambda _: None, size - ROUND - 10))
+    while batch.texts:
+        batch.step()
+    assert order == [0, 1] * 11 + [0] * 9 + [1] * 9
+
+
+def test_a_target_that_runs_as_a_whole_is_run_text_by_text(asked: list[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
     target = copy.copy(asked[0].target)
     target.stack = WholeModel(AutoModelForCausalLM.from_pretrained(target.path))
     asked = [replace(one, target=target) for one in asked if one.kind in (None, "small_lm", "lookup")]
     assert not different(asked, decode_together(asked, 3))
+    from_few_slots(monkeypatch)
+    assert not different(asked, decode_together(asked, 3))
+    plant(monkeypatch, stack_module._RowLayer, "update", "= state[:, :, : self.length]", "= state[:, :, :1]")
+    assert different(asked, decode_together(asked, 3))
 
 
 # --- faults that are planted in the passes of several texts ----------------------------------------------------------
@@ -337,7 +424,7 @@ def single(fault: Fault) -> Fault:
 
     def run(pass_: Pass, x: Tensor, view: JointView) -> Outputs:
         caches, ones = view.cache.caches, (1,) * len(view.requests)
-        room = min(own.capacity for own in caches) > max(own.length for own in caches) + len(ones)
+        room = min(own.slots for own in caches) > max(own.length for own in caches) + len(ones)
         return fault(pass_, x, view) if room and view.cache.rows == ones else pass_(x, view)
 
     return run
@@ -362,7 +449,7 @@ def all_zero(mask: Any) -> Any:
 FAULTS: dict[str, Fault] = {
     "a phantom key": single(second(cache=lambda _, own: of_length(own.cache, own.cache.length + 1))),
     "rejected rows are visible": second(_masks=lambda _, own: {w: all_zero(m) for w, m in own.masks().items()}),
-    "a position off by one": second(_rotary=lambda _, own: own._layers.rotary(own.positions + 1)),
+    "a position off by one": second(rotary=lambda _, own: own._layers.rotary(own.positions + 1)),
     "the length of another text": single(
         second(cache=lambda view, own: of_length(own.cache, view.cache.caches[0].length))
     ),

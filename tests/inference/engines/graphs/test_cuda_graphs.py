@@ -79,7 +79,7 @@ def test_the_device_chooses_the_runtime() -> None:
 def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """For random trees, windows and places, against the masks of the eager session."""
     generator = torch.Generator().manual_seed(0)
-    upload, places, windows = Upload(32, CPU), torch.arange(512), (None, 33, 200)
+    upload, windows = Upload(32, CPU), (None, 33, 200)
     for _ in range(200):
         base, count = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 100), (1, 33)))
         parents = [-1, *(int(torch.randint(i, (), generator=generator)) for i in range(1, count))]
@@ -95,9 +95,9 @@ def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pyt
         used = slice(0, count - start)
         # Padding writes where nobody reads.
         assert view.slots.tolist() == [*range(base + start, base + count), *range(1000 + count - start, 1000 + width)]
-        assert torch.equal(view.positions[:, used], layout.positions(places))
+        assert torch.equal(view.positions[:, used], layout.positions(CPU))
         assert int(view.positions.max()) <= base + max(rows.depths)  # padding, too, stands inside the text
-        expected = layout.masks(windows, places, torch.float32)
+        expected = layout.masks(windows, CPU, torch.float32)
         for window, mask in view.masks().items():
             seen = torch.zeros(count - start, keys, dtype=torch.bool)
             wanted = expected[window]
