@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from outrider.base.errors import UserError
 from outrider.base.files import parse_json, require_writable
 from outrider.commands import reported
 from outrider.data_prep.ngrams.token_shards import passages, tokenise
@@ -40,6 +39,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.shapes import read_shape
 from tests.forked import Fork
+from tests.refusals import refusal
 from tests.tiers import as_many
 
 Keys = tuple[str | int, ...]  # where in a JSON file
@@ -231,8 +231,7 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(file.read_text().replace(meta.fingerprint.target, str(folder / TARGET)))
     require_named(file, read, capsys, 150)
     file.write_text(json.dumps({**json.loads(file.read_text()), "parallel": 1}))
-    with pytest.raises(UserError, match="parallel=1"):
-        read()
+    refusal("parallel=1", read)
 
 
 def test_calibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,16 +329,14 @@ def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'"\xff"', b"9" * 5000])
 def test_what_is_no_json_is_refused(content: bytes) -> None:
-    with pytest.raises(UserError, match="not valid JSON"):
-        parse_json(content)
+    refusal("not valid JSON", parse_json, content)
 
 
 def test_what_is_sealed_is_not_changed_unnoticed() -> None:
     whole = sealed({"tokens": [1, 2], "names": {"b", "a"}})
     assert unsealed(whole) == {"tokens": [1, 2], "names": ["a", "b"]}
     for changed in ({**whole, "tokens": [1, 3]}, {**whole, "more": 1}, {"tokens": [1, 2]}, [whole]):
-        with pytest.raises(UserError, match="sha256"):
-            unsealed(changed)
+        refusal("sha256", unsealed, changed)
 
 
 # ------------------------------------------------------------------------------------------------- commands

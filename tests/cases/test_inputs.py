@@ -51,6 +51,7 @@ from outrider.train.pipeline_run import job_of, words_of
 from outrider.train.pipeline_settings import STEPS, PipelineConfig
 from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer, save_target
 
@@ -300,11 +301,9 @@ def test_what_cannot_be_used_is_told_with_its_place(
         (said,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
         assert f"{mixed}:7: " in said
         assert "=2" in said
-    with pytest.raises(UserError, match=f"{alone}:1: "):
-        rows_of(alone)
+    refusal(f"{alone}:1: ", rows_of, alone)
     if kind != "no answer":
-        with pytest.raises(UserError, match=f"{alone}:1: "):
-            read_some(type("Settings", (), {"data": data_of(alone)}), lambda _: True)
+        refusal(f"{alone}:1: ", read_some, type("Settings", (), {"data": data_of(alone)}), lambda _: True)
 
 
 def test_a_text_of_another_encoding_is_told_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,8 +344,7 @@ def test_calls_of_tools_that_a_template_leaves_out_are_told(tmp_path: Path, caps
     alone.write_text(jsonl([tool_talk(0, "no JSON"), tool_talk(1)]))
     assert rows_of(mixed).counts["records"] == len(TALKS)
     assert "mixed.jsonl:1: it calls tools" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"malformed=1.*refused=1.*alone\.jsonl:1: turn 2"):
-        rows_of(alone)
+    refusal(r"malformed=1.*refused=1.*alone\.jsonl:1: turn 2", rows_of, alone)
 
 
 # -------------------------------------------------------------------------------------------- held out
@@ -398,8 +396,7 @@ def test_a_run_whose_prompts_were_held_out_otherwise_is_refused(tmp_path: Path) 
         for share in (0.1, 0)
     )
     earlier = {key: value for key, value in made.items() if key != "heldout_by"}
-    with pytest.raises(UserError, match='heldout_by="first turn"'):
-        check_identity(json.loads(json.dumps(earlier)), made, tmp_path)
+    refusal('heldout_by="first turn"', check_identity, json.loads(json.dumps(earlier)), made, tmp_path)
     assert "heldout_by" not in whole
 
 

@@ -45,6 +45,7 @@ from outrider.train.settings.export import ExportConfig
 from outrider.train.students.calibration import kind_to_calibrate, with_its_heldout
 from tests.inference.batch.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.refusals import refusal
 from tests.tiny import byte_tokenizer, save_target
 from tests.train import jobs
 
@@ -107,8 +108,7 @@ def test_a_text_with_such_a_token_is_refused_by_its_name(short: Path, tmp_path: 
     model = outrider.load(str(short), dtype="float32")
     assert model.generate("hello", max_new_tokens=2) is not None
     for prompt in ("a <pad>", [{"role": "user", "content": "a <pad>"}]):
-        with pytest.raises(UserError, match=f"prompt {what}"):
-            model.generate(cast(Any, prompt))
+        refusal(f"prompt {what}", model.generate, cast(Any, prompt))
     config = EvaluateConfig(
         target=str(short),
         methods={"lookup": MethodConfig("prompt_lookup")},
@@ -116,15 +116,12 @@ def test_a_text_with_such_a_token_is_refused_by_its_name(short: Path, tmp_path: 
         out_dir=str(tmp_path / "out"),
     )
     asked = replace(QUESTIONS[0], turns=("the <pad> is where",))
-    with pytest.raises(UserError, match=f"prompt {asked.id} {what}"):
-        evaluate(config, [*QUESTIONS[1:], asked])
+    refusal(f"prompt {asked.id} {what}", evaluate, config, [*QUESTIONS[1:], asked])
     (tmp_path / "answers.jsonl").write_text(json.dumps({"prompt": "<pad>", "text": "b"}))
-    with pytest.raises(UserError, match=rf"answers.jsonl:1: .*{what}"):
-        read_answers(str(tmp_path / "answers.jsonl"), open_target(str(short)))
+    refusal(rf"answers.jsonl:1: .*{what}", read_answers, str(tmp_path / "answers.jsonl"), open_target(str(short)))
     none = write(tmp_path / "none.jsonl", [{"text": f"<pad> {i} {jobs.TEXT}"} for i in range(9)])
     for run in TRAININGS.values():
-        with pytest.raises(UserError, match=rf"no usable train record .*none.jsonl:\d {what}"):
-            run(short, none, tmp_path / "trained")
+        refusal(rf"no usable train record .*none.jsonl:\d {what}", run, short, none, tmp_path / "trained")
     with pytest.raises(UserError, match=rf"skipped=9.*none.jsonl:1: prompt {what}"):
         generate_responses(responding(short, replace(none, heldout_fraction=0.0), tmp_path / "answers"))
 
@@ -241,8 +238,7 @@ def test_where_it_refuses_all_of_them_its_own_words_say_why(tmp_path: Path) -> N
         with pytest.raises(UserError, match=r"chat\.jsonl:\d+.*no system here") as raised:
             run()
         assert "vicuna" not in str(raised.value)
-    with pytest.raises(UserError, match="no system here"):
-        outrider.load(str(target), conversations="be kind")
+    refusal("no system here", outrider.load, str(target), conversations="be kind")
 
 
 # ------------------------------------------------------------------------------------- few tokens, few prompts
@@ -273,8 +269,7 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
         asked = [{"turns": [f"{text} {i}"]} for i, text in enumerate([*wrong, "a", "b", "c"])]
         write(tmp_path / "p.jsonl", asked)
         for config in (ask, replace(ask, plan=True)):
-            with pytest.raises(UserError, match=said):
-                run_auto(config, config_for)
+            refusal(said, run_auto, config, config_for)
     assert not (tmp_path / "out").exists()
 
 
@@ -330,8 +325,7 @@ def test_a_full_disk_is_said_and_nothing_is_taken_for_whole(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-        with pytest.raises(UserError, match=r"out.*No space left.*free space"):
-            finetune_drafter(config)
+        refusal(r"out.*No space left.*free space", finetune_drafter, config)
     assert not [*(tmp_path / "out").glob("config.json"), *(tmp_path / "out").glob("model.safetensors")]
     finetune_drafter(replace(config, resume=True))
     assert (tmp_path / "out" / TRAINING_FILE).exists()

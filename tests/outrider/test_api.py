@@ -30,6 +30,7 @@ from outrider.inference.core.batch import Batch
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig, Verification
+from tests.refusals import refusal
 from tests.tiny import LAYERS, save_exit, save_target, unproven
 
 ROOT = Path(__file__).parents[2]
@@ -174,15 +175,13 @@ def test_the_target_says_the_same_with_its_drafter_without_it_and_with_another(m
     assert {(len(r.tokens), r.accepted) for r in rounds[1]} == {(1, 0)}
     assert other.stack is model.stack
     for unknown, message in (("nobody", "method=nobody: no such method"), ("vanilla", "small_lm=None: expected")):
-        with pytest.raises(UserError, match=message):
-            model.by(unknown)
+        refusal(message, model.by, unknown)
 
 
 def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
     model = outrider.load(str(tiny_models / TARGET), device="cpu")
     messages = [{"role": "user", "content": "hello"}]
-    with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna"):
-        model.generate(messages)
+    refusal(r"has no chat template, .* template=vicuna", model.generate, messages)
     bare = outrider.load(str(tiny_models / TARGET), device="cpu", template="none")
     assert bare.generate(messages, max_new_tokens=8) == model.generate("hello", max_new_tokens=8)
     model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -218,8 +217,7 @@ def test_a_report_is_that_of_the_command(model: Any, tmp_path: Path) -> None:
     assert (report["method"], report["lossless"]["identical"], report["turns"]) == ("eesd_survival", 3, 3)
     assert (tmp_path / "kept/report.md").exists()
     assert model.report([PROMPT], max_new_tokens=4)["prompts"] == 1
-    with pytest.raises(UserError, match="prompts="):
-        model.report([])
+    refusal("prompts=", model.report, [])
 
 
 def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
@@ -228,16 +226,14 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
         ({"do_sample": True, "temperature": 0}, "temperature=0: expected a number > 0"),
         ({"max_new_tokens": 10_000}, "exceeds the target's context"),
     ):
-        with pytest.raises(UserError, match=message):
-            model.generate(PROMPT, **options)
+        refusal(message, model.generate, PROMPT, **options)
     target = str(tiny_models / TARGET)
     for source, given, message in (
         (target, {"method": "eesd"}, "method=eesd: no such method; did you mean 'eesd_.*'. There are aded, "),
         (target, {"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
         ("nowhere", {"target": target}, r"target=.*nowhere is no drafter"),
     ):
-        with pytest.raises(UserError, match=message):
-            outrider.load(source, **given)
+        refusal(message, outrider.load, source, **given)
 
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -265,8 +261,7 @@ def test_what_is_no_prompt_is_refused_by_what_it_is(
 ) -> None:
     """Before anything is decoded, also what comes before it in a list."""
     monkeypatch.setattr(model, "_decode", Mock(side_effect=AssertionError))
-    with pytest.raises(UserError, match=message):
-        model.generate(prompt, max_new_tokens=2)
+    refusal(message, model.generate, prompt, max_new_tokens=2)
 
 
 def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_texts(
@@ -284,8 +279,7 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
         assert model.generate(texts, **options) == model.generate(tuple(ids), **options) == alone
     monkeypatch.setattr(model._worker.batch, "budget", replace(model.budget, most=1))  # so they are decoded in turn
     assert model.generate(texts, **options) == alone
-    with pytest.raises(UserError, match="stream a prompt at a time: only generate takes a list of them"):
-        model.stream(texts)
+    refusal("stream a prompt at a time: only generate takes a list of them", model.stream, texts)
 
 
 def test_each_prompt_of_a_list_may_have_options_of_its_own(model: Any) -> None:
@@ -295,8 +289,7 @@ def test_each_prompt_of_a_list_may_have_options_of_its_own(model: Any) -> None:
     alone = [model.generate(text, **{**shared, "seed": i, **each[i]}) for i, text in enumerate(texts)]
     assert model.generate(texts, each=each, **shared) == alone
     for wrong in (each[:2], [{}, {}, {"sede": 1}]):
-        with pytest.raises(UserError, match=r"each=|sede"):
-            model.generate(texts, each=wrong)
+        refusal(r"each=|sede", model.generate, texts, each=wrong)
 
 
 def test_a_text_that_fails_or_is_given_up_leaves_the_others_alone(model: Any) -> None:
@@ -351,21 +344,18 @@ def test_an_option_is_read_or_refused_by_its_name(model: Any, name: str) -> None
                 said = str(error)
             assert name in said
     for asked in (model.generate, model.stream, model.rounds, model.report, outrider.load):
-        with pytest.raises(UserError, match=rf"{asked.__name__}\(max_neww_tok=…\): no such option"):
-            asked("x", max_neww_tok=3)
+        refusal(rf"{asked.__name__}\(max_neww_tok=…\): no such option", asked, "x", max_neww_tok=3)
 
 
 @pytest.mark.parametrize("name", [*[*inspect.signature(outrider.load).parameters][1:], "metod", "cls"])
 def test_so_is_one_of_loading(folder: Path, name: str) -> None:
     for odd in ([1], {"a": 1}, 1.5, object()):
-        with pytest.raises(UserError, match=name):
-            outrider.load(str(folder / TARGET), **{"device": "cpu", name: odd})
+        refusal(name, outrider.load, str(folder / TARGET), **{"device": "cpu", name: odd})
 
 
 @pytest.mark.parametrize("odd", [*ODD, [["a", 3]], [[]]], ids=lambda value: repr(value).split(" at ")[0])
 def test_a_report_is_of_texts(model: Any, odd: Any) -> None:
-    with pytest.raises(UserError, match="prompts"):
-        model.report(odd)
+    refusal("prompts", model.report, odd)
 
 
 @pytest.mark.slow
@@ -426,8 +416,7 @@ def test_a_prompt_that_takes_long_delays_nobody(tiny_models: Path, monkeypatch: 
             go_on.set()
         assert other.result() == expected
     for prompt in ("x" * 10**7, [{"role": "user", "content": "x" * 10**7}], ["a", "x" * 10**7]):
-        with pytest.raises(UserError, match=r"context|template"):
-            model.generate(prompt, max_new_tokens=4)
+        refusal(r"context|template", model.generate, prompt, max_new_tokens=4)
     assert max(sizes) < 10**6
 
 

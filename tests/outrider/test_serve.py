@@ -38,6 +38,7 @@ from outrider.server import app
 from outrider.server.records import ChatRequest, Reply
 from outrider.server.workers import Answers, Job, Piece, until, write
 from tests.inference.evaluate.test_page import Page
+from tests.refusals import refusal
 from tests.tiny import save_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -263,8 +264,7 @@ def test_a_reader_is_told_of_the_time_also_while_pieces_come() -> None:
                 answers.put((0, piece))
                 await asyncio.sleep(0)
 
-    with pytest.raises(UserError, match="timeout=100"):
-        asyncio.run(read())
+    refusal("timeout=100", asyncio.run, read())
     assert len(pieces) > 99
 
 
@@ -472,8 +472,7 @@ def test_closing_gives_up_what_is_left(model: Any) -> None:
 def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port={port}"):
-            app.serve(ServeConfig(target="/nowhere", port=port))
+        refusal(f"port={port}", app.serve, ServeConfig(target="/nowhere", port=port))
 
 
 @pytest.mark.thorough

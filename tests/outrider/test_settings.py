@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from outrider.base import settings as base
 from outrider.base.errors import UserError
 from outrider.base.run_dirs import check_identity
+from tests.refusals import refusal
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def test_what_a_type_excludes_is_refused_from_python_and_from_yaml(given: dict[s
 
 @pytest.mark.parametrize("rate", [float("inf"), float("nan"), "1", None])
 def test_a_number_is_finite(rate: Any) -> None:
-    with pytest.raises(UserError, match=r"^rate=.*: expected a (finite|valid) number"):
-        Outer(rate=rate)
+    refusal(r"^rate=.*: expected a (finite|valid) number", Outer, rate=rate)
 
 
 def test_items_are_checked_too() -> None:
@@ -78,8 +78,7 @@ def test_items_are_checked_too() -> None:
         ({"inner": {"size": 1}}, "inner="), ({"by_name": {"a": {}}}, "by_name.a="),
     )  # fmt: skip
     for changes, said in refused:
-        with pytest.raises(UserError, match=f"^{said}"):
-            Outer(**changes)
+        refusal(f"^{said}", Outer, **changes)
     assert Outer(kind="wide", widths=(2, 5), depth="auto", ends=(0.5, 0.5), share=0).widths == (2, 5)
 
 
@@ -90,8 +89,7 @@ def test_a_key_that_is_unknown_or_missing_is_named() -> None:
         (Given, {}, "a.size: missing"),
         (dict[str, Given], {"b": {}}, "a.b.size: missing"),
     ):
-        with pytest.raises(UserError, match=f"^{said}$"):
-            base.construct(kind, value, "a")
+        refusal(f"^{said}$", base.construct, kind, value, "a")
 
 
 def test_what_is_not_marked_decides() -> None:

@@ -2,17 +2,26 @@
 
 import os
 import shutil
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from torch import nn
 
 from outrider.base.files import write_json
 from outrider.base.settings import decides
+from outrider.base.wandb_config import WandbConfig
+from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.core import run_dir
-from outrider.train.core.fit import STATE_FILE, read_state
+from outrider.train.core.fit import STATE_FILE, fit, read_state
 from outrider.train.core.sharding import WEIGHTS_FILE
+from outrider.train.core.time_budget import StepBudget
+from outrider.train.core.training import FitResult, Training
 from outrider.train.settings.fit import FitConfig
+from tests.launched import launched
 from tests.refusals import refusal
 from tests.train.fit_job import TinyModel
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
@@ -132,3 +141,181 @@ def test_random_numbers_are_the_seeds_whatever_was_drawn_before(tmp_path):
         model, _ = fit_tiny(tmp_path / str(before), _Dropping())
         runs.append(trained_weights(model))
     torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+# -------------------------------------------------------------------------------------------------------------- minutes
+
+
+QUIET = WandbConfig(mode="disabled")
+FIT = FitConfig(
+    steps=5000, batch_rows=2, precision="fp32", warmup=0.1, lr=1.0, log_every=1, keep_checkpoints=99, wandb=QUIET
+)
+Pace = Callable[[int, float], float]
+
+
+def slower(seconds: float, times: float) -> Pace:
+    """Steps of `seconds`; from half of the first minute on they take `times` as long."""
+    return lambda _, now: seconds * (1 if now < 30 else times)
+
+
+class Line(nn.Module):
+    """Each forward advances its clock by `pace` of the number of the forward and the time."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.pace, self.now, self.begun = pace, 0.0, list[float]()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.begun.append(self.now)
+        self.now += self.pace(len(self.begun), self.now)
+        return {"loss_sum": (x @ self.weight).square().sum() + 0 * labels.sum()}
+
+
+class Points:
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((4, 3), float(index)), "labels": torch.zeros(4, dtype=torch.long)}
+
+
+@dataclass(frozen=True)
+class Run:
+    result: FitResult
+    model: Line
+    rates: list[float]  # of every step
+
+
+def timed(
+    out_dir: Path,
+    pace: Pace,
+    minutes: float | None = 1,
+    config: FitConfig = FIT,
+    *,
+    resume: bool = False,
+    killed_at: int | None = None,
+    evaluation: float = 0.0,
+) -> Run:
+    """A run of `fit` with a clock that only steps and evaluations advance; an evaluation takes `evaluation` seconds."""
+    model = Line(pace)
+
+    def on_step(step: int) -> None:
+        if step == killed_at:
+            raise KeyboardInterrupt
+
+    def evaluate(*_: object) -> dict[str, float]:
+        model.now += evaluation
+        return {"score": 0.0}
+
+    training = Training(model, Points(), config, evaluate=evaluate, on_step=on_step, minutes=minutes)
+    result = fit(training, out_dir, resume=resume, clock=lambda: model.now)
+    return Run(result, model, [line["lr"] for line in log(out_dir) if "lr" in line])
+
+
+@pytest.mark.parametrize("times", [1, 2, 30, 1000])
+@pytest.mark.parametrize("seconds", [0.25, 1, 7, 25, 59, 90])
+def test_a_run_ends_in_time_with_its_schedule(tmp_path: Path, seconds: float, times: float) -> None:
+    made = timed(tmp_path, slower(seconds, times))
+    steps, begun = made.result.steps, made.model.begun
+    before, last = begun[-1] - begun[-2] if steps > 1 else seconds, made.model.now - begun[-1]
+    assert begun[-1] <= max(0, 60 - before / 2)  # half of a step like the one before fitted
+    assert made.model.now > 60 - (0.51 * last if times == 1 else last)  # and the time is used
+    assert steps == len(begun) == len(made.rates)  # none was wasted
+    if steps > 3 and times == 1:
+        assert made.rates[-1] == FIT.lr_scale(steps - 1, steps)
+        planned = 60 / seconds
+        assert made.rates[2:] == pytest.approx([FIT.lr_scale(step, steps) for step in range(2, steps)], abs=1 / planned)
+
+
+def test_a_schedule_falls_with_the_time(tmp_path: Path) -> None:
+    """Steps take twice as long from the middle on: the rate of each follows the time left, whatever was planned."""
+    made = timed(tmp_path, slower(0.25, 2), config=replace(FIT, warmup=0))
+    at = [(60 - begun) / 60 for begun in made.model.begun]
+    assert made.rates[2:] == pytest.approx(at[2:], abs=0.02)
+    assert made.rates[2:] == sorted(made.rates[2:], reverse=True)
+
+
+@pytest.mark.parametrize("killed_at", [3, 9, 61, 89])
+def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path: Path, killed_at: int) -> None:
+    config, pace = replace(FIT, save_every=4), slower(0.5, 2)
+    whole = timed(tmp_path / "whole", pace, config=config)
+    with pytest.raises(KeyboardInterrupt):
+        timed(tmp_path / "killed", pace, config=config, killed_at=killed_at)
+    at = killed_at // 4 * 4  # where it resumes, with the time of the steps before
+    before = whole.model.begun[at]
+    rest = timed(tmp_path / "killed", lambda n, now: pace(n, now + before), config=config, resume=True)
+    assert rest.result.resumed_from == at
+    assert rest.result.steps == pytest.approx(whole.result.steps, abs=1)
+    assert rest.result.seconds == before + rest.model.now == pytest.approx(60, abs=1)
+    assert len(rest.rates) == rest.result.steps  # the log has each step once
+    assert rest.rates[at:] == pytest.approx(whole.rates[at : rest.result.steps], abs=0.05)
+    again = timed(tmp_path / "killed", pace, config=config, resume=True)
+    assert again.result.resumed_from == again.result.steps
+    assert again.result.steps == rest.result.steps
+
+
+@pytest.mark.parametrize("minutes", [None, 1000])
+def test_with_time_enough_it_is_the_run_without_a_limit(tmp_path: Path, minutes: float | None) -> None:
+    config = replace(FIT, steps=None, epochs=9)
+    made = timed(tmp_path, lambda *_: 1.0, minutes, config)
+    plain = Line(lambda *_: 0.0)
+    fit(Training(plain, Points(), config), tmp_path / "plain")
+    assert same(trained_weights(made.model), trained_weights(plain))
+    assert made.result.steps == config.total_steps(7) == 32
+
+
+def test_a_first_step_that_compiles_does_not_count_as_the_others(tmp_path: Path) -> None:
+    made = timed(tmp_path, lambda n, _: 12.0 if n == 1 else 0.5)
+    assert made.result.steps == 97
+    assert made.rates[1] < made.rates[2] < made.rates[8] < made.rates[9] > made.rates[40]  # it is warmed up
+
+
+@pytest.mark.parametrize("evaluation", [1, 5, 20, 200])
+def test_evaluations_before_the_last_step_count(tmp_path: Path, evaluation: float) -> None:
+    """The last evaluation comes after the last step, so it does not count. No evaluation is made twice, and a step that
+    its evaluation makes the last one has a line."""
+    made = timed(tmp_path, lambda *_: 0.5, config=replace(FIT, eval_every=20, log_every=500), evaluation=evaluation)
+    assert made.model.begun[-1] <= 60
+    at = [line["step"] for line in log(tmp_path) if "eval_score" in line]
+    assert at == sorted({*range(20, made.result.steps + 1, 20), made.result.steps})
+    assert made.result.seconds == made.model.now
+    assert made.model.now > 58
+    assert [line["step"] for line in log(tmp_path) if "loss" in line] == [1, made.result.steps]
+
+
+def test_a_step_longer_than_the_time_is_done_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in (55.0, 100.0):
+        assert timed(tmp_path / f"{seconds}", lambda *_, seconds=seconds: seconds).model.now == seconds
+        said = capsys.readouterr()
+        assert all(option in said.err for option in ("minutes=1", "fit.batch_rows", "seq_len"))
+        assert "step=1/1 loss=" in said.out
+
+
+@pytest.mark.parametrize("steps", [1, 3, 11])
+def test_the_last_step_has_a_line_however_few_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    for minutes, name in ((None, "known"), (steps / 60, "timed")):
+        config = replace(FIT, steps=steps if minutes is None else 5000, log_every=500, eval_every=1)
+        assert timed(tmp_path / name, lambda *_: 1.0, minutes, config).result.steps == steps
+        assert f"step={steps}/{steps} loss=" in capsys.readouterr().out
+        assert [line["step"] for line in log(tmp_path / name) if "loss" in line][-1] == steps
+
+
+def test_the_main_processes_clock_decides_for_all(tmp_path: Path) -> None:
+    """The clock of the other process never advances."""
+
+    def work(state: PartialState) -> None:
+        now = 0.0
+        budget = StepBudget(TimeLimit(1, clock=lambda: now if state.is_main_process else 0.0), 5000)
+        budget.begin()
+        done = 0
+        while done < budget.total:
+            now += 0.5 if done < 60 else 1.0
+            done += 1
+            budget.decide(done)
+        (tmp_path / f"steps-{state.process_index}").write_text(str(done))
+
+    assert launched(2, work) == [0, 0]
+    assert {(tmp_path / f"steps-{rank}").read_text() for rank in range(2)} == {"90"}

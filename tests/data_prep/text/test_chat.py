@@ -26,6 +26,7 @@ from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.vocabulary import for_rows
 from tests.cases.chat_families import FAMILIES, byte_fallback, cleaning, tokenizer_of
 from tests.inference.core.test_stop_strings import BASE, KINDS
+from tests.refusals import refusal
 from tests.tiers import as_many
 
 QUESTION, ANSWER = {"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "How are you?"}
@@ -261,8 +262,7 @@ def test_a_template_that_rewrites_the_history_is_refused(make_tokenizer):
     thinking = {"role": "assistant", "content": "<think>hm</think>Yes."}
     encode([chat(QUESTION, thinking)], forgetful, "tokenizer")  # one answer: nothing to forget
     expected = r"talk.jsonl:1: .*does not reproduce the history: message 2 is rendered .*template=vicuna"
-    with pytest.raises(UserError, match=expected):
-        encode([chat(QUESTION, thinking, *TALK[2:])], forgetful, "tokenizer")
+    refusal(expected, encode, [chat(QUESTION, thinking, *TALK[2:])], forgetful, "tokenizer")
 
 
 def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokenizer):
@@ -285,29 +285,25 @@ def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokeni
     assert "no system" in counts.first
     places = "talk.jsonl:1: .*refuses .*no system", rf"t:2 holds the token .*id {last}", rf"t:4 holds .*id {last + 1}"
     for record, said in zip(bad, places, strict=True):
-        with pytest.raises(UserError, match=said):
-            encode([record], tokenizer, "tokenizer")
+        refusal(said, encode, [record], tokenizer, "tokenizer")
 
 
 def test_a_template_that_writes_without_end_is_reported(make_tokenizer):
     tokenizer = make_tokenizer(chat_template="{% for i in range(90000) %}0123456789abcdef{% endfor %}")
-    with pytest.raises(UserError, match=r"prompt: the chat template of .* makes 1440000 characters of 2"):
-        render_prompt(["Hi"], tokenizer)
+    refusal(r"prompt: the chat template of .* makes 1440000 characters of 2", render_prompt, ["Hi"], tokenizer)
 
 
 def test_conversations_need_a_chat_template_and_offsets(make_tokenizer):
     bare = make_tokenizer(chat_template=None)
     with pytest.raises(UserError, match=r"has no chat template, which conversations need; use data.template=vicuna"):
         encode([chat(QUESTION, ANSWER)], bare, "tokenizer")
-    with pytest.raises(UserError, match=r"has no chat template"):
-        render_prompt(["Hello"], bare, "tokenizer")
+    refusal(r"has no chat template", render_prompt, ["Hello"], bare, "tokenizer")
 
     class Slow(PreTrainedTokenizerFast):
         is_fast = False
 
     slow = Slow(tokenizer_object=bare.backend_tokenizer, eos_token="</s>")
-    with pytest.raises(UserError, match=r"need a fast tokenizer \(tokenizer.json\)"):
-        encode([chat(QUESTION, ANSWER)], slow, "vicuna")
+    refusal(r"need a fast tokenizer \(tokenizer.json\)", encode, [chat(QUESTION, ANSWER)], slow, "vicuna")
     assert len(encode([{"id": "t", "text": "return"}], slow, "vicuna")) == 1
 
 
@@ -407,8 +403,7 @@ def test_the_work_for_a_long_text_is_bounded() -> None:
 @pytest.mark.parametrize("text", ["\ud800", "a\udc00b"])
 def test_a_lone_surrogate_is_no_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
     for template in ("none", "vicuna", "tokenizer"):
-        with pytest.raises(UserError, match="surrogate"):
-            render_prompt([text], tokenizer, template)
+        refusal("surrogate", render_prompt, [text], tokenizer, template)
 
 
 # ------------------------------------------------------------------------------------------------------ streamed text

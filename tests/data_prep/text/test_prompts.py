@@ -137,8 +137,7 @@ def test_benchmarks_by_name(cache, name):
     dataset, commit, _ = BENCHMARKS[name]
     assert re.fullmatch("[0-9a-f]{40}", commit)
     said = rf"^prompts={name}: cannot be fetched .*; download https://.*{dataset}/resolve/{commit}/.* prompts=FILE"
-    with pytest.raises(UserError, match=said):
-        read_prompts(name)
+    refusal(said, read_prompts, name)
     row, prompt = LAYOUTS[name]
     fetched(cache, name, row)
     assert read_prompts(name) == [prompt]

@@ -24,6 +24,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.train.settings.drafters import EesdConfig
 from tests.forked import Fork
 from tests.full_disk import largest_file
+from tests.refusals import refusal
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
 
@@ -178,12 +179,9 @@ def test_data_without_content_is_an_error(data, tokenizer):
     with pytest.raises(UserError, match=r"empty dataset: no usable heldout record .*raise heldout_fraction"):
         load_rows(data(TEXTS), tokenizer, 32, "heldout")
     expected = r"no token of the train split is supervised \(found records=2, unsupervised=2\)"
-    with pytest.raises(UserError, match=expected):
-        load_rows(data([talk("Hello")] * 2), tokenizer, 32, "train")
-    with pytest.raises(UserError, match=r"seq_len=1: expected at least 2"):
-        load_rows(data(TEXTS), tokenizer, 1, "train")
-    with pytest.raises(UserError, match=r"max_rows=0: expected at least 1"):
-        load_rows(data(TEXTS), tokenizer, 32, "train", max_rows=0)
+    refusal(expected, load_rows, data([talk("Hello")] * 2), tokenizer, 32, "train")
+    refusal(r"seq_len=1: expected at least 2", load_rows, data(TEXTS), tokenizer, 1, "train")
+    refusal(r"max_rows=0: expected at least 1", load_rows, data(TEXTS), tokenizer, 32, "train", max_rows=0)
 
 
 # --------------------------------------------------------------------------------------------------- cache
@@ -243,8 +241,7 @@ def test_the_key_is_all_that_determines_the_content(data, make_tokenizer):
 
 def test_a_failed_build_leaves_nothing(data, tokenizer):
     config = data([*TEXTS, {"body": "no text"}])
-    with pytest.raises(UserError, match=r"data\.jsonl:41: no column 'text'"):
-        load_rows(config, tokenizer, 32, "train")
+    refusal(r"data\.jsonl:41: no column 'text'", load_rows, config, tokenizer, 32, "train")
     assert entries(config) == []
 
 

@@ -14,6 +14,7 @@ from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import content_digest, is_heldout, python_stdlib_files, read_records
+from tests.refusals import refusal
 
 GROUP = Path(__file__).parents[3] / "conf" / "data"
 ROWS = [{"text": f"line {i}"} for i in range(3)]
@@ -112,8 +113,7 @@ def test_bad_records_are_counted(tmp_path):
 
 def test_no_file_is_an_error(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path / "*.jsonl", tmp_path):
-        with pytest.raises(UserError, match=r"^path=.*: no file matches"):
-            read(str(path))
+        refusal(r"^path=.*: no file matches", read, str(path))
 
 
 # --------------------------------------------------------------------------------------------------- split
@@ -206,8 +206,7 @@ def test_packages_come_after_the_library_without_copies(tmp_path, monkeypatch):
 
 def test_undecodable_and_missing_library_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(UserError, match=r"no Python source under .*use source=local"):
-        python_stdlib_files()
+    refusal(r"no Python source under .*use source=local", python_stdlib_files)
     (tmp_path / "good.py").write_text("x = 1\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     (tmp_path / "test").mkdir()

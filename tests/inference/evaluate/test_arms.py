@@ -1,11 +1,14 @@
 """Arms taking turns on a prompt: what is timed."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.base.streams import Streams
@@ -14,8 +17,11 @@ from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import Asked, make_arms, measure, transformers_generate, without_captures
 from outrider.inference.measure.results import Arm
+from outrider.inference.measure.threads import CpuWatch, load_average
+from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
 from tests.tiny import random_prompt, save_target
@@ -154,3 +160,40 @@ def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytes
     first = out.tokens[4]
     stopped = transformers_generate(model, random_prompt(9), TextSettings(12, [first]))
     assert stopped.tokens == out.tokens[: out.tokens.index(first) + 1]
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.slow
+def test_the_report_says_how_many(tmp_path: Path, config: Callable[..., EvaluateConfig]) -> None:
+    """The number is chosen once, and all arms of all prompts use it."""
+    made = config("out", threads=2)
+    evaluate(made, QUESTIONS[:2])
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
+    assert report["threads"] == {"2": report["prompts"]}
+    assert "(2 threads)" in (Path(made.out_dir) / "report.md").read_text()
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_every_test_begins_with_one_thread(turn: int) -> None:
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+
+
+def test_a_process_that_waits_for_its_cores_is_seen() -> None:
+    """Of four threads no more than two run at once: the time of two cores is due."""
+    torch.set_num_threads(4)
+    got, wall = itertools.count(0, 3), itertools.count(0, 2)
+    watch = CpuWatch(lambda: next(got), lambda: next(wall), lambda: 2)
+    arm = watch.around(lambda prompt, streams: Generation((1,), 0.0, 1.0))
+    assert watch.take() is None
+    assert arm([1], Streams(0)) == arm([2], Streams(0))
+    assert watch.take() == 3 / 4
+    assert watch.take() is None
+
+
+def test_without_a_load_average_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_average() is not None
+    monkeypatch.delattr(os, "getloadavg")
+    assert load_average() is None
