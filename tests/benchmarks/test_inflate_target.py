@@ -165,18 +165,15 @@ def test_acceptance_is_equal_round_by_round(drafted: dict[str, Path], tmp_path: 
     refusal("not empty", inflate, str(drafted[TARGET]), shape, out)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes", "said"),
-    [
-        ("opt", {}, "expected one of llama"),
-        ("llama", {"num_hidden_layers": 7}, "does not fit .*layers"),
-        ("llama", {"hidden_size": 176}, "does not fit .*width"),
-        ("llama", {"head_dim": 24}, "does not fit .*head_dim"),
-        ("llama", {"num_attention_heads": 8, "kv_heads": 8, "head_dim": 16}, "does not fit .*key_heads"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "cannot be inflated"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "cannot be"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "changes", "said"), [
+    ("opt", {}, "expected one of llama"),
+    ("llama", {"num_hidden_layers": 7}, "does not fit .*layers"),
+    ("llama", {"hidden_size": 176}, "does not fit .*width"),
+    ("llama", {"head_dim": 24}, "does not fit .*head_dim"),
+    ("llama", {"num_attention_heads": 8, "kv_heads": 8, "head_dim": 16}, "does not fit .*key_heads"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "cannot be inflated"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "cannot be"),
+])  # fmt: skip
 def test_what_cannot_be_inflated_is_refused(
     tmp_path: Path, architecture: str, changes: dict[str, Any], said: str
 ) -> None:

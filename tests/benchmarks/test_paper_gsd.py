@@ -17,15 +17,12 @@ from tests.tiers import as_many
 NONE = {"small_lm": None, "checkpoint": None, "skip": None}
 
 
-@pytest.mark.parametrize(
-    ("given_", "source", "skip"),
-    [
-        ({}, "small_lm", None),
-        ({"small_lm": "s", "checkpoint": "e"}, "small_lm", None),
-        ({"checkpoint": "e"}, "early_exit", None),
-        ({"skip": [3, 4]}, "skip_layers", (3, 4)),
-    ],
-)
+@pytest.mark.parametrize(("given_", "source", "skip"), [
+    ({}, "small_lm", None),
+    ({"small_lm": "s", "checkpoint": "e"}, "small_lm", None),
+    ({"checkpoint": "e"}, "early_exit", None),
+    ({"skip": [3, 4]}, "skip_layers", (3, 4)),
+])  # fmt: skip
 def test_every_row_is_of_the_drafter_that_was_given(given_: dict, source: str, skip: tuple[int, ...] | None) -> None:
     from papers.gsd import tables
 

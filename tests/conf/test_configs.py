@@ -98,34 +98,31 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
         config.out_dir = "elsewhere"  # frozen
 
 
-@pytest.mark.parametrize(
-    ("command", "override", "message"),
-    [
-        ("build_trigrams", "orders=[3,5]", r"orders\[1\]=5: expected a number less than or equal to 4"),
-        ("build_trigrams", "data=self_distillation", r"data\.source='mix': expected one source"),
-        ("build_trigrams", "memory_gb=0.01", r"memory_gb=0\.01: expected a number greater than or equal to 0\.1"),
-        ("eesd", "exit_layer=0", "exit_layer=0: expected a number greater than or equal to 1"),
-        ("eesd", "data.heldout_fraction=1.5", r"data\.heldout_fraction=1\.5: expected"),
-        ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected 'auto', 'online'"),
-        ("calibrate", "new_tokens=2", "new_tokens=2: expected a number greater than or equal to 3"),
-        ("toy_target", "fit.lr=-1", r"fit\.lr=-1: expected a number greater than 0"),
-        ("generate_responses", "temperature=-1", r"^temperature=-1\.0: expected a number greater than or equal to 0"),
-        ("generate_responses", "dtype=int8", "^dtype='int8': expected 'auto', "),
-        ("serve", "method=[prompt_lookup,ngrams]", r"^method=\['ngrams', 'prompt_lookup'\]: expected one, as"),
-        ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a number greater than or equal to 1"),
-        ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected 'target' or 'none'"),
-        ("evaluate_checkpoint", "sampling.repetition_penalty=0", "repetition_penalty=0: expected a number greater"),
-        *(
-            ("evaluate_checkpoint", f"methods.eesd_survival.{option}", rf"methods\.eesd_survival\.{message}")
-            for option, message in (
-                ("stop.rule=never", r"stop\.rule='never': expected 'fixed', 'confidence', 'adaedl'"),
-                ("stop.max_draft=auto", r"stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed"),
-                ("stop.threshold=0.3", r"stop\.threshold=0\.3: expected None, its default: rule=survival does not"),
-                ("source=ngrams", r"stop\.rule='survival': expected 'fixed', its default: source=ngrams does not"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("command", "override", "message"), [
+    ("build_trigrams", "orders=[3,5]", r"orders\[1\]=5: expected a number less than or equal to 4"),
+    ("build_trigrams", "data=self_distillation", r"data\.source='mix': expected one source"),
+    ("build_trigrams", "memory_gb=0.01", r"memory_gb=0\.01: expected a number greater than or equal to 0\.1"),
+    ("eesd", "exit_layer=0", "exit_layer=0: expected a number greater than or equal to 1"),
+    ("eesd", "data.heldout_fraction=1.5", r"data\.heldout_fraction=1\.5: expected"),
+    ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected 'auto', 'online'"),
+    ("calibrate", "new_tokens=2", "new_tokens=2: expected a number greater than or equal to 3"),
+    ("toy_target", "fit.lr=-1", r"fit\.lr=-1: expected a number greater than 0"),
+    ("generate_responses", "temperature=-1", r"^temperature=-1\.0: expected a number greater than or equal to 0"),
+    ("generate_responses", "dtype=int8", "^dtype='int8': expected 'auto', "),
+    ("serve", "method=[prompt_lookup,ngrams]", r"^method=\['ngrams', 'prompt_lookup'\]: expected one, as"),
+    ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a number greater than or equal to 1"),
+    ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected 'target' or 'none'"),
+    ("evaluate_checkpoint", "sampling.repetition_penalty=0", "repetition_penalty=0: expected a number greater"),
+    *(
+        ("evaluate_checkpoint", f"methods.eesd_survival.{option}", rf"methods\.eesd_survival\.{message}")
+        for option, message in (
+            ("stop.rule=never", r"stop\.rule='never': expected 'fixed', 'confidence', 'adaedl'"),
+            ("stop.max_draft=auto", r"stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed"),
+            ("stop.threshold=0.3", r"stop\.threshold=0\.3: expected None, its default: rule=survival does not"),
+            ("source=ngrams", r"stop\.rule='survival': expected 'fixed', its default: source=ngrams does not"),
+        )
+    ),
+])  # fmt: skip
 def test_impossible_values_name_the_key_and_what_is_allowed(command: str, override: str, message: str) -> None:
     refusal(message, compose_and_build, command, [*COMMANDS[command][2], override])
 
@@ -218,26 +215,23 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
     return refused
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
-        ("expriment=x", "expriment: no such option; did you mean 'experiment'? Allowed here: "),
-        ("experiment={eesd:demo}", "experiment={eesd:demo}: no such choice; did you mean 'eesd/demo'?"),
-        ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
-        ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
-        ("data=null", "data=null: no such choice. There are local, "),
-        ("experiment=[eesd/demo,3]", "experiment=[eesd/demo,3]: no such choice; did you mean 'eesd/demo'?"),
-        ("drafter=small", "drafter: no such option of this command, whose options --help says"),
-        ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
-        ("-target=m", "-target=m: options are written without dashes, as target=m"),
-        ("out_dir=~/runs", "out_dir=~/runs: not an option; give it, if ~/runs is one text, as \"out_dir='~/runs'"),
-        ("seq_len=many", "seq_len='many': expected a valid integer"),
-        ("method=[mcsd,small_lm/optree]", "method=small_lm/optree: no such method; did you mean 'opt_tree'? There are"),
-        ("method=eesd_bta", "method=eesd_bta: no such method; did you mean 'eesd_beta'? There are aded, "),
-        ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method. There are aded, "),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
+    ("expriment=x", "expriment: no such option; did you mean 'experiment'? Allowed here: "),
+    ("experiment={eesd:demo}", "experiment={eesd:demo}: no such choice; did you mean 'eesd/demo'?"),
+    ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
+    ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
+    ("data=null", "data=null: no such choice. There are local, "),
+    ("experiment=[eesd/demo,3]", "experiment=[eesd/demo,3]: no such choice; did you mean 'eesd/demo'?"),
+    ("drafter=small", "drafter: no such option of this command, whose options --help says"),
+    ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
+    ("-target=m", "-target=m: options are written without dashes, as target=m"),
+    ("out_dir=~/runs", "out_dir=~/runs: not an option; give it, if ~/runs is one text, as \"out_dir='~/runs'"),
+    ("seq_len=many", "seq_len='many': expected a valid integer"),
+    ("method=[mcsd,small_lm/optree]", "method=small_lm/optree: no such method; did you mean 'opt_tree'? There are"),
+    ("method=eesd_bta", "method=eesd_bta: no such method; did you mean 'eesd_beta'? There are aded, "),
+    ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method. There are aded, "),
+])  # fmt: skip
 def test_bad_overrides_fail_fast_on_the_command_line(
     refused_without_torch: Refuse, override: str, message: str
 ) -> None:
@@ -365,15 +359,12 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
     assert (plain.structure.temperature, auto.structure.temperature) == (1.0, 0.7)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("eesd", r"target: missing; give it as target=VALUE: a Hugging Face model directory, a GGUF file or a Hub"),
-        ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: a drafter directory"),
-        ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
-        ("serve", "target=None: expected the model that is to decode"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    ("eesd", r"target: missing; give it as target=VALUE: a Hugging Face model directory, a GGUF file or a Hub"),
+    ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: a drafter directory"),
+    ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
+    ("serve", "target=None: expected the model that is to decode"),
+])  # fmt: skip
 def test_missing_mandatory_values(command: str, message: str) -> None:
     refusal(message, compose_and_build, command, [])
 

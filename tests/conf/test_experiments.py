@@ -84,16 +84,13 @@ def test_every_experiment_runs_with_debug(name: str, tmp_path: Path, capfd: pyte
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run-debug"]
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "exit_layer", "seq_len", "epochs", "chat"),
-    [
-        ("llama2_70b", "meta-llama/Llama-2-70b-hf", 5, 4096, 6, False),
-        ("llama2_70b_chat", "meta-llama/Llama-2-70b-chat-hf", 5, 4096, 6, True),
-        ("llama2_13b", "meta-llama/Llama-2-13b-hf", 3, 2048, 4, False),
-        ("vicuna_13b", "lmsys/vicuna-13b-v1.3", 3, 2048, 4, True),
-        ("codellama_13b", "codellama/CodeLlama-13b-hf", 3, 16384, 4, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "target", "exit_layer", "seq_len", "epochs", "chat"), [
+    ("llama2_70b", "meta-llama/Llama-2-70b-hf", 5, 4096, 6, False),
+    ("llama2_70b_chat", "meta-llama/Llama-2-70b-chat-hf", 5, 4096, 6, True),
+    ("llama2_13b", "meta-llama/Llama-2-13b-hf", 3, 2048, 4, False),
+    ("vicuna_13b", "lmsys/vicuna-13b-v1.3", 3, 2048, 4, True),
+    ("codellama_13b", "codellama/CodeLlama-13b-hf", 3, 16384, 4, False),
+])  # fmt: skip
 def test_eesd_is_table_9(name: str, target: str, exit_layer: int, seq_len: int, epochs: int, chat: bool) -> None:
     config = composed(f"eesd/{name}")
     found = (config.target, config.exit_layer, config.seq_len, config.fit.epochs)
@@ -209,19 +206,16 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "said"),
-    [
-        ("eesd", "target=nobody/nothing", "target=nobody/nothing: .*not to be had from the Hub"),
-        ("eesd", "target=HERE/mute", "target=.*mute: no usable tokenizer"),
-        ("eesd", "target=HERE/bare data=local data.path=HERE/talk.jsonl", "bare' has no chat template"),
-        ("eesd", "target=HERE/chat data=local data.path=HERE/odd.jsonl", r"odd\.jsonl:1: cannot tell the layout"),
-        ("eesd", "target=HERE/chat data=local data.path=HERE/nothing.jsonl", "data: no usable record in path="),
-        ("generate_responses", "target=HERE/bare data=local data.path=HERE/asked.jsonl", "bare' has no chat template"),
-        ("evaluate_checkpoint", "target=HERE/bare method=prompt_lookup prompts=HERE/asked.jsonl", "no chat template"),
-        ("build_trigrams", "tokenizer=HERE/talk.jsonl", "talk.jsonl: not a SentencePiece model"),
-    ],
-)
+@pytest.mark.parametrize(("command", "words", "said"), [
+    ("eesd", "target=nobody/nothing", "target=nobody/nothing: .*not to be had from the Hub"),
+    ("eesd", "target=HERE/mute", "target=.*mute: no usable tokenizer"),
+    ("eesd", "target=HERE/bare data=local data.path=HERE/talk.jsonl", "bare' has no chat template"),
+    ("eesd", "target=HERE/chat data=local data.path=HERE/odd.jsonl", r"odd\.jsonl:1: cannot tell the layout"),
+    ("eesd", "target=HERE/chat data=local data.path=HERE/nothing.jsonl", "data: no usable record in path="),
+    ("generate_responses", "target=HERE/bare data=local data.path=HERE/asked.jsonl", "bare' has no chat template"),
+    ("evaluate_checkpoint", "target=HERE/bare method=prompt_lookup prompts=HERE/asked.jsonl", "no chat template"),
+    ("build_trigrams", "tokenizer=HERE/talk.jsonl", "talk.jsonl: not a SentencePiece model"),
+])  # fmt: skip
 def test_a_rehearsal_refuses_what_the_run_would(
     given: Path, tmp_path: Path, command: str, words: str, said: str
 ) -> None:

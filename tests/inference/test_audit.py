@@ -535,15 +535,12 @@ def test_texts_are_tokenised_again_and_counted(path: Path, model: PreTrainedMode
     assert judged(read(model, given, Streams(0)), given, LEVEL).numbers["retokenised"] == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ('{"prompt_ids": [1], "output": [2]}', "output"),
-        ('{"prompt_ids": [1], "prompt": "a", "output_ids": [2]}', "prompt='a': expected a text or ids, not both"),
-        ('{"prompt": "a", "output_ids": [2], "text": "b"}', "text='b': expected a text or ids, not both"),
-        (json.dumps({"prompt_ids": [1] * 100, "output_ids": [2] * 157}), "tokens of prompt and output=257: .*256"),
-    ],
-)
+@pytest.mark.parametrize(("line", "named"), [
+    ('{"prompt_ids": [1], "output": [2]}', "output"),
+    ('{"prompt_ids": [1], "prompt": "a", "output_ids": [2]}', "prompt='a': expected a text or ids, not both"),
+    ('{"prompt": "a", "output_ids": [2], "text": "b"}', "text='b': expected a text or ids, not both"),
+    (json.dumps({"prompt_ids": [1] * 100, "output_ids": [2] * 157}), "tokens of prompt and output=257: .*256"),
+])  # fmt: skip
 def test_a_line_that_is_no_answer_is_named(path: Path, tmp_path: Path, line: str, named: str) -> None:
     target = open_target(str(path), by_layers=False)
     good = json.dumps({"prompt_ids": [1] * 100, "output_ids": [2] * 156}) + "\n"

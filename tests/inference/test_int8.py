@@ -109,15 +109,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     return path, said
 
 
-@pytest.mark.parametrize(
-    ("source", "structure", "runtime"),
-    [
-        (None, None, "eager"),
-        ("early_exit", "chain", "eager"),
-        ("early_exit", "opt_tree", "graphed"),
-        pytest.param("skip_layers", "k_config", "eager", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("source", "structure", "runtime"), [
+    (None, None, "eager"),
+    ("early_exit", "chain", "eager"),
+    ("early_exit", "opt_tree", "graphed"),
+    pytest.param("skip_layers", "k_config", "eager", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_every_arm_decodes_the_int8_model(
     made: tuple[Path, list[int]], source: str | None, structure: str | None, runtime: str
 ) -> None:

@@ -200,15 +200,12 @@ def test_the_page_of_a_table_has_the_line_that_serves_it(
     assert "vllm serve MODEL " in Path(given.out_dir, "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "named"),
-    [
-        (EARLY_EXIT, {"reading": ReadingChanges(taps=(1, 2))}, r"reading\.taps=\(1, 2\)"),
-        (TABLE, {"reading": ReadingChanges(rope="plain")}, "reading.rope='plain'"),
-        (TABLE, {"dtype": "float16"}, "dtype='float16'"),
-        (TABLE, {"revision": "v1"}, "revision='v1'"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "given", "named"), [
+    (EARLY_EXIT, {"reading": ReadingChanges(taps=(1, 2))}, r"reading\.taps=\(1, 2\)"),
+    (TABLE, {"reading": ReadingChanges(rope="plain")}, "reading.rope='plain'"),
+    (TABLE, {"dtype": "float16"}, "dtype='float16'"),
+    (TABLE, {"revision": "v1"}, "revision='v1'"),
+])  # fmt: skip
 def test_an_option_that_a_kind_does_not_read_is_refused(
     tiny_models: Path, tmp_path: Path, kind: str, given: dict[str, Any], named: str
 ) -> None:

@@ -184,13 +184,10 @@ class _Times(TinyModel):
         return {"loss_sum": super().forward(**inputs)["loss_sum"] * next(self.factors)}
 
 
-@pytest.mark.parametrize(
-    ("factors", "message"),
-    [
-        ((1, 1, 1, 1, math.nan), r"step 5: loss=nan.*checkpoint-4 is intact"),
-        ((1, 1, 1, 1, 1e200), r"step 5: loss=.*, grad_norm=inf is not finite"),  # its norm has no finite square
-    ],
-)
+@pytest.mark.parametrize(("factors", "message"), [
+    ((1, 1, 1, 1, math.nan), r"step 5: loss=nan.*checkpoint-4 is intact"),
+    ((1, 1, 1, 1, 1e200), r"step 5: loss=.*, grad_norm=inf is not finite"),  # its norm has no finite square
+])  # fmt: skip
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(tmp_path, factors, message):
     model = _Times(*factors)
     refusal(message, fit_tiny, tmp_path, model)

@@ -83,15 +83,12 @@ def test_an_earlier_run_is_not_overwritten(tmp_path):
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"lr": 0.5}, r"fit\.lr=0\.5 \(was 0\.01\)"),
-        ({"seed": 3}, r"fit\.seed=3 \(was 0\)"),
-        ({"identity": {"data": {"source": "b"}}}, r'data\.source="b" \(was "a"\)'),
-        ({"identity": {"data": {"source": "a", "more": 1}}}, r"data\.more=1 \(was absent\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "difference"), [
+    ({"lr": 0.5}, r"fit\.lr=0\.5 \(was 0\.01\)"),
+    ({"seed": 3}, r"fit\.seed=3 \(was 0\)"),
+    ({"identity": {"data": {"source": "b"}}}, r'data\.source="b" \(was "a"\)'),
+    ({"identity": {"data": {"source": "a", "more": 1}}}, r"data\.more=1 \(was absent\)"),
+])  # fmt: skip
 def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
     identity = {"data": {"source": "a"}}
     fit_tiny(tmp_path, identity=identity)

@@ -126,19 +126,16 @@ def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experimen
     jobs_of(pipeline(words), config_for)
 
 
-@pytest.mark.parametrize(
-    ("words", "step", "said"),
-    [
-        (["steps.report.prompts=nowhere.jsonl"], "report", "prompts=nowhere.jsonl: no such"),
-        (["steps.trigrams.orders=[7]"], "trigrams", r"orders\[0\]=7: expected"),
-        (["steps.report.max_new=7"], "report", "max_new: no such option"),
-        (["steps.trigrams.data=local", "steps.trigrams.data.path=nowhere"], "trigrams", "data.path='nowhere'"),
-        (["target=nobody/nothing"], "responses", "target=nobody/nothing: "),
-        (["target=BARE", "steps.responses.data=local", "steps.responses.data.path=BARE.jsonl"], "responses", "no chat"),
-        (["target=BARE", *(f"~steps.{name}" for name in ("responses", "eesd", "small_lm", "calibrate", "report")),
-          "steps.trigrams.tokenizer=BARE/config.json"], "trigrams", "not a SentencePiece model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "step", "said"), [
+    (["steps.report.prompts=nowhere.jsonl"], "report", "prompts=nowhere.jsonl: no such"),
+    (["steps.trigrams.orders=[7]"], "trigrams", r"orders\[0\]=7: expected"),
+    (["steps.report.max_new=7"], "report", "max_new: no such option"),
+    (["steps.trigrams.data=local", "steps.trigrams.data.path=nowhere"], "trigrams", "data.path='nowhere'"),
+    (["target=nobody/nothing"], "responses", "target=nobody/nothing: "),
+    (["target=BARE", "steps.responses.data=local", "steps.responses.data.path=BARE.jsonl"], "responses", "no chat"),
+    (["target=BARE", *(f"~steps.{name}" for name in ("responses", "eesd", "small_lm", "calibrate", "report")),
+      "steps.trigrams.tokenizer=BARE/config.json"], "trigrams", "not a SentencePiece model"),
+])  # fmt: skip
 def test_no_step_starts_where_a_later_one_could_not(
     tmp_path: Path, tiny_models: Path, words: list[str], step: str, said: str
 ) -> None:

@@ -234,16 +234,13 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
 # --------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("records", "changes", "message"),
-    [
-        ([], {}, r"empty corpus: no text in it \(found nothing\)"),
-        ([{"text": "  "}, {"text": ""}], {}, r"empty corpus: .*empty=2"),
-        ([{"text": "hello"}, {"text": 3}], {}, r"records\.jsonl:2: column 'text' holds int"),
-        ([{"text": "hello"}], {"min_count": 99}, "no n-gram of orders .* occurs min_count=99 times"),
-        ([{"text": "hello"}], {"tokenizer": "nowhere/nothing"}, "tokenizer=nowhere/nothing: no usable tokenizer"),
-    ],
-)
+@pytest.mark.parametrize(("records", "changes", "message"), [
+    ([], {}, r"empty corpus: no text in it \(found nothing\)"),
+    ([{"text": "  "}, {"text": ""}], {}, r"empty corpus: .*empty=2"),
+    ([{"text": "hello"}, {"text": 3}], {}, r"records\.jsonl:2: column 'text' holds int"),
+    ([{"text": "hello"}], {"min_count": 99}, "no n-gram of orders .* occurs min_count=99 times"),
+    ([{"text": "hello"}], {"tokenizer": "nowhere/nothing"}, "tokenizer=nowhere/nothing: no usable tokenizer"),
+])  # fmt: skip
 def test_bad_input_is_named_and_leaves_nothing(
     config: TrigramConfig, records: list[object], changes: dict[str, Any], message: str
 ) -> None:

@@ -191,18 +191,15 @@ def without(name: str) -> Callable[[Path], None]:
     return edit
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "no readable n-gram table"),
-        (lambda table: (table / TABLE_FILE).unlink(), r"no readable n-gram table .*outrider build-trigrams"),
-        (lambda table: (table / TABLE_FILE).rename(table / "table.json"), r"former format .*outrider build-trigrams"),
-        (change("format", 99), "format=99"),
-        (change("vocabulary", 2**22), "vocabulary=4194304"),
-        (change("vocabulary", 2**17), "order 2: tokens are .* of uint16"),
-        (without("3.counts"), "no array '3.counts'"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (truncate, "no readable n-gram table"),
+    (lambda table: (table / TABLE_FILE).unlink(), r"no readable n-gram table .*outrider build-trigrams"),
+    (lambda table: (table / TABLE_FILE).rename(table / "table.json"), r"former format .*outrider build-trigrams"),
+    (change("format", 99), "format=99"),
+    (change("vocabulary", 2**22), "vocabulary=4194304"),
+    (change("vocabulary", 2**17), "order 2: tokens are .* of uint16"),
+    (without("3.counts"), "no array '3.counts'"),
+])  # fmt: skip
 def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     make(random_documents(300)).save(tmp_path / "table")
     damage(tmp_path / "table")
@@ -223,14 +220,11 @@ def test_the_tokenizer_is_told_by_its_ids() -> None:
     refusal(r"here: .*another tokenizer", table.require_tokenizer, vocabulary_digest({"a": 0}), "here")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocabulary": MAX_VOCABULARY + 1}, "vocabulary=2097153: expected 1 to 2097152"),
-        ({"vocabulary": 3}, "token id=3"),
-        ({"orders": (5,)}, "orders="),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"vocabulary": MAX_VOCABULARY + 1}, "vocabulary=2097153: expected 1 to 2097152"),
+    ({"vocabulary": 3}, "token id=3"),
+    ({"orders": (5,)}, "orders="),
+])  # fmt: skip
 def test_impossible_tables_are_refused(options: dict[str, object], message: str) -> None:
     arguments = {"documents": [[1, 2, 3]], "orders": (3,), "vocabulary": 4, "tokenizer": "t", **options}
     refusal(message, TrigramTable.from_documents, **arguments)

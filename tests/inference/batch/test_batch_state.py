@@ -58,14 +58,11 @@ def test_answers_are_those_of_a_growing_cache(model, monkeypatch, room):
     assert answers_of(model) == expected
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        ("_step", "self._mask,", "self._mask & (torch.arange(self._mask.shape[-1]) < 31),"),
-        ("_step", "self._positions", "torch.zeros_like(self._positions)"),
-        ("feed", "self._slot.fill_(self._length)", ""),
-    ],
-)
+@pytest.mark.parametrize("fault", [
+    ("_step", "self._mask,", "self._mask & (torch.arange(self._mask.shape[-1]) < 31),"),
+    ("_step", "self._positions", "torch.zeros_like(self._positions)"),
+    ("feed", "self._slot.fill_(self._length)", ""),
+])  # fmt: skip
 def test_a_planted_fault_is_found(model, monkeypatch, fault):
     """One of the buffers that a step reads is not updated."""
     expected = answers_of(model)

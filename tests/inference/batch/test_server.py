@@ -156,16 +156,13 @@ def test_texts_without_ids_are_taken_where_they_are_tokenised_so(make, engine, c
     assert len(skipped(some)) + len(responses(some)) == len(TALKS)
 
 
-@pytest.mark.parametrize(
-    ("shown", "values", "words"),
-    [
-        ({"ids": False}, {"top_k_logits": 2}, "no token ids"),
-        ({"limit": 2}, {"top_k_logits": 3}, "answered 400: .*too many logprobs"),
-        ({}, {"server_model": "huge"}, "lists tiny, not server_model=huge"),
-        ({"models": []}, {}, "lists no model"),
-        ({"processed": True}, {"top_k_logits": 2, "temperature": 0.3}, "after temperature"),
-    ],
-)
+@pytest.mark.parametrize(("shown", "values", "words"), [
+    ({"ids": False}, {"top_k_logits": 2}, "no token ids"),
+    ({"limit": 2}, {"top_k_logits": 3}, "answered 400: .*too many logprobs"),
+    ({}, {"server_model": "huge"}, "lists tiny, not server_model=huge"),
+    ({"models": []}, {}, "lists no model"),
+    ({"processed": True}, {"top_k_logits": 2, "temperature": 0.3}, "after temperature"),
+])  # fmt: skip
 def test_what_a_server_lacks_is_said_before_anything_is_written(make, engine, shown, values, words):
     with serving(engine(**shown)) as url:
         config = asked(make, url, **values)

@@ -101,16 +101,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize(
-    ("config", "generate"),
-    [
-        (SamplingConfig(repetition_penalty=1.8), {"do_sample": False, "repetition_penalty": 1.8}),
-        (
-            EVERYTHING,
-            {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "generate"), [
+    (SamplingConfig(repetition_penalty=1.8), {"do_sample": False, "repetition_penalty": 1.8}),
+    (
+        EVERYTHING,
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
+    ),
+])  # fmt: skip
 @pytest.mark.parametrize("users", [False, True], ids=["alone", "with processors"])
 def test_equals_generate(config: SamplingConfig, generate: dict, users: bool, target: Path) -> None:
     """The processed scores of `generate` itself: same processors, same order, the user's among them.
@@ -152,13 +149,10 @@ def test_users_processors_see_exactly_their_branch() -> None:
         assert row[(*TEXT, *path)[-1]] == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "asked", "own"),
-    [
-        (RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}, False),
-        (EncoderRepetitionPenaltyLogitsProcessor, {}, True),  # older ones see the first row alone
-    ],
-)
+@pytest.mark.parametrize(("kind", "asked", "own"), [
+    (RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}, False),
+    (EncoderRepetitionPenaltyLogitsProcessor, {}, True),  # older ones see the first row alone
+])  # fmt: skip
 def test_rows_are_given_at_once_to_what_treats_them_alike(
     kind: type, asked: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,16 +164,13 @@ def test_what_only_servers_mind_and_numbers_that_overflow_are_said(clinic: Clini
     assert "of its logits are not finite" in said
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"own_embedding": True}, "has no embed_tokens.weight, which the reading asks for"),
-        ({"taps": (1, 2)}, r"tensor fc.weight has shape \[64, 192\], but the reading asks for \[64, 128\]"),
-        ({"taps": (2, 3, 5)}, "expected are 0 to 4"),
-        ({"taps": (2, 3, 3)}, "reading.taps=.*ascending order"),
-        ({"final_norm": False}, "reading.norm_output=True: expected false where final_norm is false"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"own_embedding": True}, "has no embed_tokens.weight, which the reading asks for"),
+    ({"taps": (1, 2)}, r"tensor fc.weight has shape \[64, 192\], but the reading asks for \[64, 128\]"),
+    ({"taps": (2, 3, 5)}, "expected are 0 to 4"),
+    ({"taps": (2, 3, 3)}, "reading.taps=.*ascending order"),
+    ({"final_norm": False}, "reading.norm_output=True: expected false where final_norm is false"),
+])  # fmt: skip
 def test_a_reading_that_cannot_be_is_refused(
     clinic: Clinic, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:

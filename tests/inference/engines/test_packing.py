@@ -86,17 +86,14 @@ def layers_of(count: int, outputs: int = PANEL) -> Sequence[nn.Linear]:
 
 
 @needs_onednn
-@pytest.mark.parametrize(
-    ("cost", "fastest"),
-    [
-        (lambda layout, rows: 1 + rows / 16 if layout == "plain" else 1.2, "blocked"),  # a BLAS slower with every row
-        (lambda layout, rows: 1 if layout == "plain" else 1.3, "plain"),  # where blocks are slower
-        (lambda layout, rows: {1: 1.2, 4: 0.8, 16: 0.6}[rows] if layout == "blocked" else 1, "blocked"),  # by the mean
-        (lambda layout, rows: {1: 1.5, 4: 1.0, 16: 0.9}[rows] if layout == "blocked" else 1, "plain"),
-        (lambda layout, rows: {1: 0.5, 4: 0.8, 16: 1.2}[rows] if layout == "panels" else 1, "panels"),
-        (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "panels" else 1, "plain"),
-    ],
-)
+@pytest.mark.parametrize(("cost", "fastest"), [
+    (lambda layout, rows: 1 + rows / 16 if layout == "plain" else 1.2, "blocked"),  # a BLAS slower with every row
+    (lambda layout, rows: 1 if layout == "plain" else 1.3, "plain"),  # where blocks are slower
+    (lambda layout, rows: {1: 1.2, 4: 0.8, 16: 0.6}[rows] if layout == "blocked" else 1, "blocked"),  # by the mean
+    (lambda layout, rows: {1: 1.5, 4: 1.0, 16: 0.9}[rows] if layout == "blocked" else 1, "plain"),
+    (lambda layout, rows: {1: 0.5, 4: 0.8, 16: 1.2}[rows] if layout == "panels" else 1, "panels"),
+    (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "panels" else 1, "plain"),
+])  # fmt: skip
 def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastest_layout(layers_of(3), machine(cost, monkeypatch), small=0) == fastest
     assert set(TIMED_ROWS) == {1, 4, 16}
@@ -189,13 +186,10 @@ def test_a_question_has_one_answer() -> None:
         assert asked("blocked") == "blocked"
 
 
-@pytest.mark.parametrize(
-    ("known", "message"),
-    [
-        ({"8×8 in float32": "panels"}, r"8×8 in float32 by the kernel 'panels'.*one of plain, blocked"),
-        ({}, "does not record by what kernel it multiplied 8×8 in float32"),
-    ],
-)
+@pytest.mark.parametrize(("known", "message"), [
+    ({"8×8 in float32": "panels"}, r"8×8 in float32 by the kernel 'panels'.*one of plain, blocked"),
+    ({}, "does not record by what kernel it multiplied 8×8 in float32"),
+])  # fmt: skip
 def test_what_cannot_be_kept_is_refused(known: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message), recorded(known):
         asked("plain")

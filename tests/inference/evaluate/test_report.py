@@ -329,15 +329,12 @@ def test_what_is_not_lossless_is_never_faster(change: dict) -> None:
     assert build_report("m", judged(fast, "m", **change), sampled, seed=0)["verdict"] == "not lossless"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "prompts", "verdict"),
-    [
-        ([4.0, 4.0], 6, "slower"),
-        ([0.1, 0.1], 5, "faster"),
-        ([0.1, 0.1], 4, "undecided"),
-        ([0.5, 2.0], 6, "undecided"),  # half of the prompts faster, half slower
-    ],
-)
+@pytest.mark.parametrize(("seconds", "prompts", "verdict"), [
+    ([4.0, 4.0], 6, "slower"),
+    ([0.1, 0.1], 5, "faster"),
+    ([0.1, 0.1], 4, "undecided"),
+    ([0.5, 2.0], 6, "undecided"),  # half of the prompts faster, half slower
+])  # fmt: skip
 def test_verdict(seconds: list[float], prompts: int, verdict: str) -> None:
     made = results()[:prompts]
     for index, r in enumerate(made):
@@ -444,24 +441,21 @@ CLOSE = [one_report(name, 1.9, 1.7, 2.0) for name in "abc"]
 FASTEST, SLOW = ("fastest", "`ngrams`", "1.95", "[1.85, 2.23]"), ("nothing pays", "`chain`", "0.90", "[0.85, 0.95]")
 
 
-@pytest.mark.parametrize(
-    ("reports", "facts", "silent"),
-    [
-        ([CHAIN, NGRAMS, EVEN], FASTEST, ("overlap", "chain", "even")),
-        ([WRONG, NGRAMS], (*FASTEST, "do not use `wrong`"), ("overlap",)),
-        ([NGRAMS, *CLOSE[:2]], (*FASTEST, "`a` and `b`", "overlap"), ()),
-        ([NGRAMS, *CLOSE], (*FASTEST, "3 others", "overlap"), ()),
-        ([one_report("noisy", 2.5, 0.9, 3.0), NGRAMS], (*FASTEST, "`noisy`", "overlap"), ()),
-        ([CHAIN], (*SLOW, "0.62", "0.41"), ("never",)),
-        ([CHAIN | {"break_even_acceptance": 1.3}], (*SLOW, "1.30", "never", "0.41"), ()),
-        ([CHAIN | {"break_even_acceptance": None}], SLOW, ("acceptance",)),
-        ([CHAIN, EVEN], ("undecided", "`even`", "1.03", "[0.97, 1.10]", "1.02", "more prompts"), ("chain",)),
-        ([one_report("m", 2.0, 1.9, 2.1, prompts=4)], ("undecided", "5 timed prompts", "here: 4"), ("fastest",)),
-        ([one_report("m", 2.0, 1.9, 2.1, load={"busy": "So it was."})], ("undecided", "busy"), ("fastest",)),
-        ([one_report("m", None)], ("undecided", "no lossless method was timed"), ()),
-        ([WRONG], ("undecided", "no lossless method was timed", "do not use `wrong`"), ()),
-    ],
-)
+@pytest.mark.parametrize(("reports", "facts", "silent"), [
+    ([CHAIN, NGRAMS, EVEN], FASTEST, ("overlap", "chain", "even")),
+    ([WRONG, NGRAMS], (*FASTEST, "do not use `wrong`"), ("overlap",)),
+    ([NGRAMS, *CLOSE[:2]], (*FASTEST, "`a` and `b`", "overlap"), ()),
+    ([NGRAMS, *CLOSE], (*FASTEST, "3 others", "overlap"), ()),
+    ([one_report("noisy", 2.5, 0.9, 3.0), NGRAMS], (*FASTEST, "`noisy`", "overlap"), ()),
+    ([CHAIN], (*SLOW, "0.62", "0.41"), ("never",)),
+    ([CHAIN | {"break_even_acceptance": 1.3}], (*SLOW, "1.30", "never", "0.41"), ()),
+    ([CHAIN | {"break_even_acceptance": None}], SLOW, ("acceptance",)),
+    ([CHAIN, EVEN], ("undecided", "`even`", "1.03", "[0.97, 1.10]", "1.02", "more prompts"), ("chain",)),
+    ([one_report("m", 2.0, 1.9, 2.1, prompts=4)], ("undecided", "5 timed prompts", "here: 4"), ("fastest",)),
+    ([one_report("m", 2.0, 1.9, 2.1, load={"busy": "So it was."})], ("undecided", "busy"), ("fastest",)),
+    ([one_report("m", None)], ("undecided", "no lossless method was timed"), ()),
+    ([WRONG], ("undecided", "no lossless method was timed", "do not use `wrong`"), ()),
+])  # fmt: skip
 def test_what_is_recommended(reports: list[dict[str, Any]], facts: Sequence[str], silent: Sequence[str]) -> None:
     said = recommendation(reports)
     assert [fact for fact in facts if fact not in said] == []

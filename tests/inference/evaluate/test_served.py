@@ -300,16 +300,13 @@ def test_every_block_has_as_many_prompts_as_requests_at_a_time(prompts: int, con
     assert not other & {*keys}  # what another environment said is measured again
 
 
-@pytest.mark.parametrize(
-    ("changes", "device", "taken", "processes", "named"),
-    [
-        ({}, "cpu", {}, 2, "engine='vllm': expected null with 2 processes"),
-        ({"concurrency": (1, 9)}, "cpu", {}, 1, "concurrency=9: expected at most 8"),
-        ({"engine": "openvino"}, "cuda", {}, 1, "device='cuda': expected cpu"),
-        ({}, "cuda:1", {}, 1, "device='cuda:1': expected cpu or cuda"),
-        ({}, "cpu", {"min_length": 3, "repetition_penalty": 2.0}, 1, r"generation_config=\['min_length'\]"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "device", "taken", "processes", "named"), [
+    ({}, "cpu", {}, 2, "engine='vllm': expected null with 2 processes"),
+    ({"concurrency": (1, 9)}, "cpu", {}, 1, "concurrency=9: expected at most 8"),
+    ({"engine": "openvino"}, "cuda", {}, 1, "device='cuda': expected cpu"),
+    ({}, "cuda:1", {}, 1, "device='cuda:1': expected cpu or cuda"),
+    ({}, "cpu", {"min_length": 3, "repetition_penalty": 2.0}, 1, r"generation_config=\['min_length'\]"),
+])  # fmt: skip
 def test_what_an_engine_cannot_measure_is_said_first(
     changes: dict[str, Any], device: str, taken: dict[str, Any], processes: int, named: str, config: MakeConfig
 ) -> None:
@@ -386,19 +383,16 @@ def test_the_speed_up_to_expect_and_what_the_table_gains() -> None:
     )  # of one length nothing else is known
 
 
-@pytest.mark.parametrize(
-    ("source", "engine", "option"),
-    [
-        (
-            "eagle3",
-            "vllm-1",
-            {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]},
-        ),
-        ("eagle3", "sglang 1", {"1": {"candidate_steps": [3]}, "2": {"candidate_steps": [1]}}),
-        ("early_exit", "sglang 1", None),  # it adapts EAGLE's drafts alone
-        ("eagle3", "llamacpp b1", None),
-    ],
-)
+@pytest.mark.parametrize(("source", "engine", "option"), [
+    (
+        "eagle3",
+        "vllm-1",
+        {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]},
+    ),
+    ("eagle3", "sglang 1", {"1": {"candidate_steps": [3]}, "2": {"candidate_steps": [1]}}),
+    ("early_exit", "sglang 1", None),  # it adapts EAGLE's drafts alone
+    ("eagle3", "llamacpp b1", None),
+])  # fmt: skip
 def test_the_table_as_the_engine_reads_it(source: str, engine: str, option: dict[str, Any] | None) -> None:
     found = [line for line in schedule_lines(engine_rows(source, engine)) if line.startswith("{")]
     assert [json.loads(line) for line in found] == ([option] if option else [])

@@ -294,33 +294,30 @@ def test_fields_of_an_older_model_are_in_its_config(bare: Path, tmp_path: Path) 
     assert evaluate(path, tmp_path / "out") == dict.fromkeys([AUTOREGRESSIVE, *METHODS, TRANSFORMERS], expected)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_beams": 4}, "num_beams=4, which is a way of decoding that no arm here has"),
-        ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
-        ({"dola_layers": "high"}, "dola_layers='high'"),
-        ({"prompt_lookup_num_tokens": 10}, "prompt_lookup_num_tokens=10"),
-        ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
-        ({"watermarking_config": {"greenlist_ratio": 0.3}}, "watermarking_config=WatermarkingConfig"),
-        ({"constraints": [1]}, r"constraints=\[1\]"),
-        ({"force_words_ids": [[3]]}, r"force_words_ids=\[\[3\]\]"),
-        ({"token_healing": True}, "token_healing=True"),
-        ({"max_time": 2.0}, "max_time=2.0"),
-        ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
-        ({"bad_words_ids": [[999]]}, r"bad_words_ids=\[\[999\]\], which transformers cannot use"),
-        ({"bad_words_ids": 3}, "bad_words_ids=3, which transformers cannot use"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0, which transformers cannot use"),
-        ({"repetition_penalty": "much"}, "repetition_penalty='much', which transformers cannot use"),
-        ({"forced_eos_token_id": 999}, "forced_eos_token_id=999, which transformers cannot use"),
-        ({"forced_bos_token_id": 999}, "forced_bos_token_id=999, which transformers cannot use"),
-        ({"suppress_tokens": "abc"}, "suppress_tokens='abc', which transformers cannot use"),
-        ({"stop_strings": ["ß"], "eos_token_id": 3}, None),
-        ({"cache_implementation": "unheard of"}, "damaged generation config"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"num_beams": 4}, "num_beams=4, which is a way of decoding that no arm here has"),
+    ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    ({"dola_layers": "high"}, "dola_layers='high'"),
+    ({"prompt_lookup_num_tokens": 10}, "prompt_lookup_num_tokens=10"),
+    ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    ({"watermarking_config": {"greenlist_ratio": 0.3}}, "watermarking_config=WatermarkingConfig"),
+    ({"constraints": [1]}, r"constraints=\[1\]"),
+    ({"force_words_ids": [[3]]}, r"force_words_ids=\[\[3\]\]"),
+    ({"token_healing": True}, "token_healing=True"),
+    ({"max_time": 2.0}, "max_time=2.0"),
+    ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+    ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+    ({"bad_words_ids": [[999]]}, r"bad_words_ids=\[\[999\]\], which transformers cannot use"),
+    ({"bad_words_ids": 3}, "bad_words_ids=3, which transformers cannot use"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0, which transformers cannot use"),
+    ({"repetition_penalty": "much"}, "repetition_penalty='much', which transformers cannot use"),
+    ({"forced_eos_token_id": 999}, "forced_eos_token_id=999, which transformers cannot use"),
+    ({"forced_bos_token_id": 999}, "forced_bos_token_id=999, which transformers cannot use"),
+    ({"suppress_tokens": "abc"}, "suppress_tokens='abc', which transformers cannot use"),
+    ({"stop_strings": ["ß"], "eos_token_id": 3}, None),
+    ({"cache_implementation": "unheard of"}, "damaged generation config"),
+])  # fmt: skip
 def test_what_no_arm_can_do_is_refused(
     saying: Callable[..., Path], fields: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:

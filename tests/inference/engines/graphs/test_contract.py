@@ -280,30 +280,27 @@ GIVEN, TAKEN = torch.arange(4.0), torch.zeros(4)
 STATE: dict[str, Any] = {}
 
 
-@pytest.mark.parametrize(
-    ("rule", "run"),
-    [
-        *(
-            (contract.WAITS, run)
-            for run in (
-                lambda: GIVEN[0].item(),
-                lambda: GIVEN.tolist(),
-                lambda: GIVEN.nonzero(),
-                lambda: TAKEN.zero_() if GIVEN[0] > 1 else None,
-                lambda: GIVEN[GIVEN > 0],
-                lambda: GIVEN.cpu(),
-                lambda: GIVEN.to("cpu"),
-                lambda: TAKEN.copy_(torch.zeros(4)),
-                lambda: TAKEN.add_(torch.tensor(1)),
-            )
-        ),
-        (contract.FREED, lambda: TAKEN.copy_(STATE["lent"])),
-        (contract.CHANGED, lambda: TAKEN.copy_(STATE["number"] * GIVEN)),
-        (contract.CHANGED, lambda: TAKEN[: STATE["size"]].fill_(1)),
-        (contract.CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["more"])]),
-        (contract.CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["less"])]),
-    ],
-)
+@pytest.mark.parametrize(("rule", "run"), [
+    *(
+        (contract.WAITS, run)
+        for run in (
+            lambda: GIVEN[0].item(),
+            lambda: GIVEN.tolist(),
+            lambda: GIVEN.nonzero(),
+            lambda: TAKEN.zero_() if GIVEN[0] > 1 else None,
+            lambda: GIVEN[GIVEN > 0],
+            lambda: GIVEN.cpu(),
+            lambda: GIVEN.to("cpu"),
+            lambda: TAKEN.copy_(torch.zeros(4)),
+            lambda: TAKEN.add_(torch.tensor(1)),
+        )
+    ),
+    (contract.FREED, lambda: TAKEN.copy_(STATE["lent"])),
+    (contract.CHANGED, lambda: TAKEN.copy_(STATE["number"] * GIVEN)),
+    (contract.CHANGED, lambda: TAKEN[: STATE["size"]].fill_(1)),
+    (contract.CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["more"])]),
+    (contract.CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["less"])]),
+])  # fmt: skip
 @pytest.mark.usefixtures("watch")
 def test_a_rule_refuses_what_breaks_it(rule: str, run: Callable[[], Any]) -> None:
     memory = np.ones(4, np.float32)
