@@ -154,6 +154,12 @@ def test_no_module_shadows_another_when_its_folder_is_the_script_path(
         assert path.stem in ("__init__",) or importlib.util.find_spec(path.stem) is None, path
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by it, from folders that are no packages: it would end before the first test."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in {*names} if names.count(name) > 1] == []
+
+
 LOADERS = ("from_pretrained", "from_config")
 
 

@@ -1,4 +1,4 @@
-"""What the trainings refuse before a weight is read or anything is written. Settings alone: tests/test_refusals.py."""
+"""What the trainings refuse before a weight is read or anything is written. Settings: test_impossible_settings.py."""
 
 import shutil
 from collections.abc import Callable
