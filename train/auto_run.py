@@ -25,7 +25,8 @@ from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
-from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, free_bytes, weight_bytes
+from outrider.inference.loading.cache_budget import free_bytes
+from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
 from outrider.inference.measure.bench import require_fits
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation

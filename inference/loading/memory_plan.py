@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,9 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
-from outrider.draft_models.targets.model_spec import context_limit, key_heads
+from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import pick_device, pick_dtype
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS
+from outrider.inference.loading.cache_budget import position_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind
 
@@ -63,18 +63,6 @@ def weight_bytes(model: PreTrainedConfig | nn.Module, place: Place) -> int:
 def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
     """Bytes of the keys and values of `layers` layers, by default all."""
     return place.slots * position_bytes(config, place.itemsize, layers)
-
-
-def position_bytes(config: PreTrainedConfig, itemsize: int, layers: int | None = None) -> int:
-    """Bytes of the keys and values of one position in `layers` layers, by default all."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    every = config.num_hidden_layers if layers is None else layers
-    return 2 * every * key_heads(config) * width * itemsize
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes of memory that are free now."""
-    return int(torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
 
 def pass_bytes(config: PreTrainedConfig, place: Place) -> int:

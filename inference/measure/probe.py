@@ -139,7 +139,8 @@ def measure(
 
     verified, rests = _cycle(_rounds_of(generate, probe, f"{method.source} drafter", new_tokens), probe, clock)
     padded = runtime.name == "graphed"
-    step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
+    laps = probe.laps or [(1, 0.0)]  # one pass drafted every level that there is
+    step, verify = curve(laps, padded=padded and shaped), curve(verified, padded=padded)
     own = (min(step[1], beside) if shaped else step[1], beside, beside) if runtime is passes else (0.0, 0.0, 0.0)
     once = typical(probe.once) - step[1] if probe.once else 0.0
     costs = Costs(step, verify, typical(rests) + max(0.0, once), plain, own)

@@ -125,16 +125,25 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
         assert all(right <= tried for right, tried in zip(tuning.right, tuning.tried, strict=True))
 
 
-@pytest.mark.parametrize("name", ["chain", "opt_tree"])
-def test_a_pass_for_all_tokens_costs_once(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "levels", "parallel"),
+    [("chain", None, 5), ("opt_tree", None, 5), ("opt_tree", 1, 5), ("chain", None, 1), ("k_config", None, 1)],
+)
+def test_a_pass_for_all_tokens_costs_once(
+    models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, levels: int | None, parallel: int
+) -> None:
+    """Further steps cost nothing, also where there are none: of one level, and by a pass for one token."""
     stack, drafters, text = models
     monkeypatch.setattr(drafters["small_lm"].config, "pard_token", VOCABULARY - 1, raising=False)
-    monkeypatch.setattr(drafters["small_lm"].config, "parallel_tokens", 5, raising=False)
-    clock = WorkClock(monkeypatch, free=len(probes(METHODS[name])))
-    methods = {"m": replace(METHODS[name], source="small_lm")}
+    monkeypatch.setattr(drafters["small_lm"].config, "parallel_tokens", parallel, raising=False)
+    method = replace(METHODS[name], source="small_lm")
+    if levels is not None:  # a null δ is measured too
+        method = replace(method, structure=replace(method.structure, max_depth=levels, delta=None))
+    clock = WorkClock(monkeypatch, free=len(probes(method)))
+    methods = {"m": method}
     ready, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
     assert tunings["m"].costs.step[:5] == pytest.approx((0.0,) * 5)
-    assert tunings["m"].costs.rest == pytest.approx(0.105)
+    assert tunings["m"].costs.rest == pytest.approx(0.1 + 0.001 * parallel)
     drafter = new_drafter(ready["m"], drafters, Streams(0), False, tunings["m"])
     rounds = list(speculative(stack, drafter, PROMPT, max_new_tokens=COUNT))
     assert tokens_of(rounds) == text
