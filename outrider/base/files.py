@@ -118,8 +118,8 @@ def save_parts(
     *parts: "PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig",
     remedy: str = REMEDY,
 ) -> None:
-    """Save a model, tokenizer or config of transformers to `folder`. Its files get the usual mode; safetensors' own are
-    private. Raises `UserError` if they cannot be written."""
+    """Save a model, tokenizer or config of transformers to `folder`, for its versions 4 and 5. Files get usual modes;
+    safetensors' own are private. Raises `UserError` if they cannot be written."""
     try:
         for part in parts:
             part.save_pretrained(folder)
@@ -127,9 +127,54 @@ def save_parts(
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
         raise UserError(f"{folder}: cannot be written ({reason(error)}); {remedy}") from None
+    for_older_readers(folder)
     os.umask(umask := os.umask(0o077))  # the only way to read it
     for file in folder.iterdir():
         file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
+
+
+def for_older_readers(folder: Path) -> None:
+    """Add to a model's descriptions in `folder` what transformers 4 reads, and version 5 writes otherwise."""
+    for name, older in ("config.json", with_older_rope), ("tokenizer_config.json", _with_older_names):
+        if (file := folder / name).exists():
+            write_json(file, older(read_mapping(file, "description", "save the model again")))
+
+
+OLDER_ROPE = {
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+    "rotary_emb_base",
+    "rotary_pct",
+}
+
+
+def with_older_rope(config: dict[str, object]) -> dict[str, object]:
+    """`config` with the rotary positions of its `rope_parameters` in the keys of transformers 4 too; version 5 reads
+    either. Those of layers with a window have a base of their own there (Gemma 3)."""
+    config = {key: with_older_rope(value) if isinstance(value, dict) else value for key, value in config.items()}
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return config
+    full, sliding = rope.get("full_attention") or rope, rope.get("sliding_attention") or {}
+    names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+    if config.get("model_type") == "gpt_neox":
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    older = {older: full[key] for key, older in names.items() if key in full}
+    older |= {"rope_local_base_freq": sliding["rope_theta"]} if "rope_theta" in sliding else {}
+    scaling = {key: value for key, value in full.items() if key not in names}
+    plain = scaling.get("rope_type", "default") == "default"
+    return {"rope_scaling": None if plain else scaling, **older, **config}
+
+
+def _with_older_names(config: dict[str, object]) -> dict[str, object]:
+    """A tokenizer's `config` with the names of transformers 4 for its class and its further special tokens."""
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return config
 
 
 def user_cache() -> Path:

@@ -274,29 +274,29 @@ def test_a_sample_sees_what_is_not_small_and_in_one_place(
     length = gap + int(share * (size - gap))
     after, start = before.clone(), int(begin * (size - length))
     after.view(-1)[start : start + length] = 1
-    sampled, read = digests(folder, {"model.x.weight": before})
+    sampled, read = digests(folder, {"model.x.mask": before})
     assert read == min(size, SAMPLE)
-    assert sampled != digests(folder, {"model.x.weight": after})[0]
+    assert sampled != digests(folder, {"model.x.mask": after})[0]
 
 
 def test_whole_means_every_byte(tmp_path: Path) -> None:
     before = torch.zeros(5 * 2**20 + 3, dtype=torch.uint8)  # more than is hashed at once
-    whole, read = digests(tmp_path, {"model.x.weight": before}, whole=True)
+    whole, read = digests(tmp_path, {"model.x.mask": before}, whole=True)
     assert read == before.numel()
     for at in (0, 2**22 - 1, 2**22, before.numel() - 1):
         after = before.clone()
         after[at] = 1
-        assert digests(tmp_path, {"model.x.weight": after}, whole=True)[0] != whole
+        assert digests(tmp_path, {"model.x.mask": after}, whole=True)[0] != whole
 
 
 def test_digests_are_by_part_and_of_name_type_and_shape_too(tmp_path: Path) -> None:
     tensors = {"model.embed_tokens.weight": torch.ones(8, 4), "model.layers.10.mlp.weight": torch.ones(8, 4)}
-    tensors |= {"model.layers.1.norm.weight": torch.ones(4), "model.layers.1.norm.bias": torch.ones(4)}
+    tensors |= {"model.layers.1.norm.weight": torch.ones(4), "model.layers.1.norm.mask": torch.ones(4)}
     tensors |= {"lm_head.weight": torch.tensor(1.0), "model.norm.weight": torch.empty(0)}
     parts, _ = digests(tmp_path, tensors)
     assert parts.keys() == {"model.embed_tokens", "model.layers.10", "model.layers.1", "lm_head", "model.norm"}
     assert len(set(parts.values())) == len(parts)
-    name, part = "model.layers.1.norm.bias", "model.layers.1"
+    name, part = "model.layers.1.norm.mask", "model.layers.1"
     for other in (torch.ones(2, 2), torch.ones(4).view(torch.int32), torch.ones(4) + 1e-6):
         changed, _ = digests(tmp_path, {**tensors, name: other})
         assert {key for key in parts if parts[key] != changed[key]} == {part}
