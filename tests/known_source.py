@@ -80,13 +80,9 @@ def dyadic_q(seed: int) -> Q:
 
 def sources_with(sharpness: list[float]) -> st.SearchStrategy[Q]:
     return st.builds(
-        random_q,
-        seed=st.integers(0, 10**6),
-        vocabulary=st.integers(2, 7),
-        sharp=st.sampled_from(sharpness),
-        zeros=st.sampled_from([0.0, 0.5]),
-        order=st.sampled_from([1, 2, 99]),
-    )
+        random_q, seed=st.integers(0, 10**6), vocabulary=st.integers(2, 7), sharp=st.sampled_from(sharpness),
+        zeros=st.sampled_from([0.0, 0.5]), order=st.sampled_from([1, 2, 99]),
+    )  # fmt: skip
 
 
 sources = sources_with([0.0, 1.0, 3.0])

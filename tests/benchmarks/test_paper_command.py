@@ -42,12 +42,9 @@ TIMES = {
 
 
 SOME = {
-    "gsd": ["table_1", "figure_3"],
-    "opt_tree": ["abstract", "figure_6"],
-    "mcsd": ["table_4"],
-    "eesd": ["table_4", "table_5"],
-    "block": ["verification"],
-}
+    "gsd": ["table_1", "figure_3"], "opt_tree": ["abstract", "figure_6"], "mcsd": ["table_4"],
+    "eesd": ["table_4", "table_5"], "block": ["verification"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOME)

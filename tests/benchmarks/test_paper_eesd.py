@@ -15,12 +15,8 @@ def table_4(folder: Path | None, checkpoint: str | None = None):  # type: ignore
     from papers.eesd import tables
 
     options = Namespace(
-        checkpoint=checkpoint,
-        ablation=folder and str(folder),
-        tables=["table_4"],
-        target=None,
-        small_lm=None,
-    )
+        checkpoint=checkpoint, ablation=folder and str(folder), tables=["table_4"], target=None, small_lm=None,
+    )  # fmt: skip
     return tables(options=options)["table_4"]
 
 

@@ -265,12 +265,9 @@ def test_pages_show_every_figure_and_verdict() -> None:
     table = Table("Table 9: all", ("tau",), rows, (Claim("b beats a", "tau", ("a", "b")),), ("MAL",), plot="tau")
     other = Table("Table 9", ("tau",), (Row("d", row),), (Claim("d", "tau", ("d",), "above", 1.0),))
     facts = {
-        "models": {"target": "t"},
-        "categories": ["x"],
-        "dtype": "float32",
-        "length": "up to 8 tokens",
+        "models": {"target": "t"}, "categories": ["x"], "dtype": "float32", "length": "up to 8 tokens",
         "machine": GPU,
-    }
+    }  # fmt: skip
     facts["asked"] = {f"p{place}": "x" for place in range(6)}
     counts = {(name, prompt): own for name, each in measured(a=MANY, b=[x + 1 for x in MANY], d=MANY).items()
               for prompt, own in each.items()}  # fmt: skip

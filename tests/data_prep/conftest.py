@@ -11,11 +11,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LINES = [
-    "def add(first, second):",
-    "    return first + second",
-    "Hello there, how are you?",
-    "USER: ASSISTANT:",
-]
+    "def add(first, second):", "    return first + second", "Hello there, how are you?", "USER: ASSISTANT:",
+]  # fmt: skip
 
 
 @pytest.fixture

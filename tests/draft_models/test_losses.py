@@ -53,13 +53,9 @@ def kl_tv(p: Tensor, q: Tensor) -> Tensor:
 
 
 TWINS = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jensen_shannon": jensen_shannon,
-    "total_variation": total_variation,
-    "acceptance": acceptance,
-    "kl_tv": kl_tv,
-}
+    "forward_kl": forward_kl, "reverse_kl": reverse_kl, "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation, "acceptance": acceptance, "kl_tv": kl_tv,
+}  # fmt: skip
 
 
 def problem(dtype: torch.dtype = torch.float64, *shape: int) -> dict[str, Tensor]:

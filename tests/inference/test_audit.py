@@ -320,16 +320,9 @@ def of_another_prompt(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
 
 
 LOSSY = (
-    replaced,
-    colder,
-    threshold,
-    of_another,
-    top_k_not_applied,
-    one_token_corrupted,
-    penalty_ignored_greedily,
-    coins_used_twice,
-    of_another_prompt,
-)
+    replaced, colder, threshold, of_another, top_k_not_applied, one_token_corrupted, penalty_ignored_greedily,
+    coins_used_twice, of_another_prompt,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("lossy", quick_where(lambda one: one in (replaced, colder), LOSSY))

@@ -66,17 +66,9 @@ def tiny_rows(count: int = ROWS) -> list[dict[str, Tensor]]:
 def tiny_config(**changes: object) -> FitConfig:
     """Eight steps of Muon in plain precision, logging and saving every second one."""
     options: dict[str, object] = {
-        "steps": 8,
-        "batch_rows": 8,
-        "optimizer": "muon",
-        "precision": "fp32",
-        "lr": 0.01,
-        "weight_decay": 0.1,
-        "warmup": 2,
-        "log_every": 2,
-        "save_every": 2,
-        "wandb": WandbConfig(mode="disabled"),
-    }
+        "steps": 8, "batch_rows": 8, "optimizer": "muon", "precision": "fp32", "lr": 0.01, "weight_decay": 0.1,
+        "warmup": 2, "log_every": 2, "save_every": 2, "wandb": WandbConfig(mode="disabled"),
+    }  # fmt: skip
     return FitConfig(**{**options, **changes})  # type: ignore[arg-type]
 
 

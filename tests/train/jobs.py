@@ -47,12 +47,9 @@ def write_corpus(folder: Path) -> DataConfig:
     """Sixty lines of much the same text."""
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": f"line {i}: {TEXT * 2}"}) for i in range(60)))
     return DataConfig(
-        source="local",
-        path=str(folder / "text.jsonl"),
-        layout="text",
-        heldout_fraction=0.2,
+        source="local", path=str(folder / "text.jsonl"), layout="text", heldout_fraction=0.2,
         cache_dir=str(folder / "cache"),
-    )
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -97,15 +94,9 @@ def finetuning(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) 
 def distilling(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> EesdConfig:
     """Six steps of an early exit from layer 2; `changes` say what is otherwise."""
     settings = EesdConfig(
-        target=str(target),
-        data=corpus,
-        fit=replace(FIT, steps=6),
-        exit_layer=2,
-        frozen_dtype="float32",
-        seq_len=64,
-        eval_rows=4,
-        out_dir=str(out_dir),
-    )
+        target=str(target), data=corpus, fit=replace(FIT, steps=6), exit_layer=2, frozen_dtype="float32", seq_len=64,
+        eval_rows=4, out_dir=str(out_dir),
+    )  # fmt: skip
     return replace(settings, **changes)
 
 
@@ -136,12 +127,9 @@ def save_for_calibration(folder: Path) -> Path:
 def calibrating(folder: Path, out_dir: Path, **changes: Any) -> CalibrateConfig:
     """Four epochs of a head for the drafter in `folder` (see `save_for_calibration`)."""
     data = DataConfig(
-        source="local",
-        path=str(folder / "text.jsonl"),
-        layout="text",
-        heldout_fraction=0.3,
+        source="local", path=str(folder / "text.jsonl"), layout="text", heldout_fraction=0.3,
         cache_dir=str(folder / "c"),
-    )
+    )  # fmt: skip
     settings = CalibrateConfig(
         checkpoint=str(folder / "drafter"), data=data, fit=CALIBRATING, prompts=20, heldout_prompts=6, seq_len=64,
         new_tokens=24, max_draft=4, out_dir=str(out_dir),

@@ -185,11 +185,9 @@ def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
         return reply
 
     words = {
-        "shifts": "not those of its tokens",
-        "short": "1 tokens of 4",
-        "others": "of other tokens",
+        "shifts": "not those of its tokens", "short": "1 tokens of 4", "others": "of other tokens",
         "another": "another prompt",
-    }
+    }  # fmt: skip
     with serving(engine(fault)) as url, pytest.raises(UserError, match=words[always]):
         generate_responses(asked(make, url))
 

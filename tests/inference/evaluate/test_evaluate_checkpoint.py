@@ -57,13 +57,9 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
     ]
     (checkpoint / "mt.jsonl").write_text("\n".join(map(json.dumps, questions)))
     status, printed, errors = command(
-        "checkpoint=drafter",
-        "prompts=mt.jsonl",
-        "method=[eesd_beta,eesd_fixed]",
-        "out_dir=out",
-        "card=true",
+        "checkpoint=drafter", "prompts=mt.jsonl", "method=[eesd_beta,eesd_fixed]", "out_dir=out", "card=true",
         plots=True,
-    )
+    )  # fmt: skip
     assert status == 0, errors
     out = checkpoint / "out"
     reports = json.loads((out / "report.json").read_text())["reports"]

@@ -325,15 +325,10 @@ OF_FAMILIES = {
 }
 CHANGES = {"gemma2": {"final_logit_softcapping": 1.0}}  # or few logits come near it
 FAMILY_FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "cohere": without_rule,
-    "gemma2": without_rule,
-    "gpt2": late_positions,
-    "gpt_neox": lambda: rope_scaled(1.02),
-    "granite": without_rule,
-    "mixtral": lambda: rope_scaled(1.02),
-    "phi": lambda: rope_scaled(1.02),
+    "cohere": without_rule, "gemma2": without_rule, "gpt2": late_positions, "gpt_neox": lambda: rope_scaled(1.02),
+    "granite": without_rule, "mixtral": lambda: rope_scaled(1.02), "phi": lambda: rope_scaled(1.02),
     "qwen2_moe": lambda: rope_scaled(1.02),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -322,10 +322,7 @@ def test_without_the_package_it_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = EvaluateConfig(
-        target="nowhere",
-        checkpoint="nowhere",
-        methods=METHODS,
-        out_dir=str(tmp_path),
+        target="nowhere", checkpoint="nowhere", methods=METHODS, out_dir=str(tmp_path),
         wandb=WandbConfig(mode="offline"),
-    )
+    )  # fmt: skip
     refusal(r"wandb\.mode: wandb is not installed; pip install wandb, or disabled", evaluate, config)
