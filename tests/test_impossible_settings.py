@@ -168,7 +168,7 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"data": mixed(a=0.5, b=1.0, c=0.0)}, r"^data\.mix weights=\{'a': 0\.5, 'b': 1\.0\}: expected equal weights"),
     ],
     MethodConfig: [
-        ({"source": "small_lm", "skip": (1,)}, r"skip=\(1,\): expected None, .*: source=small_lm does not read it"),
+        ({"source": "small_lm", "skip": (1,)}, r"skip=\(1,\): expected None, .*: source=small_lm does not read it")
     ],
     MixPart: [
         ({"weight": -1}, "^weight=-1"),
@@ -184,10 +184,7 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"steps": {"eesd": {}}, "more": {"eesd": {"more": ["fit.steps=9"]}}}, r"'more': .*NAME\.fit\.steps=900"),
         ({"steps": {"eesd": {}}, "minutes": 30.0}, "expected null: how long eesd will take is not known"),
     ],
-    PromptsConfig: [
-        ({}, r"target=.*or file="),
-        ({"target": "t", "file": "mt_bench"}, r"target=.*or file="),
-    ],
+    PromptsConfig: [({}, r"target=.*or file="), ({"target": "t", "file": "mt_bench"}, r"target=.*or file=")],
     ToyTargetConfig: [
         ({"heads": 3}, "hidden=16: expected"),
         ({"kv_heads": 4}, "kv_heads=4: expected a divisor of heads"),

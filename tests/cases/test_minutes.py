@@ -249,14 +249,11 @@ def test_with_none_a_prompt_is_its_text_and_the_answer_continues_it(tmp_path: Pa
     assert "USER" not in tokenizer.decode(document.ids)
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "option"),
-    [
-        ("eesd", ["data=local", "data.path=HERE/talk.jsonl"], "data.template"),
-        ("generate_responses", ["data=local", "data.path=HERE/asked.jsonl", "data.layout=prompts"], "data.template"),
-        ("evaluate_checkpoint", ["method=prompt_lookup", "prompts=HERE/asked.jsonl"], "template"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words", "option"), [
+    ("eesd", ["data=local", "data.path=HERE/talk.jsonl"], "data.template"),
+    ("generate_responses", ["data=local", "data.path=HERE/asked.jsonl", "data.layout=prompts"], "data.template"),
+    ("evaluate_checkpoint", ["method=prompt_lookup", "prompts=HERE/asked.jsonl"], "template"),
+])  # fmt: skip
 def test_an_error_about_a_template_spells_the_option_of_its_command(
     tiny_models: Path, tmp_path: Path, name: str, words: list[str], option: str
 ) -> None:

@@ -193,8 +193,7 @@ def test_so_do_two_evaluations_side_by_side(tmp_path: Path, monkeypatch: pytest.
     """Five texts that got no faster, and three loops that got ten times as fast."""
     runs = {"a": results([1.0] * 8, loops=(5, 6, 7)), "b": results([1.0] * 5 + [10.0] * 3, loops=(5, 6, 7))}
     monkeypatch.setattr(
-        "outrider.inference.report.side_by_side.read_evaluation",
-        lambda name: _evaluation(name, runs[name]),
+        "outrider.inference.report.side_by_side.read_evaluation", lambda name: _evaluation(name, runs[name])
     )
     found = compare_reports(CompareConfig(compare=["a", "b"], out_dir=str(tmp_path / "out")))
     (row,) = found["methods"]

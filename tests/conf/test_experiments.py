@@ -62,11 +62,7 @@ REHEARSED = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    typical_where(
-        REHEARSED.__contains__,
-        quick_where(lambda name: name.endswith("/demo"), EXPERIMENTS),
-    ),
+    "name", typical_where(REHEARSED.__contains__, quick_where(lambda name: name.endswith("/demo"), EXPERIMENTS))
 )
 def test_every_experiment_runs_with_debug(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out_dir = tmp_path / "run"

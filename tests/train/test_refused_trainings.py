@@ -79,10 +79,7 @@ REFUSED: dict[Callable[[Any], Any], list[tuple[Changes, str]]] = {
         ({"drafter": DrafterConfig(path="short")}, "seq_len=48: the drafter's context is 32"),
         ({"drafter": DrafterConfig(path="rescaled")}, "seq_len=48: the drafter's context is 32 "),
         ({"draft_vocabulary": 9000, "data": NOWHERE}, "draft_vocabulary=9000: the target has 260"),
-        (
-            {"target": "full", "parallel": 2, "data": NOWHERE},
-            "parallel=2: expected 0, as every token .* may be text",
-        ),
+        ({"target": "full", "parallel": 2, "data": NOWHERE}, "parallel=2: expected 0, as every token .* may be text"),
     ],
     calibrate: [
         ({"new_tokens": 256}, "new_tokens=256: expected less than the context of 256"),

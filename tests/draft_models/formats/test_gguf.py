@@ -192,29 +192,26 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
     refusal(r"GGUF version 50331648, supported: \(2, 3\) in little-endian", open_target, str(path))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"llama.embedding_length": None}, "says no llama.embedding_length"),
-        ({"llama.block_count": 2**30}, r"llama.block_count=1073741824: expected 1 to \d\d;"),
-        ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
-        ({"llama.attention.head_count": 0}, "llama.attention.head_count=0: expected a positive number"),
-        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
-        ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5 is not supported"),
-        ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count=32 with heads of 64 values"),
-        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'; supported: none, linear, yarn"),
-        ({"llama.rope.scaling.type": "linear"}, "says no llama.rope.scale_linear"),
-        ({"split.count": 3}, r"one of 3 files of a model \(split.count\)"),
-        ({"llama.block_count": 5}, r"holds no tensor 'blk\.4\.attn_k\.weight'"),
-        ({"llama.block_count": 3}, r"has a tensor that llama models have not: 'blk\.3\.attn_k\.weight'"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
-        ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
-        ({"tokenizer.ggml.merges": ["nope never"]}, "no usable tokenizer"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, "2 values of tokenizer.ggml.token_type for 320 tokens"),
-        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id=999 of 320 tokens"),
-        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"llama.embedding_length": None}, "says no llama.embedding_length"),
+    ({"llama.block_count": 2**30}, r"llama.block_count=1073741824: expected 1 to \d\d;"),
+    ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
+    ({"llama.attention.head_count": 0}, "llama.attention.head_count=0: expected a positive number"),
+    ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+    ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5 is not supported"),
+    ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count=32 with heads of 64 values"),
+    ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'; supported: none, linear, yarn"),
+    ({"llama.rope.scaling.type": "linear"}, "says no llama.rope.scale_linear"),
+    ({"split.count": 3}, r"one of 3 files of a model \(split.count\)"),
+    ({"llama.block_count": 5}, r"holds no tensor 'blk\.4\.attn_k\.weight'"),
+    ({"llama.block_count": 3}, r"has a tensor that llama models have not: 'blk\.3\.attn_k\.weight'"),
+    ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
+    ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
+    ({"tokenizer.ggml.merges": ["nope never"]}, "no usable tokenizer"),
+    ({"tokenizer.ggml.token_type": [1, 1]}, "2 values of tokenizer.ggml.token_type for 320 tokens"),
+    ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id=999 of 320 tokens"),
+    ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing"),
+])  # fmt: skip
 def test_metadata_that_are_missing_or_not_understood_are_named(
     tmp_path: Path, written: Path, values: dict[str, Any], message: str
 ) -> None:
@@ -419,18 +416,15 @@ def refused(file: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "named"),
-    [
-        ("gemma3", {"attention__scale": 0.5}, "gemma3.attention.scale=0.5"),
-        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2"),
-        ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window=8"),
-        ("falcon", {"attention__head_count_kv": 2}, "falcon.attention.head_count_kv=2"),
-        ("phi3", {"rope__scaling__attn_factor": 1.2}, "phi3.rope.scaling.attn_factor=1.2"),
-        ("stablelm", {"embedding_length": 32}, "token_embd.weight"),
-        ("qwen2moe", {"expert_feed_forward_length": 48}, "exps.weight"),
-    ],
-)
+@pytest.mark.parametrize(("family", "keys", "named"), [
+    ("gemma3", {"attention__scale": 0.5}, "gemma3.attention.scale=0.5"),
+    ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2"),
+    ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window=8"),
+    ("falcon", {"attention__head_count_kv": 2}, "falcon.attention.head_count_kv=2"),
+    ("phi3", {"rope__scaling__attn_factor": 1.2}, "phi3.rope.scaling.attn_factor=1.2"),
+    ("stablelm", {"embedding_length": 32}, "token_embd.weight"),
+    ("qwen2moe", {"expert_feed_forward_length": 48}, "exps.weight"),
+])  # fmt: skip
 def test_what_would_be_another_model_is_refused_by_its_name(
     tmp_path: Path, family: str, keys: dict[str, Any], named: str
 ) -> None:

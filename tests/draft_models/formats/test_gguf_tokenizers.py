@@ -257,9 +257,7 @@ def test_the_way_of_cutting_texts_is_found(pre: str) -> None:
 
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_a_sentencepiece_tokenizer_is_written(
-    prefixed: bool,
-    tmp_path: Path,
-    sentencepiece: SentencePieceProcessor,
+    prefixed: bool, tmp_path: Path, sentencepiece: SentencePieceProcessor
 ) -> None:
     source = spm_file(tmp_path / "m.gguf", sentencepiece, add_space_prefix=prefixed, add_bos_token=prefixed)
     tokenizer = gguf_tokenizer(open_gguf(source))
@@ -313,29 +311,26 @@ def never_met(*steps: Any) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "written"),
-    [
-        (spaced(), True),
-        (spaced(REPLACE), True),
-        (spaced(REPLACE, pre_tokenizers.Split(" ", "merged_with_previous")), True),
-        (spaced(pre_tokenizers.Metaspace("▁", "never", split=False)), True),
-        (spaced(added=AddedToken("qq", normalized=False)), True),
-        (never_met(), True),
-        (spaced(order=(1, 0, 2, 3, 4)), False),
-        (spaced(order=(0, 1, 3, 2, 4)), False),
-        (spaced(order=(0, 1, 2, 4)), False),
-        (spaced(PREPEND, REPLACE, normalizers.Replace("qq", "a")), False),
-        (spaced(normalizers.Replace(Regex("z{5,}"), ""), PREPEND, REPLACE), False),
-        (spaced(PREPEND, REPLACE, normalizers.Replace("unheard of", "b")), False),
-        (spaced(pre_tokenizers.Metaspace("▁", "first", split=False)), False),
-        (spaced(pre_tokenizers.Metaspace("▁", "never", split=True)), False),
-        (spaced(PREPEND, REPLACE, pre_tokenizers.Split("unheard of", "isolated")), False),
-        (spaced(added=AddedToken("qq", normalized=False, single_word=True)), False),
-        (never_met(normalizers.Replace("unheard of", "b")), False),
-        (never_met(normalizers.NFKC()), False),
-    ],
-)
+@pytest.mark.parametrize(("tokenizer", "written"), [
+    (spaced(), True),
+    (spaced(REPLACE), True),
+    (spaced(REPLACE, pre_tokenizers.Split(" ", "merged_with_previous")), True),
+    (spaced(pre_tokenizers.Metaspace("▁", "never", split=False)), True),
+    (spaced(added=AddedToken("qq", normalized=False)), True),
+    (never_met(), True),
+    (spaced(order=(1, 0, 2, 3, 4)), False),
+    (spaced(order=(0, 1, 3, 2, 4)), False),
+    (spaced(order=(0, 1, 2, 4)), False),
+    (spaced(PREPEND, REPLACE, normalizers.Replace("qq", "a")), False),
+    (spaced(normalizers.Replace(Regex("z{5,}"), ""), PREPEND, REPLACE), False),
+    (spaced(PREPEND, REPLACE, normalizers.Replace("unheard of", "b")), False),
+    (spaced(pre_tokenizers.Metaspace("▁", "first", split=False)), False),
+    (spaced(pre_tokenizers.Metaspace("▁", "never", split=True)), False),
+    (spaced(PREPEND, REPLACE, pre_tokenizers.Split("unheard of", "isolated")), False),
+    (spaced(added=AddedToken("qq", normalized=False, single_word=True)), False),
+    (never_met(normalizers.Replace("unheard of", "b")), False),
+    (never_met(normalizers.NFKC()), False),
+])  # fmt: skip
 def test_rules_that_no_text_of_ours_meets_are_compared(tokenizer: Any, written: bool) -> None:
     config = LlamaConfig(vocab_size=500, **SHAPE)
     if written:

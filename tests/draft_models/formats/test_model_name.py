@@ -10,19 +10,16 @@ from tests.gguf_files import GgufWriter
 SNAPSHOT = "models--HuggingFaceTB--SmolLM2-135M-Instruct/snapshots/12fd25f77366"
 
 
-@pytest.mark.parametrize(
-    ("path", "config", "name"),
-    [
-        ("fetch", '{"_name_or_path": "HuggingFaceTB/SmolLM2-135M"}', "HuggingFaceTB/SmolLM2-135M"),
-        ("fetch", '{"_name_or_path": "gpt2"}', "gpt2"),
-        ("my-bot", '{"_name_or_path": "/home/me/runs/step-500"}', "my-bot"),
-        ("my-bot", '{"_name_or_path": "./out"}', "my-bot"),
-        ("my-bot", '{"_name_or_path": 7}', "my-bot"),
-        ("my-bot", "damaged", "my-bot"),
-        ("my-bot", None, "my-bot"),
-        (SNAPSHOT, '{"_name_or_path": "/fsx/of/its/makers"}', "HuggingFaceTB/SmolLM2-135M-Instruct"),
-    ],
-)
+@pytest.mark.parametrize(("path", "config", "name"), [
+    ("fetch", '{"_name_or_path": "HuggingFaceTB/SmolLM2-135M"}', "HuggingFaceTB/SmolLM2-135M"),
+    ("fetch", '{"_name_or_path": "gpt2"}', "gpt2"),
+    ("my-bot", '{"_name_or_path": "/home/me/runs/step-500"}', "my-bot"),
+    ("my-bot", '{"_name_or_path": "./out"}', "my-bot"),
+    ("my-bot", '{"_name_or_path": 7}', "my-bot"),
+    ("my-bot", "damaged", "my-bot"),
+    ("my-bot", None, "my-bot"),
+    (SNAPSHOT, '{"_name_or_path": "/fsx/of/its/makers"}', "HuggingFaceTB/SmolLM2-135M-Instruct"),
+])  # fmt: skip
 def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, config: str | None, name: str) -> None:
     (folder := tmp_path / path).mkdir(parents=True)
     if config is not None:

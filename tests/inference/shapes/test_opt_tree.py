@@ -66,10 +66,7 @@ def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool
 
 @settings(deadline=None)
 @given(
-    q=sources,
-    nodes=st.integers(1, 12),
-    delta=st.sampled_from([0.0, 0.11, 0.31, 0.73, 0.97]),
-    depth=st.integers(1, 5),
+    q=sources, nodes=st.integers(1, 12), delta=st.sampled_from([0.0, 0.11, 0.31, 0.73, 0.97]), depth=st.integers(1, 5)
 )
 def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int) -> None:
     """Feeding only the nodes that are in the best tree changes neither E nor the depth at which drafting stops."""
