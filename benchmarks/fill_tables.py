@@ -50,6 +50,7 @@ COLUMNS: Columns = {
     "v_d": METHODS["accepted"],
     "r_d": METHODS["from drafter"],
     "HM": COUNTED["HM"],
+    "identical": METHODS["same text as transformers"],
     "drafted/round": METHODS["drafted a pass"],
 }
 SHAPES: Mapping[str, Callable[[Any], str]] = {

@@ -28,6 +28,7 @@ from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
 from outrider.inference.loading.cache_budget import free_bytes
 from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
 from outrider.inference.measure.bench import require_fits
+from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -86,6 +87,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     if config.plan:
         print(auto_choice.outlook(config, device, unfit), flush=True)
         return
+    warn_if_busy()
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
             start = _start(config, pipeline.folder, unseen, unfit, began, config_for)

@@ -26,6 +26,7 @@ from outrider.base.words import clean, in_words, option
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.loading.rehearsal import read_some, small
+from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.pipeline_settings import HERE, ROOT, STEPS, Options, PipelineConfig
 
@@ -142,6 +143,7 @@ def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = N
     step that fails, naming it and its log.
     """
     require_one_process("pipeline")
+    warn_if_busy()
     starts_over = config.debug and not config.resume
     if starts_over:
         require_rehearsal(config.folder, LOGS)
@@ -180,9 +182,7 @@ def _records(config: PipelineConfig) -> dict[str, Record]:
 
 
 def _by_key(options: list[str]) -> dict[str, str]:
-    """Options as records of earlier versions have them: texts without quotes, numbers without ".0"."""
-    pairs = (option.partition("=") for option in options)
-    return {key: value.replace("'", "").removesuffix(".0") for key, _, value in pairs}
+    return {key: value for key, _, value in (option.partition("=") for option in options)}
 
 
 def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Record], limit: TimeLimit | None) -> None:

@@ -23,7 +23,7 @@ from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable
 from outrider.base.machine import describe_machine
 from outrider.base.processes import from_main, join_processes, only_run_of
-from outrider.base.progress import Stage, counted
+from outrider.base.progress import Stage
 from outrider.base.settings import construct
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.draft_models.card import add_report
@@ -58,18 +58,19 @@ from outrider.inference.measure.bench import (
     require_fits,
 )
 from outrider.inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
-from outrider.inference.measure.threads import load_average, machine_load
+from outrider.inference.measure.threads import load_average, machine_load, warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.facts import (
     digests,
     draft_vocabularies,
     heldout_fraction,
+    origin_of,
     overlaps,
     run_settings,
     trained_seconds,
 )
 from outrider.inference.report.page import make_page
-from outrider.inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
+from outrider.inference.report.report import build_report, log_reports, markdown, result_lines, write_reports
 from outrider.inference.report.served import served_faults
 from outrider.inference.report.wording import OWN_RUN, busy_sentences, is_lossless, measure_again, target_differs
 from outrider.inference.settings.engine import EngineConfig
@@ -83,6 +84,7 @@ def evaluate(config: EvaluateConfig) -> None:
     if config.plan:
         print(_plan(config), flush=True)
         return
+    warn_if_busy()
     prompts = read_prompts(
         config.prompt_text or config.prompts,
         limit=config.num_prompts,
@@ -201,6 +203,9 @@ def _evaluate(
                 made = (tuple(talk.results), talk.skipped, threads, spent, peak, got, load_average())
                 measured = Measured(talk.position, state.num_processes, *made)
                 append_result(out_dir, number + state.process_index, measured)
+            measurements = share.index(group) + 1
+            if state.is_main_process and measurements & (measurements - 1) == 0:  # after 1, 2, 4, … groups
+                print("\n".join(result_lines(_finished(out_dir, each), config)), flush=True)
             return spent
 
         taken = each * _in_time(measure, share, limit, todo[:must], len(groups), state, each)
@@ -235,15 +240,18 @@ def _in_time(
     """
     began, taken = limit.spent(), 0
     spent = began
-    for group in counted(share, "measuring", "prompts" if each == 1 else "groups", most=limit.left(spent)):
-        if group not in must and not limit.holds(spent, (spent - began) / max(1, taken)):
-            break
-        if limit.is_over(spent) and state.is_main_process:
-            least = done + len(must)
-            now = min(least, done + taken * state.num_processes)
-            made = f"{each * now} of at least {each * least} prompts are done"
-            print(f"{limit.minutes:.3g} minutes are over: {made}", flush=True)
-        spent, taken = measure(group), taken + 1
+    with Stage("measuring", len(share), "prompts" if each == 1 else "groups", most=limit.left(spent)) as stage:
+        for group in share:
+            if group not in must and not limit.holds(spent, (spent - began) / max(1, taken)):
+                break
+            if limit.is_over(spent):
+                stage.total, least = len({*must} & {*share}), done + len(must)
+                now = min(least, done + taken * state.num_processes)
+                if state.is_main_process:
+                    made = f"{each * now} of at least {each * least} prompts are done"
+                    print(f"{limit.minutes:.3g} minutes are over: {made}", flush=True)
+            spent, taken = measure(group), taken + 1
+            stage.advance()
     return taken
 
 
@@ -310,7 +318,6 @@ def report(
         | dict(served.get(name, {}))
         for name, method in prepared.methods.items()
     ]
-    relate_to_chain(reports)
     texts = {
         (r.prompt_id, arm): setup.tokenizer.decode(list(g.tokens), skip_special_tokens=True)
         for r in results
@@ -318,7 +325,7 @@ def report(
     }
     page = partial(make_page, reports, results, lambda ids: str(setup.tokenizer.decode(list(ids))))
     write_reports(out_dir, reports, results, texts, page)
-    print(markdown(reports))
+    print("\n".join([*result_lines(done, config), "", markdown(reports)]))
     for name, where in config.places.items() if config.card else ():
         if KINDS[name].card and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
@@ -326,7 +333,7 @@ def report(
     if any(map(busy_sentences, reports)):
         command = ("outrider", "measure-engine") if isinstance(config, EngineConfig) else ("evaluate-checkpoint",)
         print(measure_again(sys.argv[1:], out_dir, command), flush=True)
-    print(f"report: {out_dir / 'report.html'}", flush=True)
+    print("\n".join([*filter(None, [facts["origin"]]), f"report: {out_dir / 'report.html'}"]), flush=True)
     wrong = [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
     return [OWN_RUN] if target_differs(reports[0]) else wrong
 
@@ -368,5 +375,6 @@ def _facts(
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
         "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
         "overlap": overlaps(config, prompts),
+        "origin": origin_of(config, prompts),
         "doctor": prepared.doctor,
     }

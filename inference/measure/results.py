@@ -109,9 +109,9 @@ class PromptResult:
         """The unit of resampling: the conversation or the group, as times of its turns and texts are correlated."""
         return self.talk if self.group is None else self.group
 
-    def identical(self, arm: str) -> bool:
-        """Whether `arm` emitted exactly the reference arm's tokens."""
-        return self.generations[arm].tokens == self.generations[self.reference].tokens
+    def identical(self, arm: str, reference: str | None = None) -> bool:
+        """Whether `arm` emitted exactly the tokens of `reference`, by default of the reference arm."""
+        return self.generations[arm].tokens == self.generations[reference or self.reference].tokens
 
 
 @dataclass(frozen=True)

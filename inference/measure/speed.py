@@ -133,26 +133,6 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     return (spent / step - len(rounds)) / drafted
 
 
-def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, dict[str, object]]:
-    """The speed by prompt length, in groups of up to 64, 65 to 128, 129 to 256, … tokens.
-
-    tokens_per_second: of decoding alone; whole_answers: including the prefill's time and token; both by arm.
-    """
-    groups: dict[int, list[PromptResult]] = {}
-    for result in results:
-        groups.setdefault(max(64, 1 << (len(result.prompt) - 1).bit_length()), []).append(result)
-    arms = {"autoregressive": AUTOREGRESSIVE, "speculative": method}
-    return {
-        f"{most // 2 + 1 if most > 64 else 1}-{most}": {
-            "turns": len(group),
-            "tokens_per_second": {name: tokens_per_second(group, arm) for name, arm in arms.items()},
-            "whole_answers": {name: tokens_per_second(group, arm, whole=True) for name, arm in arms.items()},
-            "speedup": speedup(group, method, AUTOREGRESSIVE, streams.within("length", most)),
-        }
-        for most, group in sorted(groups.items())
-    }
-
-
 def conversations(results: Sequence[PromptResult]) -> int:
     """The number of conversations to which these results belong."""
     return len({r.talk for r in results})

@@ -8,6 +8,7 @@ quota limits it. (Plain decoding keeps all threads busy, as OpenMP threads spin 
 exceeds the number of cores. On a GPU only the second is checked.
 """
 
+import functools
 import os
 import statistics
 import time
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from outrider.base import progress
+from outrider.base.errors import warn
 from outrider.base.machine import usable_cores
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
@@ -62,6 +65,15 @@ def load_average() -> float | None:
         return os.getloadavg()[0]
     except (AttributeError, OSError):  # Windows; temporarily unavailable
         return None
+
+
+@functools.cache
+def warn_if_busy() -> None:
+    """Warn, once, that the machine is busy before a command begins. The steps of a command leave it to the command."""
+    load, cores = load_average(), os.cpu_count() or 1
+    if load is not None and load > cores + MOST_LOAD and not progress.is_step:
+        effects = "minutes= hold less, and speeds measured now get no verdict; end other programs, or run this later"
+        warn(f"the load average is {load:.1f} on {cores} cores: {effects}")
 
 
 def machine_load(

@@ -7,6 +7,7 @@ Contamination, prompts that occur in a drafter's training text, makes its figure
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +116,18 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
     return found
 
 
+def origin_of(config: EvaluateConfig, prompts: Sequence[Prompt]) -> str:
+    """What the prompts are to drafters that learned from a text, as a sentence; "" where that is not known."""
+    categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
+    learned = str([one.data for one in config.trained().values()])
+    is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
+    is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in learned
+    what = "held out from those that drafters learn from" if is_heldout else ""
+    what = "written by the target itself" if categories == {"own"} else what
+    kind = f"The prompts are {what}, of the kind that drafters are trained on, and gain more than fresh ones"
+    return f"{kind} (docs/results.md)." if what and config.places else ""
+
+
 def overlap(data: Mapping[str, Any] | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
 
@@ -165,7 +178,7 @@ def _seen(asked: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
 def overlap_sentence(kind: str, found: Mapping[str, Any]) -> str:
     """The overlap as a sentence."""
     if "why" in found:
-        return f"{kind}: whether it has seen the prompts is not known: {found['why']}."
+        return f"{kind}: has it seen the prompts? Not known: {found['why']}. Restore that text, or take newer prompts."
     read = "all of its training text" if found["whole"] else f"the first {found['characters'] / 1e6:.0f} M characters"
     share = found["runs_seen"] / found["runs"] if found["runs"] else 0.0
     return (

@@ -25,7 +25,6 @@ from outrider.inference.report.tables import (
 from outrider.inference.report.wording import (
     busy_sentences,
     conditions,
-    most_that_differ,
     recommendation,
     resolution,
     sentences,
@@ -67,8 +66,9 @@ def make_page(
         texts=_texts([result for result in results if result.shown], decode),
         lossless=first["lossless"], wrong=wrong_arms(reports), judged=judged_table(reports),
         resolution=resolution(first), same=min(report["lossless"]["identical"] for report in reports),
+        same_as_plain=min(report["lossless"]["identical_to_plain"] for report in reports),
         overlaps=[overlap_sentence(kind, one) for kind, one in first.get("overlap", {}).items()],
-        first=first, sentences=sentences(reports), doctor=doctor_lines(first), most_that_differ=most_that_differ,
+        first=first, sentences=sentences(reports), doctor=doctor_lines(first),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The report: numbers from measured generations, as JSON and Markdown, and in Weights & Biases."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
+from outrider.base.words import figure
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.inference.measure.lossless import Judgement, judge
-from outrider.inference.measure.results import REPORT_FILE, PromptResult
+from outrider.inference.measure.results import REPORT_FILE, Measured, PromptResult
 from outrider.inference.measure.speed import (
     break_even,
-    by_prompt_tokens,
     conversations,
     end_to_end,
     parts_of_time,
@@ -32,6 +32,7 @@ from outrider.inference.measure.statistics import (
     acceptance_by_position,
     chosen_sizes,
     decode_statistics,
+    looped,
     share_of_loops,
     structure_statistics,
     verdict,
@@ -41,13 +42,13 @@ from outrider.inference.report.facts import doctor_lines
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.tables import identical_text, judged_table, methods_tables
+from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.sizing.policy import Tuning
 
 Report = dict[str, Any]
 EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
 COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 def build_report(
@@ -88,7 +89,6 @@ def build_report(
         "seconds": parts_of_time(results, method),
         "acceptance_by_position": acceptance_by_position(mine),
         "acceptance_given_previous": acceptance_by_position(mine, given_previous=True),
-        "by_prompt_tokens": by_prompt_tokens(results, method, streams),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
@@ -96,19 +96,12 @@ def build_report(
             "speedup": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams),
             "end_to_end": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, end_to_end),
         }
-    report["by_category"] = _parts(results, {r.category: r.category for r in results}, method, streams, "category")
-    report["by_task"] = _parts(results, spec_bench_tasks({r.category for r in results}), method, streams, "task")
+    for category in sorted({r.category for r in results}):
+        members = [r for r in results if r.category == category]
+        report["by_category"][category] = _figures(members, method, streams.within("category", category))
     report["speedup_per_prompt"] = speedups(results, method, AUTOREGRESSIVE)
     report["verdict"] = _verdict(report)
     return report
-
-
-def _parts(
-    results: Sequence[PromptResult], groups: Mapping[str, str], method: str, streams: Streams, purpose: str
-) -> dict[str, Report]:
-    """The figures of groups of the prompts. groups: by category."""
-    named = {name: [r for r in results if groups[r.category] == name] for name in sorted(set(groups.values()))}
-    return {name: _figures(some, method, streams.within(purpose, name)) for name, some in named.items()}
 
 
 def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
@@ -122,16 +115,6 @@ def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> 
         "loops": share_of_loops([g.tokens for g in mine]),
         "speedup_without_loops": speedup(others, method, AUTOREGRESSIVE, streams),
     }
-
-
-def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
-    """The Spec-Bench task of each category; the eight categories of MT-Bench are one task.
-
-    Empty unless the prompts are Spec-Bench's, recognised by the tasks that only it has.
-    """
-    if not {"translation", "math_reasoning"} & set(categories):
-        return {}
-    return {category: "mt_bench" if category in MT_BENCH else category for category in categories}
 
 
 def lossless_section(
@@ -157,24 +140,12 @@ def lossless_section(
         "reference": None if sampled else results[0].reference,
         "checked": len(checked),
         "identical": sum(r.identical(method) for r in checked),
+        "identical_to_plain": sum(r.identical(method, AUTOREGRESSIVE) for r in checked),
         "excused_ties": ties(method),
         "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
         "autoregressive_excused_ties": ties(AUTOREGRESSIVE),
         "judged": {arm: found and asdict(found) for arm, found in judgements.items()},
     }
-
-
-def relate_to_chain(reports: Sequence[Report]) -> None:
-    """Add GSD's drafted_vs_chain: nodes drafted per round relative to a chain from the same drafter."""
-    chains = {
-        r["settings"]["source"]: r["drafted_tokens_per_round"]
-        for r in reports
-        if r["settings"]["structure"]["kind"] == "chain"
-    }
-    for report in reports:
-        drafted, chain = report["structure"].get("drafted_by_source"), chains.get(report["settings"]["source"])
-        if drafted and chain:
-            report["structure"]["drafted_vs_chain"] = drafted / chain
 
 
 def markdown(reports: Sequence[Report]) -> str:
@@ -256,9 +227,22 @@ def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], s
     run.finish()
 
 
+def result_lines(measured: Mapping[int, Measured], config: EvaluateConfig) -> list[str]:
+    """A line for plain decoding and every method: the figures of what is measured so far, by position."""
+    results = [result for _, prompt in sorted(measured.items()) for result in prompt.turns]
+    lines, streams = [], Streams(config.seed).within("so far")
+    for arm in (AUTOREGRESSIVE, *config.methods):
+        speed, gain = tokens_per_second(results, arm), speedup(results, arm, AUTOREGRESSIVE, streams)
+        same = "sampled" if config.sampling.temperature else sum(r.identical(arm, AUTOREGRESSIVE) for r in results)
+        figures = f"tokens_per_second={figure(speed, '.1f')} speedup='{figure(gain)}' same_text={same}/{len(results)}"
+        loops = sum(looped(r.generations[arm].tokens) > 0 for r in results)
+        lines.append(f"result method={arm} prompts={conversations(results)} {figures} looping={loops}/{len(results)}")
+    return lines
+
+
 def row(report: Report) -> dict[str, Any]:
     """The figures of one method, by `COLUMNS`."""
     speed, gain = report["tokens_per_second"]["speculative"], report["speedup"]
-    counted = (report["method"], report["prompts"], identical_text(report, ties=False), report["tau"])
+    counted = (report["method"], report["prompts"], identical_text(report, ties=""), report["tau"])
     figures = (*counted, speed, gain["median"], *(gain["ci95"] or (None, None)))
     return dict(zip(COLUMNS, figures, strict=True))

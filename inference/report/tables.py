@@ -36,10 +36,10 @@ METHODS: Columns = {
     "accepted": ("{acceptance_rate:.2f}", "v_d: share of the drafted tokens that the target accepted"),
     "from drafter": ("{draft_share:.2f}", "r_d: share of the text that was drafted"),
     "drafted a pass": ("{drafted_tokens_per_round:.2f}", "tokens drafted before each pass of the target"),
-    "identical": (
+    "same text as plain decoding": ("{same_as_plain}", "texts that equal those of this runtime without a drafter"),
+    "same text as transformers": (
         "{identical}",
-        "texts that equal, token for token, what transformers' generate says, of those compared; ties: texts that part "
-        "from it where rounding decides",
+        "texts that equal those of transformers' generate; ties: others, which part where rounding decides",
     ),
 }
 WHOLE: Columns = {
@@ -108,27 +108,31 @@ SERVED: Columns = {
 }
 
 
-def identical_text(report: Report, of: str = "", ties: bool = True) -> str:
-    """How many compared texts equal the reference's, and how many ties. of: "autoregressive_" for plain decoding's."""
+def identical_text(report: Report, key: str = "identical", ties: str = "excused_ties") -> str:
+    """How many compared texts equal the reference's, and how many ties, by their keys in the report."""
     if report["temperature"]:
         return "sampled"
     lossless = report["lossless"]
-    excused = lossless.get(f"{of}excused_ties") if ties else 0
-    return f"{lossless[f'{of}identical']}/{lossless['checked']}{f' (+{excused} ties)' if excused else ''}"
+    excused = lossless.get(ties)
+    return f"{lossless.get(key, '–')}/{lossless['checked']}{f' (+{excused} ties)' if excused else ''}"
 
 
 def arms_and_methods(reports: Sequence[Report]) -> list[Report]:
     """Plain decoding and, if run, transformers' generate, as reports of the figures they have; then `reports`."""
-    first = reports[0]
+    first, reference = reports[0], "sampled" if reports[0]["temperature"] else "reference"
+    plain = identical_text(first, "autoregressive_identical", "autoregressive_excused_ties")
     rows: list[dict[str, Any]] = [{"method": PLAIN, "speedup": "1.00", "end_to_end": "1.00"}]
-    rows[0]["identical"] = identical_text(first, "autoregressive_")
+    rows[0] |= {"same_as_plain": reference, "identical": plain}
     if first["prefill_seconds"][TRANSFORMERS] is not None:
         own = {name: {**speed, "vs_transformers_generate": "1.00"} for name, speed in first[TRANSFORMERS].items()}
-        rows.append({"method": GENERATE, "identical": "sampled" if first["temperature"] else "reference", **own})
+        rows.append({"method": GENERATE, "same_as_plain": plain, "identical": reference, **own})
     for row, arm in zip(rows, ("autoregressive", TRANSFORMERS), strict=False):
         row["tau"] = 1.0
         row |= {key: {"speculative": first[key][arm]} for key in ("tokens_per_second", "prefill_seconds")}
-    return [*rows, *({**report, "identical": identical_text(report)} for report in reports)]
+    for report in reports:
+        same, identical = identical_text(report, "identical_to_plain", ""), identical_text(report)
+        rows.append({**report, "same_as_plain": same, "identical": identical})
+    return [*rows] if len(rows) > 1 + len(reports) else [{**row, "identical": "–"} for row in rows]
 
 
 def methods_tables(reports: Sequence[Report]) -> tuple[Table, Table]:

@@ -129,7 +129,7 @@ def conditions(reports: Sequence[Report]) -> str:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
     loops = max((report["loops"] for report in reports), key=lambda found: found["looping"])
     sentences.append(f"{loops_text(loops)}{_LOOPS if loops['looping'] else ''}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, first.get("origin", "")]).strip()
 
 
 def _taken(report: Report) -> str:
@@ -160,7 +160,12 @@ def _choice(report: Report) -> str:
 def sentences(reports: Sequence[Report]) -> list[str]:
     """Sentences on plain decoding, each method, the drafters, and skipped turns."""
     first, lines = reports[0], list[str]()
-    token = first["autoregressive"]
+    token, lossless = first["autoregressive"], first["lossless"]
+    if ties := lossless["autoregressive_excused_ties"]:
+        lines.append(
+            f"Without a drafter {ties} of {lossless['checked']} texts part from those of transformers' generate, "
+            "where two tokens score the same up to rounding: no drafter does that. See same text as plain decoding."
+        )
     if token["token_us"] is not None:
         lines.append(
             f"plain decoding: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
@@ -236,11 +241,3 @@ def wrong_arms(reports: Sequence[Report]) -> list[str]:
     if target_differs(reports[0]):
         return ["the target's own run, plain decoding,"]
     return [report["method"] for report in reports if not is_lossless(report)]
-
-
-def most_that_differ(checked: int, chance: float = 0.05) -> float:
-    """The upper confidence bound on the share of differing prompts if none of `checked` prompts differs.
-
-    With a share s all n are equal with probability (1 − s)ⁿ; the bound is the s where this equals `chance`.
-    """
-    return 1 - chance ** (1 / checked)

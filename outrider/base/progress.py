@@ -24,7 +24,7 @@ INTERVAL = 10.0  # seconds without output before a line is printed; a call that 
 RELAY = "OUTRIDER_RELAY"  # the environment of a command whose starter hands every line of output to `relayed`
 _MARK = "\x1eprogress\t"  # the beginning of such a command's lines of progress
 _SHAPE = "{desc} |{bar:20}| {elapsed}"
-_RISE = 1.2  # an estimate of the time left is not shown if it exceeds an earlier one by this factor
+_RISE = 1.2  # the time left that is shown rises only to an estimate that exceeds it by this factor
 
 
 class Stage(AbstractContextManager["Stage"]):
@@ -42,11 +42,11 @@ class Stage(AbstractContextManager["Stage"]):
     ):
         """total: the number of units, None if unknown; `first` of them were done before. unit: their name.
 
-        most: seconds after which the stage ends even if work is left. left: computes the property of this name if it
-        does not follow from the work done.
+        most: seconds after which the stage ends even if work is left, unless it goes on for another reason. left:
+        computes the property of this name if it does not follow from the work done.
         """
         self.what, self.total, self.unit, self.done = what, total, unit, first
-        self._first, self._most, self._left, self._told = first, most, left, math.inf
+        self._first, self._most, self._left, self._shown_left = first, most, left, math.inf
         self.after = 0.0  # seconds from the last unit to the end
         self.began = time.monotonic()
 
@@ -67,18 +67,17 @@ class Stage(AbstractContextManager["Stage"]):
         done, known = self.done - self._first, []
         if self.total is not None and done:
             known.append(self.spent / done * (self.total - self.done) + self.after)
-        if self._most < math.inf:
+        if self.spent < self._most < math.inf:
             known.append(self._most - self.spent)
         return max(0.0, min(known)) if known else None
 
     @property
-    def told(self) -> float | None:
-        """`left` as it is shown, which only falls; None while it is far above what was shown before."""
+    def shown_left(self) -> float | None:
+        """`left` as it is shown: it falls, until the estimate is far above it, which is then shown."""
         left = self.left
-        if left is None or left > _RISE * self._told:
-            return None
-        self._told = min(self._told, left)
-        return self._told
+        if left is not None:
+            self._shown_left = left if left > _RISE * self._shown_left else min(self._shown_left, left)
+        return None if left is None else self._shown_left
 
     def __str__(self) -> str:
         words = self.what
@@ -118,8 +117,8 @@ def counted(
 @contextmanager
 def command(name: str) -> Iterator[None]:
     """The outermost stage of a command. Its output restarts the interval of silence, and is printed above the bar."""
-    global _relays
-    _relays = os.environ.pop(RELAY, None) is not None  # removed from the environment of processes that this one starts
+    global is_step
+    is_step = os.environ.pop(RELAY, None) is not None  # removed from the environment of processes that this one starts
     with Stage(name), redirect_stdout(_Above(sys.stdout)), redirect_stderr(_Above(sys.stderr)):
         yield
 
@@ -144,8 +143,8 @@ def speaks() -> bool:
 def _say_all(stages: Sequence[Stage]) -> str:
     """All active stages in words, and the time left of the outermost stage that knows it."""
     words, _, left_below = _below.partition("\t")
-    left = next((in_words(left) for stage in stages if (left := stage.told) is not None and left >= 1), left_below)
-    said, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if _relays else "; left: "
+    left = next((in_words(left) for stage in stages if (left := stage.shown_left or 0) >= 1), left_below)
+    said, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if is_step else "; left: "
     return f"{said}{mark}{left}" if left else said
 
 
@@ -155,7 +154,7 @@ class _Bar(tqdm):
     monitor_interval = 1.0  # seconds
 
     def __init__(self, out: TextIO):
-        self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _can_draw(out) and not _relays
+        self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _can_draw(out) and not is_step
         super().__init__(total=1.0, leave=False, file=out, dynamic_ncols=True, bar_format=_SHAPE, delay=1)
         self.miniters, self.maxinterval = 2, 0  # only such bars are refreshed by the monitor, and these every time
 
@@ -173,7 +172,7 @@ class _Bar(tqdm):
                 self.desc, self.last_print_t = _say_all(stages), self._time()
                 self.n = next((stage.done / stage.total for stage in stages if stage.total and stage.done), 0.0)
                 return bool(super().display(msg, pos))
-            elif _relays:
+            elif is_step:
                 words = _say_all(stages[1:])  # the starter's own stage says which command this is
                 if words not in ("", self._relayed):
                     self._write(f"{_MARK}{words}")
@@ -213,5 +212,5 @@ def _can_draw(stream: TextIO) -> bool:
 
 _stages: list[Stage] = []  # the active ones, in the order in which they began
 _bar: _Bar | None = None
-_relays = False  # whether this process' progress is shown by the one that started it
+is_step = False  # of another command, which started this process and shows its progress
 _below = ""  # the progress of a command that this one runs: its stages, and after a tab the time left

@@ -54,7 +54,10 @@ def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given.left == 40.0
     given.advance(9)
     assert given.left == pytest.approx(60 / 9)
-    assert Stage("e", 10, most=50.0).left == 0.0  # its time is over
+    over = Stage("e", 10, most=50.0)
+    assert over.left is None  # its time is over, and it goes on
+    over.advance(2)
+    assert over.left == 240.0
     counting.after = 30.0
     assert counting.left == 150.0
     assert Stage("f", 10, left=lambda: None).left is None

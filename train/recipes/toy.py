@@ -35,6 +35,8 @@ from outrider.train.parts.drafter import export, llama_config
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+# A model of minutes repeats itself. A text without 8 tokens twice is no loop (`statistics.looped`), and can be judged.
+NO_REPEAT = 8
 
 
 def packed_mask(documents: Tensor) -> Tensor:
@@ -162,7 +164,9 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
                     matrix.normal_(0, 0.6 / math.sqrt(matrix.shape[1]))  # a matrix learns at its own scale
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
-    lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
+    lm.generation_config = GenerationConfig(
+        do_sample=False, no_repeat_ngram_size=NO_REPEAT, **special_tokens(tokenizer)
+    )
     return lm
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,16 +12,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.base import progress
+from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.evaluate import compare
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import Asked, make_arms, measure, transformers_generate, without_captures
 from outrider.inference.measure.results import Arm
-from outrider.inference.measure.threads import CpuWatch, load_average
+from outrider.inference.measure.threads import CpuWatch, load_average, warn_if_busy
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import (
+    AUTOREGRESSIVE,
+    MethodConfig,
+    NgramConfig,
+    StopConfig,
+    StructureConfig,
+    preset,
+)
 from outrider.inference.settings.sampling import SamplingConfig
+from outrider.train.pipeline_run import run_pipeline
+from outrider.train.pipeline_settings import PipelineConfig
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
@@ -191,6 +204,25 @@ def test_a_process_that_waits_for_its_cores_is_seen() -> None:
     assert arm([1], Streams(0)) == arm([2], Streams(0))
     assert watch.take() == 3 / 4
     assert watch.take() is None
+
+
+@pytest.mark.parametrize(("load", "step", "lines"), [(9.0, False, 1), (9.0, True, 0), (0.1, False, 0)])
+def test_a_busy_machine_is_said_once_by_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: float, step: bool,
+    lines: int,
+) -> None:  # fmt: skip
+    """And by a pipeline for its steps."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load,))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(progress, "is_step", step)
+    pipeline = PipelineConfig(steps={"target": {}}, target="given", out_dir=str(tmp_path / "out"))
+    damaged = EvaluateConfig(target="t", prompts="no.jsonl", methods={"prompt_lookup": preset("prompt_lookup")})
+    for command in (lambda: run_pipeline(pipeline, {}), lambda: compare.evaluate(damaged)):
+        warn_if_busy.cache_clear()
+        with suppress(UserError):
+            command()
+        warn_if_busy()
+        assert capsys.readouterr().err.count("the load average is 9.0 on 2 cores") == lines
 
 
 def test_without_a_load_average_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

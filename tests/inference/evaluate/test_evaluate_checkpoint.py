@@ -1,6 +1,7 @@
 """The command: from a checkpoint to a report, and what it refuses."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
     assert [report["method"] for report in reports] == ["eesd_beta", "eesd_fixed"]
     for report in reports:
         assert report["lossless"] == {
-            "reference": TRANSFORMERS, "checked": 4, "identical": 4, "excused_ties": 0, "autoregressive_identical": 4,
+            "reference": TRANSFORMERS, "checked": 4, "identical": 4, "excused_ties": 0, "identical_to_plain": 4,
+                "autoregressive_identical": 4,
                 "autoregressive_excused_ties": 0,
             "judged": {"autoregressive": None, report["method"]: None},  # in float32 equal texts are all that counts
         }  # fmt: skip
@@ -81,6 +83,10 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
         assert (report["prompts"], report["turns"], report["skipped"]) == (2, 4, [])
         assert report["cudnn_attention"] is None
     assert printed.splitlines()[-1] == "report: out/report.html"
+    lines = [line for line in printed.splitlines() if line.startswith("result method=eesd_fixed ")]
+    counts = [dict(word.split("=", 1) for word in shlex.split(line)[1:]) for line in lines]
+    assert [(one["prompts"], one["same_text"]) for one in counts] == [("1", "2/2"), ("2", "4/4"), ("2", "4/4")]
+    assert counts[-1]["speedup"].startswith(f"{reports[1]['speedup']['median']:.2f}× [")
     table = (out / "report.md").read_text()
     assert table.strip() in printed
     assert [line.rsplit("|", 2)[1] for line in table.splitlines() if line.startswith("| eesd_beta | undecided |")] == [

@@ -23,13 +23,14 @@ from outrider.draft_models.targets.settings import EARLY_EXIT
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import Noting, PromptResult, ShownRound, read_results
 from outrider.inference.measure.threads import machine_load
-from outrider.inference.report.facts import RUN, overlap
+from outrider.inference.report.facts import RUN, origin_of, overlap, overlap_sentence
 from outrider.inference.report.page import make_page, rejected_tokens
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.report import COLUMNS, log_reports
 from outrider.inference.report.side_by_side import compare_reports
-from outrider.inference.report.wording import most_that_differ
+from outrider.inference.report.wording import conditions
 from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate, tokens
 from tests.refusals import refusal
@@ -178,11 +179,6 @@ def test_the_rejected_rest_of_a_draft_by_hand() -> None:
     assert rejected_tokens(ShownRound((5,))) == []
 
 
-@pytest.mark.parametrize("checked", [1, 14, 500])
-def test_the_bound_is_where_luck_ends(checked: int) -> None:
-    assert (1 - most_that_differ(checked)) ** checked == pytest.approx(0.05)
-
-
 def test_overlap_of_training_text_and_prompts_by_hand(tmp_path: Path) -> None:
     words = [f"w{number}" for number in range(20)]
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": " ".join(words)}) + "\n")
@@ -199,6 +195,23 @@ def test_overlap_of_training_text_and_prompts_by_hand(tmp_path: Path) -> None:
     assert "Hub" in overlap({**data, "source": "hub"}, prompts)["why"]
     assert "cannot be read" in overlap({**data, "path": [str(tmp_path / "gone")]}, prompts)["why"]
     assert "no record" in overlap(None, prompts)["why"]
+    assert "or take newer prompts" in overlap_sentence("small_lm", overlap(None, prompts))
+
+
+def test_what_the_prompts_are_to_the_drafters_is_said_where_it_is_known(alone: EvaluateConfig, tmp_path: Path) -> None:
+    """On the page too; and not of drafters that learned from no text."""
+    untrained = replace(alone, checkpoint=None, target="t", methods={"prompt_lookup": preset("prompt_lookup")})
+    held = replace(alone, prompts=str(tmp_path / "heldout.jsonl"))
+    for config, category, words in (
+        (alone, "own", "written by the target itself"), (alone, "maths", ""), (held, "maths", ""),
+        (alone, "python_stdlib", ""), (untrained, "own", ""),
+    ):  # fmt: skip
+        origin = origin_of(config, [Prompt("a", category, ("x",), True)])
+        assert (words in origin, "docs/results.md" in origin) == (True, bool(words))
+    (tmp_path / "prompts.json").write_text("{}")
+    assert "held out from those" in (origin := origin_of(held, [Prompt("a", "maths", ("x",), True)]))
+    reports, _ = kept(alone)
+    assert origin in conditions([{**reports[0], "origin": origin}])
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")

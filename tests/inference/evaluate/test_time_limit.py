@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.base import progress
 from outrider.inference.core.rounds import Clock
 from outrider.inference.evaluate import compare
 from outrider.inference.measure.results import read_results
@@ -60,6 +61,10 @@ def timed(
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 
 
+def measuring_total() -> float | None:
+    return next(stage.total for stage in progress._stages if stage.what == "measuring")
+
+
 def test_no_prompt_is_taken_once_the_time_is_over(config: Callable[..., EvaluateConfig]) -> None:
     """A look before the first prompt and one after each: with 10 s a look the seventh is over at 80 s."""
     taken, report = timed(config, "timed", minutes=80 / 60, seconds=10)
@@ -76,7 +81,10 @@ def test_a_verdict_has_enough_prompts_however_slow_the_machine(
     config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a line says that this takes longer than the minutes: a look before the first prompt, and one after each."""
-    taken, report = timed(config, "slow", minutes=1, seconds=25)
+    totals, append = [], compare.append_result
+    with patch.object(compare, "append_result", lambda *given: totals.append(measuring_total()) or append(*given)):
+        taken, report = timed(config, "slow", minutes=1, seconds=25)
+    assert totals == [8, 8, *[MIN_PROMPTS] * 3]  # of which the time left is that of what is still measured
     assert taken == spread_order(8)[:MIN_PROMPTS]
     assert report["verdict"] in ("faster", "slower", "undecided")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1 minutes are over")]
