@@ -1,58 +1,97 @@
 """The end of a text at a stop string: transformers' own rule, applied to all tokens of a round at once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Round
 
+_NO_TEXT = b"\xff"  # of an id that is no token; no stop string has this byte
+_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, bytes]] = WeakKeyDictionary()  # of tokens, by id
+
+
+def _pieces_of(tokenizer: PreTrainedTokenizerBase, mode: str | None) -> dict[int, bytes]:
+    """What each token adds to a text by transformers' rule, read once: a large vocabulary takes a second."""
+    if tokenizer not in _PIECES:
+        texts, ids = StopStringCriteria.clean_tokenizer_vocab(tokenizer, stop_string_matching_mode=mode)
+        pieces = (text if isinstance(text, bytes) else text.encode("utf-8", "replace") for text in texts)
+        _PIECES[tokenizer] = dict(zip(ids, pieces, strict=True))
+    return _PIECES[tokenizer]
+
 
 class StopStrings:
     """Finds the token with which the first of `stops` is complete, as `generate(stop_strings=stops)` does.
 
-    The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike. Their pieces,
-    joined, must contain a stop string that ends in the last piece. The rule does not use the tokenizer's `decode` of
-    the whole text, which may clean up spaces, for example. Raises `UserError` for stops that no token can end.
+    The rule is that of `StopStringCriteria`, a function of the last `span` tokens, prompt and new text alike: their
+    pieces, joined, must contain a stop string that ends in the last piece. It does not use the tokenizer's `decode` of
+    the whole text, which may clean up spaces, for example. transformers' own class makes a table of the whole
+    vocabulary for every new list of stop strings, which takes seconds.
     """
 
-    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()):
+        """ends: ids that the shown text leaves out, as it does special tokens. Raises `UserError` for stops that no
+        token can end.
+        """
+        mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
+        self._stops = [stop.encode() for stop in stops]
+        tails = {stop[-size:] for stop in self._stops for size in range(1, len(stop) + 1)}
         try:
-            self._rule = StopStringCriteria(tokenizer, list(stops))
+            self._by_id = _pieces_of(tokenizer, mode)
+            begins = (piece[:size] for piece in self._by_id.values() for size in range(1, len(piece) + 1))
+            if tails.isdisjoint(begins) and not any(s in piece for s in self._stops for piece in self._by_id.values()):
+                raise ValueError("no token of it ends one")
         except ValueError as error:
             raise UserError(
-                f"stop_strings={list(stops)}: transformers cannot look for them with this tokenizer "
-                f"({error}); give texts that its tokens can spell"
+                f"stop_strings={list(stops)}: transformers cannot look for them with this tokenizer ({error}); "
+                "give texts that its tokens can spell"
             ) from None
-        self._span = self._rule.maximum_token_len
-        before = self._rule.max_valid_positions * self._rule.num_stop_strings
-        overlaps = self._rule.embedding_vec[:, before:-1]  # [tokens, …]: how much of a stop's end each token can be
-        self._may_end = frozenset((overlaps > 0).any(1).nonzero().flatten().tolist())
+        special = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._hidden = {*ends, *special, *tokenizer.all_special_ids}
+        self._span = max(map(len, stops if mode is None else self._stops))
 
     def first_end(self, text: Sequence[int], new: int) -> int | None:
         """The number of the last `new` tokens of `text` up to its first end; None: the text continues.
 
-        text: the prompt's tokens and all new ones. Except for the first few tokens of a text, the rule is called once,
-        for all tokens that can end a stop. Most often there is no such token.
+        text: the prompt's tokens and all new ones. Most often one search through the last bytes finds no stop string.
         """
         before = len(text) - new
-        counts = [count for count in range(1, new + 1) if text[before + count - 1] in self._may_end]
-        windows = [text[max(0, before + count - self._span) : before + count] for count in counts]
-        if not windows:
-            return None
-        if len(windows[0]) == len(windows[-1]):
-            ended = self._ends(windows)
-        else:
-            ended = [self._ends([window])[0] for window in windows]
-        return counts[ended.index(True)] if True in ended else None
+        joined = b"".join(self._pieces(text[max(0, before - self._span) :]))
+        counts = range(1, new + 1) if any(stop in joined for stop in self._stops) else ()
+        return next((count for count in counts if self._begin(text[: before + count]) is not None), None)
 
-    def _ends(self, windows: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether a text ends with each of `windows`, which have one length."""
-        found: list[bool] = self._rule(torch.tensor(windows), None).tolist()
-        return found
+    def shown_end(self, text: Sequence[int], new: int) -> str:
+        """The end of the shown text that is, or may begin, a stop string; with what the last token has after it.
+
+        text: as for `first_end`. new: the number of all new tokens. Tokens that are not shown count for nothing.
+        """
+        window, tail = text[-self._span :], list[bytes]()
+        pieces, begin = self._pieces(window), self._begin(text)
+        begin = self._open(b"".join(pieces)) if begin is None else begin
+        for age, token, piece in zip(range(len(window), 0, -1), window, pieces, strict=True):
+            if age <= new and token not in self._hidden:
+                tail.append(piece[max(0, begin) :])
+            begin -= len(piece)
+        return b"".join(tail).decode("utf-8", "replace")
+
+    def _begin(self, text: Sequence[int]) -> int | None:
+        """Where the first stop string that ends in the last token begins, in the bytes of the last `span` tokens."""
+        pieces = self._pieces(text[-self._span :])
+        joined = b"".join(pieces)
+        before = len(joined) - len(pieces[-1])  # an end lies after it
+        begins = [joined.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+        return min((begin for begin in begins if begin >= 0), default=None)
+
+    def _open(self, joined: bytes) -> int:
+        """Where the longest end of `joined` begins that is the beginning of a stop string; its length without one."""
+        begins = range(max(0, len(joined) - max(map(len, self._stops)) + 1), len(joined))
+        return next((i for i in begins if any(stop.startswith(joined[i:]) for stop in self._stops)), len(joined))
+
+    def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        return [self._by_id.get(token, _NO_TEXT) for token in tokens]
 
 
 def until(

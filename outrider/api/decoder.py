@@ -266,8 +266,9 @@ class Decoder:
         texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         stops = tuple(construct(list[Text], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
-        ids = self.ids(prompt)  # before its turn: a long prompt delays no other generation
-        decode = functools.partial(self._decode, ids, sampling, count, stops, streams, speculate, top)
+        ids = self.ids(prompt)  # before its turn: a long prompt or many stop strings delay no other generation
+        inherited, rule = self._inherit(sampling, stops), self.stop_rule(stops, sampling)
+        decode = functools.partial(self._decode, ids, sampling, count, inherited, rule, streams, speculate, top)
         fixed = count if self.runtime.name == "graphed" else 0  # such caches are allocated for the whole text
         return self._worker.rounds(self._worker.do(decode), len(ids) + fixed)
 
@@ -300,6 +301,14 @@ class Decoder:
         """The ids that end a text."""
         return self.setup.eos
 
+    def stop_rule(self, stops: tuple[str, ...] = (), sampling: SamplingConfig = GREEDY) -> StopStrings | None:
+        """What ends a text: `stops`; without any, the stop strings of the target's generation config, if it has some.
+
+        Raises `UserError` for stops that no token of the tokenizer can end.
+        """
+        stops = stops or tuple(self._inherit(sampling, ()).taken.get("stop_strings", ()))
+        return StopStrings(stops, self.tokenizer, self.ends) if stops else None
+
     def ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
         """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
         most = self.setup.config.vocab_size
@@ -318,25 +327,28 @@ class Decoder:
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 
+    def _inherit(self, sampling: SamplingConfig, stops: tuple[str, ...]) -> Inherited:
+        """What the target's generation config says where `sampling` and `stops` say nothing; read once."""
+        setup, replaced = self.setup, (sampling.repetition_penalty is None, not stops)
+        if replaced not in self._inherited:
+            self._inherited[replaced] = inherit(
+                setup.target.source, setup.target.revision, sampling, stops, eos=setup.eos,
+                vocabulary=setup.config.vocab_size, ignore=False,
+            )  # fmt: skip
+        return self._inherited[replaced]
+
     def _decode(
         self,
         ids: list[int],
         sampling: SamplingConfig,
         max_new_tokens: int,
-        stops: tuple[str, ...],
+        inherited: Inherited,
+        rule: StopStrings | None,
         streams: Streams,
         speculate: bool,
         logprobs: int | None,
     ) -> Iterator[Round]:
         setup, sampled = self.setup, sampling.temperature > 0
-        source, revision = setup.target.source, setup.target.revision
-        asked = sampling.repetition_penalty is None, not stops  # what it replaces
-        if asked not in self._inherited:  # cached, as `inherit` reads the target's files
-            self._inherited[asked] = inherit(
-                source, revision, sampling, stops, eos=setup.eos, vocabulary=setup.config.vocab_size, ignore=False
-            )
-        inherited = self._inherited[asked]
-        stops = stops or tuple(inherited.taken.get("stop_strings", ()))
         text = TextSettings(max_new_tokens, setup.eos, sampling, inherited.config)
         sampler, chance = text.sampler(ids, setup.device), streams.of("verify") if sampled else None
         selector = TokenSelector(sampler, chance, self.method.verification)
@@ -350,7 +362,7 @@ class Decoder:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
         rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=batch)
-        rounds = until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
+        rounds = until(rounds, ids, rule.first_end) if rule is not None else rounds
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
@@ -134,17 +135,14 @@ def test_equals_generate(target: SimpleNamespace, kind: str) -> None:
     check()
 
 
-def test_a_round_is_one_question_at_most() -> None:
-    """However many tokens it has; but for the beginning of a text that is shorter than what can matter."""
-    stops = StopStrings(["ab to at"], cleaned_up([BASE, "at", "ab", "t"]))
-    asked: list[int] = []
-    rule = stops._rule
-    stops._rule = lambda windows, _: (asked.append(len(windows)), rule(windows, None))[1]  # type: ignore[assignment]
-    assert stops.first_end([1] * 20, 6) is None
-    assert asked == [6]
-    assert stops.first_end([1] * 9, 3) is None
-    assert asked == [6, 1, 1, 1]
-    assert stops.first_end([2, 3, 0] * 8, 6) is None  # none of these is its end
-    assert asked == [6, 1, 1, 1, 2]
-    assert stops.first_end([2, 0] * 8, 6) is None
-    assert asked == [6, 1, 1, 1, 2]
+def test_the_work_of_a_round_and_of_new_stop_strings_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are looked at one by one only where a stop string is; a vocabulary is read once, whatever is asked for."""
+    tokenizer, calls = cleaned_up([BASE, "at", "ab", "t"]), list[str]()
+    for owner, name in ((StopStrings, "_begin"), (StopStringCriteria, "clean_tokenizer_vocab")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, name=name, call=call, **more: (calls.append(name), call(*a, **more))[1]
+        )
+    assert StopStrings(["ab to at"], tokenizer).first_end([2, 3, 0] * 800, 600) is None
+    assert StopStrings(["tab"], tokenizer).first_end([2, 0] * 9 + [3, 2, 1], 6) == 5
+    assert calls == ["clean_tokenizer_vocab", *["_begin"] * 5]
