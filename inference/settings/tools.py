@@ -17,18 +17,24 @@ from outrider.inference.settings.sampling import SamplingConfig
 class ServeConfig(DecodingConfig):
     """serve: answer clients of OpenAI's API, and a page to talk at, with a drafter before the target."""
 
-    name: Annotated[str, Named("a name")] | None = opt(None, "of the model, for clients; null: what is served")
+    name: Annotated[str, Named("a name")] | None = opt(None, "of the model, for clients; null: its own")
     host: str = opt("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
     port: Annotated[int, Ge(0), Lt(2**16)] = opt(8000, "0: any that is free")
+    allow_hosts: list[str] = opt(factory=list, help="names that clients may call it by, beside localhost; *: any")
+    allow_origins: list[str] = opt(factory=list, help="pages elsewhere that may ask, as https://example.org; *: all")
     api_key: Annotated[str, Named("a key")] | None = None
     """key that clients must send; null: that of the variable OUTRIDER_API_KEY, or no key"""
     max_new_tokens: Count = opt(512, "most tokens of an answer, if the request states no limit")
     batch: Count = opt(8, "texts that are decoded at once")
     queue: Annotated[int, Ge(0)] = opt(64, "texts that may wait meanwhile; requests for more get status 429")
+    cache_bytes: Count | None = opt(
+        None, "of the KV caches of all texts, which wait for it; null: half of the free memory"
+    )
     context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the models' context")
-    max_bytes: Count = opt(2**24, "of a request")
+    max_bytes: Count = opt(2**22, "of a request")
     timeout: Positive = opt(600.0, "seconds that a request may take, waiting included")
     grace: Count = opt(30, "seconds to finish what is being answered after SIGTERM or Ctrl-C")
+    seed: int = opt(0, "given: of requests that have none, in their order; else the system draws theirs")
 
     def _check_methods(self) -> None:
         require(len(self.methods) < 2, "method", sorted(self.methods), "one, as one drafter serves all requests")

@@ -91,13 +91,14 @@ class Stage(AbstractContextManager["Stage"]):
         with tqdm.get_lock():
             _stages.append(self)
             if _bar is None and speaks():
-                _bar = _Bar(sys.stderr)
+                _bar = _Bar(sys.stderr._wrapped if isinstance(sys.stderr, _Above) else sys.stderr)
         return self
 
     def __exit__(self, *error: object) -> None:
         global _bar
         with tqdm.get_lock():
-            _stages.remove(self)
+            if self in _stages:
+                _stages.remove(self)
             if not _stages and _bar is not None:
                 _bar.close()
                 _bar = None
@@ -121,6 +122,16 @@ def command(name: str) -> Iterator[None]:
     is_step = os.environ.pop(RELAY, None) is not None  # removed from the environment of processes that this one starts
     with Stage(name), redirect_stdout(_Above(sys.stdout)), redirect_stderr(_Above(sys.stderr)):
         yield
+
+
+def hide_stages() -> None:
+    """Show no progress of the stages that are open: of a command that waits for requests from now on."""
+    global _bar
+    with tqdm.get_lock():
+        _stages.clear()
+        if _bar is not None:
+            _bar.close()
+        _bar = None
 
 
 def relayed(line: str) -> bool:

@@ -7,25 +7,34 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import cache
 from pathlib import Path
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from outrider.api.decoder import Decoder
 from outrider.base.errors import UserError
+from outrider.base.progress import hide_stages
 from outrider.base.words import secret
+from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.settings.tools import ServeConfig
-from outrider.server.records import ChatRequest, Json, Reply, TextRequest, context_of, read
+from outrider.server.front import FIGURES, Front, refusal
+from outrider.server.records import ChatRequest, Json, TextRequest, context_of, read
+from outrider.server.replies import Reply
 from outrider.server.workers import Answers, RefusedError, Workers
 
 PAGE = Path(__file__).with_name("page.html")
-# The page has its script and style in itself, and reaches this server alone.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+FLUSH = 5  # seconds after `grace` in which errors are sent to those whose answers are given up
+_TRIAL = 9  # tokens of the first text that is measured
 
 
 def serve(config: ServeConfig) -> None:
@@ -35,13 +44,15 @@ def serve(config: ServeConfig) -> None:
     except OSError as error:
         raise UserError(f"host={config.host} port={config.port}: {error.strerror}; give others") from None
     service = Service(load_model(config), config)
-    service.model.generate("Hello", max_new_tokens=1)  # compiles and measures now, not for the first client
+    service.warm_up()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has finished
     try:
         print(f"serving {service.name} at http://{config.host}:{listening.getsockname()[1]}", flush=True)
-        make_server(service).run([listening])
+        hide_stages()
+        Server(service).run([listening])
     finally:
         service.workers.close()
+        print(f"served {service.name}: {service.workers.counts['texts']} texts; the server has ended", flush=True)
 
 
 def load_model(config: ServeConfig) -> Decoder:
@@ -51,30 +62,59 @@ def load_model(config: ServeConfig) -> Decoder:
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
         small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, drafters=config.drafters,
         target=config.target if config.checkpoint else None, dtype=config.dtype, device=config.device,
-        runtime=config.runtime, template=config.template, batch=config.batch,
+        runtime=config.runtime, template=config.template, batch=config.batch, cache_bytes=config.cache_bytes,
     )  # fmt: skip
 
 
-def make_server(service: "Service") -> uvicorn.Server:
-    """A server that is ready to run. On a signal to end it finishes the running answers, within `grace`."""
-    grace = service.config.grace
-    return uvicorn.Server(uvicorn.Config(make_app(service), log_level="warning", timeout_graceful_shutdown=grace))
+class Server(uvicorn.Server):
+    """A server that finishes the running answers on a signal to end; after `grace` it gives up what is left of them."""
+
+    def __init__(self, service: "Service"):
+        self._service, seconds = service, service.config.grace + FLUSH
+        app = Front(make_app(service), service.config)
+        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=seconds))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn, which cancels what still runs without a word to its clients."""
+        timer = asyncio.get_running_loop().call_later(self._service.config.grace, self._service.workers.give_up)
+        await super().shutdown(sockets)
+        timer.cancel()
 
 
 class Service:
-    """A model as it is served. name: of the model for clients; workers: who write the answers."""
+    """A model as it is served. name: of the model for clients; workers: who write the answers.
+
+    measured: of the last answer, at first of the text of `warm_up`.
+    """
 
     def __init__(self, model: Decoder, config: ServeConfig):
         self.model, self.config = model, config
-        self.name = config.name or config.checkpoint or str(config.target)
+        self.name = config.name or model_name(str(model.setup.target.source))
         self.workers = Workers(model, config.batch, config.batch + config.queue)
-        self._seeds = random.Random(config.seed)  # of requests that have none
+        self.measured: dict[str, float] = {}
+        self._token_name = cache(lambda token: json.dumps(model.tokenizer.decode([token])))
+        is_chosen = config.seed or config.gives("seed")
+        self._seeds = random.Random(config.seed) if is_chosen else random.SystemRandom()  # of requests that have none
         self._key = config.api_key or secret("OUTRIDER_API_KEY")
+
+    def warm_up(self) -> None:
+        """Compile and measure now, not for the first client."""
+        self.model.generate("Hello", max_new_tokens=1)
+        began = time.perf_counter()
+        self.model.generate("Hello", max_new_tokens=_TRIAL)
+        if (last := self.model.last) is not None and last.passes:
+            rate = last.tokens / (time.perf_counter() - began)
+            self.measured = {"tokens": last.tokens, "tau": round(last.tau, 2), "tokens_per_second": round(rate, 1)}
+
+    def about(self) -> Json:
+        """The model as a list of models has it; beyond OpenAI's fields its method, and what was measured last."""
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider", "method": self.model.name}
+        return model | {"max_model_len": context_of(self.model, self.config), "measured": self.measured}
 
     def require_key(self, request: Request) -> None:
         """Raise `RefusedError` for a request without the key, if there is one."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
             raise RefusedError("this server asks for its api_key as a bearer token", status=401)
 
     async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
@@ -85,20 +125,26 @@ class Service:
             if len(body) > self.config.max_bytes:
                 raise RefusedError(f"a request of more than max_bytes={self.config.max_bytes}", status=413)
         seed = self._seeds.getrandbits(31)
-        asked, jobs = await run_in_threadpool(read, bytes(body), kind, self.model, self.config, seed)
-        if asked.model not in (None, self.name):
-            raise RefusedError(f"model={asked.model!r}: this server has {self.name!r}", "model", status=404)
-        answers = self.workers.submit(jobs, self.config.timeout)
+        query, jobs = await run_in_threadpool(read, bytes(body), kind, self.model, self.config, self.name, seed)
+        reply = Reply(query, jobs, self.name, self._token_name)
+        answers = self.workers.submit(jobs, self.config.timeout, reply.chunk if query.stream else reply.take)
         answers.watch = asyncio.create_task(_cancel_once_gone(request, answers))
-        reply = Reply(asked, jobs, self.name, self.model.tokenizer)
-        if asked.stream:
-            return StreamingResponse(_events(reply, answers), media_type="text/event-stream")
+        records = self._read(reply, answers, request.scope)
+        if query.stream:
+            return StreamingResponse(_events(records, reply, answers), media_type="text/event-stream")
+        async for _ in records:
+            pass
+        return Response(await run_in_threadpool(reply.whole), media_type="application/json")
+
+    async def _read(self, reply: Reply, answers: Answers, scope: Scope) -> AsyncGenerator[str]:
+        """The records of an answer; after them its figures are there, for the log too."""
         try:
-            async for index, piece in answers.read():
-                reply.take(index, piece)
+            async for record in answers.read():
+                yield record
         finally:
             answers.cancel()
-        return JSONResponse(reply.whole())
+            scope[FIGURES] = figures = reply.figures()
+            self.measured = figures if "tau" in figures else self.measured
 
 
 def make_app(service: Service) -> FastAPI:
@@ -107,10 +153,10 @@ def make_app(service: Service) -> FastAPI:
     guarded = [Depends(service.require_key)]
 
     @app.exception_handler(UserError)
+    @app.exception_handler(HTTPException)
     @app.exception_handler(ClientDisconnect)  # while it sent: it reads no answer, and it is no error of the server
-    async def refuse(_: Request, error: Exception) -> Response:
-        status, said = refusal(error)
-        return JSONResponse(said, status, {"Retry-After": "1"} if status == 429 else None)
+    async def _(_: Request, error: Exception) -> Response:
+        return refusal(error)
 
     @app.post("/v1/chat/completions", dependencies=guarded)
     async def chat(request: Request) -> Response:
@@ -122,8 +168,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> Json:
-        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "outrider"}
-        return {"object": "list", "data": [model | {"max_model_len": context_of(service.model, service.config)}]}
+        return {"object": "list", "data": [service.about()]}
 
     @app.get("/health")
     async def health() -> Json:
@@ -138,28 +183,24 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/")
     async def page() -> Response:
-        return HTMLResponse(PAGE.read_text("utf-8"), headers={"Content-Security-Policy": POLICY})
+        return HTMLResponse(PAGE.read_text("utf-8"))
 
     return app
 
 
-async def _events(reply: Reply, answers: Answers) -> AsyncIterator[str]:
+async def _events(records: AsyncGenerator[str], reply: Reply, answers: Answers) -> AsyncGenerator[str]:
     """The answer as server-sent events, all that are there at once. An error is one too: the status has been sent."""
-    said = ""
-    try:
-        async for index, piece in answers.read():
-            if chunk := reply.chunk(index, piece):
-                said += f"data: {json.dumps(chunk)}\n\n"
-            if said and not answers.events:
-                yield said
-                said = ""
-        if counts := reply.counts():
-            said += f"data: {json.dumps(counts)}\n\n"
-        yield f"{said}data: [DONE]\n\n"
-    except UserError as error:
-        yield f"{said}data: {json.dumps(refusal(error)[1])}\n\n"
-    finally:
-        answers.cancel()
+    unsent = ""
+    async with aclosing(records):
+        try:
+            async for record in records:
+                unsent += record
+                if unsent and not answers.events:
+                    yield unsent
+                    unsent = ""
+            yield f"{unsent}{reply.counts()}data: [DONE]\n\n"
+        except UserError as error:
+            yield f"{unsent}data: {bytes(refusal(error).body).decode()}\n\n"
 
 
 async def _cancel_once_gone(request: Request, answers: Answers) -> None:
@@ -167,10 +208,3 @@ async def _cancel_once_gone(request: Request, answers: Answers) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     answers.cancel()
-
-
-def refusal(error: Exception) -> tuple[int, Json]:
-    """The HTTP status of an error, and the error in OpenAI's shape."""
-    status, param = (error.status, error.param) if isinstance(error, RefusedError) else (400, None)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": None}}

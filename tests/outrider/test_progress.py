@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.base import progress
-from outrider.base.progress import Stage, command, counted
+from outrider.base.progress import Stage, command, counted, hide_stages
 
 
 class Terminal(io.StringIO):
@@ -71,6 +71,17 @@ def test_all_stages_are_named_by_a_thread(impatient: None) -> None:
                 assert until(err, "progress: outer > inner 1/3 letters; ")
                 break
         assert until(err, "progress: outer; ")
+
+
+def test_a_command_that_waits_shows_no_progress_but_that_of_later_stages(impatient: None) -> None:
+    err = io.StringIO()
+    with redirect_stderr(err), command("serve"):
+        assert until(err, "progress: serve; ")
+        hide_stages()
+        assert progress._bar is None
+        with Stage("later"):
+            assert until(err, "progress: later; ")
+        assert progress._bar is None
 
 
 def test_lines_are_said_after_silence_only_and_not_among_the_data(monkeypatch: pytest.MonkeyPatch) -> None:

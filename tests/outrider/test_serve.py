@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -23,6 +24,7 @@ import httpx
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 import outrider
@@ -31,18 +33,23 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
 from outrider.inference.audit.audit import audit
 from outrider.inference.core.rounds import Round
+from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import GREEDY
 from outrider.inference.settings.tools import AuditConfig, ServeConfig
-from outrider.server import app
-from outrider.server.records import ChatRequest, Reply
-from outrider.server.workers import Answers, Job, Piece, until, write
+from outrider.server import app, records, workers
+from outrider.server.records import ChatRequest, TextRequest
+from outrider.server.replies import Reply
+from outrider.server.workers import Answers, Job, Piece, write
+from tests.inference.core.test_stop_strings import BASE, BYTES, spelled
 from tests.inference.evaluate.test_page import Page
 from tests.refusals import refusal
 from tests.tiny import save_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+JSON = {"Content-Type": "application/json"}
 TALK = [{"role": "user", "content": "hello"}]
+SERVERS: dict[str, app.Server] = {}  # by URL
 SAMPLED = {"temperature": 1.5, "top_p": 0.9, "seed": 5}
 
 
@@ -67,11 +74,12 @@ def client_of(url: str, key: str = "any") -> Any:
 def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service, Any]]:
     """The URL of a server of `model`, called tiny, its service and a client."""
     service = app.Service(model, ServeConfig(target="t", name="tiny", **options))
-    server, listening = app.make_server(service), socket.create_server(("127.0.0.1", 0))
+    server, listening = app.Server(service), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        SERVERS[url] = server
         yield url, service, client_of(url)
     finally:
         server.should_exit = True
@@ -148,7 +156,9 @@ def test_an_answer_is_the_models_whole_and_in_pieces(client: Any, model: Any, sa
     assert [choice.finish_reason for chunk in stream for choice in chunk.choices if choice.finish_reason] == ["length"]
     assert stream[-1].usage == ask(client, **sampled).usage
     completed = client.completions.create(model="tiny", prompt=["def f(", "a"], max_tokens=16, **sampled)
-    assert [one.text for one in completed.choices] == [said(model, prompt, **sampled) for prompt in ("def f(", "a")]
+    assert [one.text for one in completed.choices] == [
+        said(model, prompt, **(sampled and {**sampled, "seed": 5 + i})) for i, prompt in enumerate(("def f(", "a"))
+    ]
     answer = client.completions.create(model="tiny", prompt=model.ids("def f("), max_tokens=16, **sampled)
     assert answer.choices[0].text == said(model, model.ids("def f("), **sampled)
 
@@ -183,7 +193,20 @@ def test_several_choices_and_clients_have_texts_of_their_own(client: Any, model:
     with ThreadPoolExecutor(3) as pool:
         asked = [{**SAMPLED, "seed": 5 + number % 3} for number in range(6)]
         assert [*pool.map(lambda one: joined(ask(client, stream=True, **one)), asked)] == [*seeds, *seeds]
-    assert text_of(ask(client, temperature=5.0)) != text_of(ask(client, temperature=5.0))
+    completed = client.completions.create(model="tiny", prompt=["a"] * 3, n=2, max_tokens=16, **SAMPLED)
+    assert [one.text for one in completed.choices] == [said(model, "a", **{**SAMPLED, "seed": 5 + i}) for i in range(6)]
+
+
+def test_requests_without_a_seed_differ_after_a_restart_unless_the_server_has_one(model: Any) -> None:
+    texts = []
+    for options in ({}, {}, {"seed": 3}, {"seed": 3}):
+        with serving(model, **options) as (_, _, client):
+            texts.append([text_of(ask(client, temperature=5.0)) for _ in range(2)])
+    assert len({text for pair in texts[:3] for text in pair}) == 6
+    assert texts[2] == texts[3]
+    chosen = ServeConfig(target="t")
+    object.__setattr__(chosen, "given", frozenset(["seed"]))  # seed=0 on a command line
+    assert app.Service(model, chosen)._seeds.getrandbits(31) == random.Random(0).getrandbits(31)
 
 
 def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any, target: Path, tmp_path: Path) -> None:
@@ -198,74 +221,105 @@ def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any
             assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", count)
         with pytest.raises(openai.BadRequestError, match="context of 40"):
             ask(client, max_tokens=39)
+    whole = re.findall(r"[^\ufffd]", said(model))
+    inheriting = save_target(tmp_path / "inheriting", kv_heads=2, seed=1, num_hidden_layers=2, eos_token_id=999)
+    (inheriting / "generation_config.json").write_text(json.dumps({"stop_strings": [whole[2]]}))
+    inheriting = outrider.load(str(inheriting), device="cpu", template="none")
+    prompt = model.ids(TALK)
+    with serving(inheriting) as (_, _, client):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=16)
+    assert f"{answer.choices[0].text}{whole[2]}" == inheriting.generate(prompt, max_new_tokens=16)
+    assert answer.choices[0].finish_reason == "stop"
     small = save_target(tmp_path, "opt", max_position_embeddings=30)
     with serving(outrider.load(str(target), device="cpu", small_lm=str(small), method="vanilla")) as (_, _, client):
         assert client.completions.create(model="tiny", prompt=[5] * 20).usage.completion_tokens == 30 - 20
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_text_ends_before_a_stop_string(client: Any, model: Any, stream: bool) -> None:
-    whole = said(model)
-    for stops in (whole[3], [whole[4:6], "never said"], [whole[-3:]], ["never", "said"]):
-        places = [whole.find(stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in whole]
-        answer = ask(client, stop=stops, stream=stream)
-        if stream:
-            assert joined(answer) == whole[: min(places, default=None)]
-        else:
-            reason = "stop" if places else "length"
-            assert (text_of(answer), answer.choices[0].finish_reason) == (whole[: min(places, default=None)], reason)
+def cut(text: str, before: str, stops: list[str]) -> str:
+    """`text`, which ends with a stop string that is not yet in `before`, as far as this."""
+    begins = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in stops]
+    return text[: min((begin for begin in begins if begin >= 0), default=len(text))]
 
 
-def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
-    """Also where one round brought them; what may begin a stop is held back until it is none."""
-    ids = model.tokenizer("abcabd", add_special_tokens=False)["input_ids"]
-    job = Job((1,), GREEDY, 16, ("cab",), 0, True, None)
-    pieces = [*write(iter([Round(tuple(ids), 5, 5, 5, 0.0)]), job, model.tokenizer, ())]
-    assert [piece.text for piece in pieces] == ["a", "b", "", "", "", ""]
-    assert [piece.reason for piece in pieces][-1] == "stop"
-    assert sum(len(piece.tokens) for piece in pieces) == 5
-    assert (sum(piece.proposed for piece in pieces), pieces[0].drafted) == (5, True)
-    with patch("outrider.server.workers.any", create=True, wraps=any) as compared:
-        assert until("abca", ("cab", "b" * 10**4)) == ("ab", "ca", False)
-    assert compared.call_count == 3  # with as much as there is of the text
+def test_the_text_ends_where_generate_ends_it_and_before_the_stop_string(client: Any, model: Any) -> None:
+    chance = random.Random(3)
+    for number in range(24):
+        sampled = {"temperature": 1.5, "seed": number}
+        whole = re.findall(r"[^\ufffd]+", said(model, **sampled)) or ["a"]
+        starts = [(piece := chance.choice(whole), chance.randrange(len(piece))) for _ in range(3)]
+        stops = [piece[start : start + chance.choice([1, 1, 2, 5])] for piece, start in starts]
+        text = said(model, stop_strings=stops, **sampled)
+        found = any(stop in text for stop in stops)
+        answer = ask(client, stop=stops, **sampled)
+        expected = cut(text, "", stops)
+        assert (text_of(answer), answer.choices[0].finish_reason) == (expected, "stop" if found else "length")
+        assert answer.usage.completion_tokens == model.last.tokens
+        assert joined(ask(client, stop=stops, stream=True, **sampled)) == expected
 
 
-LEFT = (0, UserError("gone"))
-ENDS = [([(1, Piece("", reason="stop"))], 5, 2), ([(1, Piece("", reason="stop")), LEFT], 5, 1), ([LEFT], 4, 1)]
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_stop_strings_with_special_tokens_and_those_that_begin_in_the_prompt(chunks: int) -> None:
+    """Pieces show nothing that is, or belongs to, a stop string; and all that is before it."""
+    names = [BASE, *"ab", "ab", "ba", "é", "…", "<s>", "<t>"]
+    tokenizer = BYTES([*map(spelled, names)], additional_special_tokens=["<s>", "<t>"])
+    chance = random.Random(chunks)
+    for _ in range(400):
+        ids = [chance.randrange(1, len(names)) for _ in range(12)]
+        size = chance.choice([1, 4])
+        texts = ["".join(names[token] for token in ids[:count]) for count in range(len(ids) + 1)]
+        starts = chance.sample(range(len(texts[-1])), 2)
+        stops = [texts[-1][start : start + chance.choice([1, 2, 4, 7])] for start in starts]
+        ends = (count for count in range(size + 1, 13) if cut(texts[count], texts[count - 1], stops) != texts[count])
+        count = next(ends, None)
+        rule, parts = StopStrings(stops, tokenizer), range(size, len(ids), chunks)
+        rounds = (Round(tuple(ids[start : start + chunks]), 2, min(1, chunks), 2, 0.0) for start in parts)
+        job = Job((*ids[:size],), GREEDY, 12 - size, (), rule, 0, True, None)
+        pieces = [*write(until(rounds, ids[:size], rule.first_end), job, tokenizer, ())]
+        assert sum(len(piece.tokens) for piece in pieces) == (count or 12) - size
+        expected = cut(texts[count], texts[count - 1], stops) if count else texts[-1]
+        assert "".join(piece.text for piece in pieces) == re.sub("[<st>]", "", expected[len(texts[size]) :])
+        assert pieces[-1].reason == ("stop" if count else "length")
 
 
-@pytest.mark.parametrize(("end", "events", "writes"), ENDS)
-def test_pieces_that_are_there_are_sent_together(model: Any, end: list[Any], events: int, writes: int) -> None:
+LEFT, END = UserError("gone"), Piece("", reason="stop")
+
+
+@pytest.mark.parametrize(("error", "writes"), [(None, 2), (LEFT, 1)])
+def test_pieces_that_are_there_are_sent_together(model: Any, error: UserError | None, writes: int) -> None:
     """And all of them, whatever ends the answer."""
-    job = Job((1,), GREEDY, 9, (), 0, True, None)
+    job = Job((1,), GREEDY, 9, (), None, 0, True, None)
 
     async def written() -> list[str]:
-        answers, reply = Answers(2, 9.0), Reply(ChatRequest(messages=[]), [job, job], "tiny", model.tokenizer)
-        for event in ((0, Piece("a", (5,))), (1, Piece("b", (6,))), (0, Piece("c", reason="stop")), *end):
-            answers.put(event)
-        return [one async for one in app._events(reply, answers)]
+        answers, service = Answers(2, 9.0), app.Service(model, ServeConfig(target="t"))
+        reply = Reply(ChatRequest(messages=[]), [job, job], "tiny", str)
+        for index, piece in enumerate([Piece("a", (5,)), Piece("b", (6,)), Piece("c", reason="stop"), END]):
+            if piece is not END or error is None:
+                answers.put((reply.chunk(index % 2, piece), piece.reason is not None))
+        if error is not None:
+            answers.put(error)
+        return [event async for event in app._events(service._read(reply, answers, {}), reply, answers)]
 
-    found = asyncio.run(written())
-    lines = "".join(found).split("\n\n")[:-1]
+    events = asyncio.run(written())
+    lines = "".join(events).split("\n\n")[:-1]
     contents = [json.loads(line[6:])["choices"][0]["delta"]["content"] for line in lines[:3]]
-    assert (contents, len(lines), len(found)) == (["a", "b", "c"], events, writes)
+    assert (contents, len(lines), len(events)) == (["a", "b", "c"], 5 if error is None else 4, writes)
 
 
 def test_a_reader_is_told_of_the_time_also_while_pieces_come() -> None:
-    pieces: list[Piece] = []
+    records: list[str] = []
 
     async def read() -> None:
-        with patch.object(asyncio.get_running_loop(), "time", lambda: float(len(pieces))):  # one a second
+        with patch.object(asyncio.get_running_loop(), "time", lambda: float(len(records))):  # one a second
             answers = Answers(1, 100)
-            answers.put((0, Piece("a")))
-            async for _, piece in answers.read():
-                assert len(pieces) < 105
-                pieces.append(piece)
-                answers.put((0, piece))
+            answers.put(("a", False))
+            async for record in answers.read():
+                assert len(records) < 105
+                records.append(record)
+                answers.put((record, False))
                 await asyncio.sleep(0)
 
     refusal("timeout=100", asyncio.run, read())
-    assert len(pieces) > 99
+    assert len(records) > 99
 
 
 def test_what_requests_replace_in_the_targets_settings_is_read_once(model: Any) -> None:
@@ -327,6 +381,7 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
      ("messages.0.name", [TALK[0] | {"name": "me"}]), ("messages.0.content", [{"role": "user", "content": None}]),
      ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
      ("max_tokens", "many"), ("max_completion_tokens", 10**20), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
+     ("stop", ["a"] * 17), ("stop", "a" * 257), ("stream_options.include_usage", {"include_usage": "yes"}),
      ("top_p", 0.0), ("n", 11), ("n", 10**20), ("top_logprobs", 3), ("stop_token_ids", [3]), ("detokenize", False),
      ("stream_options.continuous_usage_stats", {"include_usage": True, "continuous_usage_stats": True})],
 )  # fmt: skip
@@ -350,8 +405,17 @@ def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkey
     with pytest.raises(openai.NotFoundError, match="tiny"):
         ask(client, model="gpt-4o")
     assert [one.id for one in client.models.list()] == ["tiny"]
+    monkeypatch.setattr(records, "MOST_SCORES", 16 * 8 * 3 - 1)
+    with pytest.raises(openai.BadRequestError, match="logprobs: up to 384 of them"):
+        ask(client, logprobs=True, top_logprobs=7, n=3)
+    wrong = ("messages", "prompt", "stop", "stop_token_ids", "messages.0.content")
+    for body in (json.dumps({name.split(".")[0]: [None] * 9999}) for name in wrong):
+        for kind in (ChatRequest, TextRequest):
+            with pytest.raises(ValidationError) as raised:
+                kind.model_validate_json(body)
+            assert raised.value.error_count() < 9
     for body in (b"{", b"[" * 100_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff\xfe", b"7"):
-        answer = httpx.post(f"{url}/v1/chat/completions", content=body)
+        answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=JSON)
         assert answer.status_code == 400
         assert "message" in answer.json()["error"]
     sizes, real = [], chat.tokenize
@@ -359,9 +423,9 @@ def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkey
         chat, "tokenize", lambda by, texts, **more: sizes.append(len(texts[0])) or real(by, texts, **more)
     )
     with pytest.raises(openai.BadRequestError, match="context"):
-        ask(client, messages=[{"role": "user", "content": "a" * 10**7}])
+        ask(client, messages=[{"role": "user", "content": "a" * 4 * 10**6}])
     with pytest.raises(openai.BadRequestError, match="n=1 texts for each of 1000 prompts: expected 1 to 10 in all"):
-        client.completions.create(model="tiny", prompt=["a" * 9000] * 1000)
+        client.completions.create(model="tiny", prompt=["a" * 4000] * 1000)
     assert sum(sizes) < 10**6
 
 
@@ -378,6 +442,107 @@ def test_a_key_and_a_limit_of_bytes(model: Any, monkeypatch: pytest.MonkeyPatch)
             assert refused.value.status_code == 413
             assert httpx.get(f"{url}/health").status_code == 200
             assert httpx.get(f"{url}/v1/models").status_code == 401
+
+
+HERE = {"Host": "localhost:8000"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 200), ({"Host": "evil.example:80"}, 421), ({"Host": "localhost.evil.org"}, 421), ({"Host": "10.0.0.9"}, 421),
+     ({"Host": "[::1]:80"}, 200), ({"Host": "LOCALHOST."}, 200), ({"Host": "mine.example"}, 200), ({"Host": ""}, 421),
+     ({**HERE, "Origin": "https://evil.example"}, 403), ({**HERE, "Origin": "null"}, 403),
+     ({**HERE, "Origin": "http://localhost:8000.evil.org"}, 403), ({**HERE, "Origin": "http://evil@localhost"}, 403),
+     ({**HERE, "Origin": "http://localhost:3000"}, 200), ({**HERE, "Origin": "https://good.example"}, 200),
+     ({"Content-Type": "text/plain"}, 415), ({"Content-Type": ""}, 415)],
+)  # fmt: skip
+def test_a_foreign_page_can_neither_read_nor_ask(model: Any, headers: dict[str, str], status: int) -> None:
+    """Whatever it asks for, but for /health; and no answer may stand in a frame."""
+    config = ServeConfig(target="t", allow_hosts=["mine.example"], allow_origins=["https://good.example"])
+    service = app.Service(model, config)
+    paths = [("GET", "/"), ("GET", "/v1/models"), ("GET", "/metrics"), ("OPTIONS", "/v1/models"), ("GET", "/health")]
+    bodies = [("POST", f"/v1/{name}completions") for name in ("", "chat/")]
+
+    async def answers(method: str, path: str) -> httpx.Response:
+        front = app.Front(app.make_app(service), config)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
+            body = json.dumps({"max_tokens": 1} | ({"messages": TALK} if "chat" in path else {"prompt": "a"}))
+            own = {**JSON, **headers} if method == "POST" else headers
+            return await client.request(method, path, content=body if method == "POST" else None, headers=own)
+
+    for method, path in [*paths, *bodies]:
+        answer = asyncio.run(answers(method, path))
+        expected = 200 if path == "/health" or (status == 415 and method != "POST") else status
+        assert answer.status_code == (204 if method == "OPTIONS" and expected == 200 else expected), (method, path)
+        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        readers = answer.headers.get("Access-Control-Allow-Origin")
+        assert readers == (headers.get("Origin") if expected == 200 and path != "/health" else None)
+        if expected >= 400:
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+    service.workers.close()
+
+
+def test_all_of_a_machines_addresses_are_hosts_but_not_origins() -> None:
+    front = app.Front(AsyncMock(), ServeConfig(target="t", host="0.0.0.0"))
+    for host in ("10.0.0.9:80", "[fe80::1]", socket.gethostname(), "localhost"):
+        assert front._admit("GET", {"host": host}) == {}
+    for headers in ({"host": "evil.example"}, {"host": "10.0.0.9", "origin": "http://6.6.6.6"}):
+        with pytest.raises(UserError, match=r"Host|Origin"):
+            front._admit("GET", headers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_request_asks_for_is_computed_in_no_thread_that_others_wait_for(model: Any, stream: bool) -> None:
+    """Neither in the event loop nor in the batch's thread, however much it is."""
+    threads: dict[str, set[threading.Thread]] = {}
+
+    def watched(name: str, call: Any) -> Any:
+        def watching(*values: Any, **more: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread())
+            return call(*values, **more)
+
+        return watching
+
+    seams = [(json, "dumps"), (json, "loads"), (type(model.tokenizer), "decode"), (type(model), "ids"), (app, "read"),
+             (decoder, "StopStrings"), (workers, "write"), (StopStrings, "shown_end"), (Reply, "_scores")]  # fmt: skip
+    with ExitStack() as patches, serving(model) as (url, service, _):
+        for owner, name in seams:
+            patches.enter_context(patch.object(owner, name, watched(name, getattr(owner, name))))
+        loops = patches.enter_context(patch.object(service.workers, "submit", watched("loop", service.workers.submit)))
+        batch = patches.enter_context(patch.object(model, "_decode", watched("batch", model._decode)))
+        asked = {"n": 2, "logprobs": True, "top_logprobs": 9, "stop": ["zz", "yy"], "stream": stream}
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": TALK, "max_tokens": 16, **asked})
+        assert len(answer.content) > 1000
+        assert loops is not batch
+    waited = threads.pop("loop") | threads.pop("batch")
+    assert len(waited) > 1
+    assert {*threads} >= {"dumps", "decode", "ids", "read", "StopStrings", "shown_end", "_scores"}
+    assert {name: own & waited for name, own in threads.items() if own & waited} == {}
+
+
+# ---------------------------------------------------------------------------------------- the log, and the end
+
+
+def test_a_line_of_the_log_a_request(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(model) as (url, _, client):
+        ask(client, stop="\n")
+        model.generate(TALK, max_new_tokens=16, stop_strings=["\n"])
+        joined(ask(client, stream=True))
+        httpx.get(f"{url}/health%0aGET?key=secret")
+        figures = httpx.get(f"{url}/v1/models").json()["data"][0]["measured"]
+    lines = capsys.readouterr().out.splitlines()
+    words = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+    assert [line.split(" seconds=")[0] for line in lines[2:]] == [
+        "GET /health%0aGET status=404",
+        "GET /v1/models status=200",
+    ]
+    assert lines[0].startswith("POST /v1/chat/completions status=200 prompt_tokens=")
+    assert (words[0]["tokens"], words[1]["tokens"]) == (str(model.last.tokens), "16")
+    assert (
+        float(words[1]["tau"]) == figures["tau"] == round(15 / (len([*model.rounds(TALK, max_new_tokens=16)]) - 1), 2)
+    )
+    assert all("seconds" in line for line in words)
 
 
 # ------------------------------------------------------------------------------------- queue, time and who leaves
@@ -417,9 +582,10 @@ def test_who_leaves_frees_the_place(model: Any, stream: bool) -> None:
         assert service.workers.counts["tokens"] < 200
         assert (service.workers.counts["cancelled_texts"], slow.begun) == (2, 1)
         assert text_of(ask(client)) == said(model)
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        sent = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": sent, "query_string": b""}
         left = AsyncMock(return_value={"type": "http.disconnect"})  # before its request has come: no traceback
-        asyncio.run(app.make_app(service)(scope, left, AsyncMock()))
+        asyncio.run(app.Front(app.make_app(service), service.config)(scope, left, AsyncMock()))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -457,16 +623,38 @@ def test_a_signal_lets_answers_end(target: Path) -> None:
         assert process.wait(30) == 0
 
 
-def test_closing_gives_up_what_is_left(model: Any) -> None:
+@pytest.mark.parametrize("by", ["grace", "close"])
+def test_at_the_end_clients_are_told_that_their_answers_are_given_up(
+    model: Any, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a stream too, and also whose request has not wholly come; new texts are refused."""
     slow = Slow(model)
-    with serving(slow, batch=1, grace=1) as (_, service, client), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, client)
-        until_true(lambda: slow.begun == 1)
-        threading.Timer(0.2, slow.go.set).start()
-        service.workers.close()
-        with pytest.raises(openai.InternalServerError, match="given up"):
-            asked.result()
+    fields = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Content-Length: 9")
+    with (
+        patch.object(app, "FLUSH", 1),
+        serving(slow, batch=2, grace=1) as (url, service, client),
+        ThreadPoolExecutor(3) as pool,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as half,
+    ):
+        half.sendall("\r\n".join([*fields, "\r\n"]).encode())
+        whole, stream = pool.submit(ask, client), pool.submit(lambda: joined(ask(client, stream=True)))
+        until_true(lambda: slow.begun == 2)
+        if by == "grace":
+            SERVERS[url].should_exit = True
+        else:
+            pool.submit(service.workers.close)
+        for answer in (whole, stream):
+            with pytest.raises(openai.APIError, match="given up"):
+                answer.result()
+        assert whole.exception().status_code == 503
+        slow.go.set()
+        with pytest.raises(UserError, match="given up"):
+            service.workers.submit([], 1.0, lambda *_: "")
+        if by == "grace":
+            half.settimeout(30)
+            assert b"503" in half.recv(99)
     assert len(service.workers.open) == 0
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(target: Path) -> None:
@@ -477,30 +665,45 @@ def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(target: Path) 
 
 @pytest.mark.thorough
 def test_nothing_is_left_of_clients_that_leave(model: Any) -> None:
-    """1,000 requests of 32 clients, a third of them cut off."""
+    """1,000 requests of 32 clients: streams, choices, stop strings, log-probabilities; a third of them cut off."""
     with serving(model, batch=4, queue=64) as (url, service, _):
         expected = {seed: said(model, **{**SAMPLED, "seed": seed}) for seed in range(7)}
+        more = [
+            {"n": 2},
+            {"stop": ["zz", "never said"]},
+            {"logprobs": True, "top_logprobs": 5},
+            {"return_token_ids": True},
+        ]
 
         def one(number: int) -> None:  # httpx would hold more memory with each of its clients
-            body = {"messages": TALK, "max_tokens": 16, "stream": True, **SAMPLED, "seed": number % 7}
+            stream = number % 2 == 0 or number % 3 == 0
+            body = {
+                "messages": TALK,
+                "max_tokens": 16,
+                **SAMPLED,
+                "seed": number % 7,
+                "stream": stream,
+                **more[number % 4],
+            }
             with closing(HTTPConnection(url.removeprefix("http://"), timeout=120)) as connection:
-                connection.request("POST", "/v1/chat/completions", json.dumps(body))
+                connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
                 with connection.getresponse() as lines:
                     if number % 3 == 0:
                         lines.readline()
                         return
-                    said = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-            text = "".join(one["choices"][0]["delta"]["content"] for one in said)
+                    records = [json.loads(line[6 * stream :]) for line in lines if b"choices" in line]
+            choices = [choice for record in records for choice in record["choices"] if choice["index"] == 0]
+            text = "".join(choice["delta" if stream else "message"]["content"] for choice in choices)
             assert text == expected[number % 7]
 
         with ThreadPoolExecutor(32) as pool:
-            for start in range(0, 1000, 200):
-                [*pool.map(one, range(start, start + 200))]
+            for start in range(0, 1000, 100):
+                [*pool.map(one, range(start, start + 100))]
                 until_true(lambda: len(service.workers.open) == 0)
-                if start == 0:
+                if start == 100:
                     before = resident()
         assert resident() < 1.05 * before
-        assert service.workers.counts["texts"] == 1000
+        assert service.workers.counts["texts"] == 1250
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -516,4 +719,5 @@ def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(url: str) -> Non
     assert not re.search(r"https?://|@import|url\(", page)
     assert set(re.findall(r'\bat\("(\w+)"\)', page)) <= {value for key, value in found if key == "id"}
     assert set(re.findall(r'fetch\("([^"]+)"', page)) == {"v1/models", "v1/chat/completions"}
+    assert {"method", "measured", "tokens_per_second", "tau"} <= {*re.findall(r"\w+", page)}
     assert "innerHTML" not in page  # the model's text is no markup

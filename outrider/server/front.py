@@ -1,0 +1,99 @@
+"""What every request passes first and last: who may ask, the headers of answers, and a line of the log.
+
+A browser lets any page ask a server of its own machine. The `Origin` of such a page is foreign. If its name was made
+to mean this machine (DNS rebinding), that name is no `Host` here.
+"""
+
+import asyncio
+import re
+import socket
+import time
+from contextlib import suppress
+
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.base.errors import UserError
+from outrider.inference.settings.tools import ServeConfig
+from outrider.server.workers import GIVEN_UP, RefusedError
+
+FIGURES = "outrider.figures"  # in the scope of a request: what was measured of its answer, for the log
+# The page has its script and style in itself, reaches this server alone, and stands in no frame.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_HEADERS = {
+    "Content-Security-Policy": f"{_POLICY}; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "Vary": "Origin",
+}
+_HEADERS |= {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+_HOST = re.compile(r"(?:https?://)?(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+?)\.?)(?::\d+)?", re.IGNORECASE)
+
+
+def refusal(error: Exception) -> JSONResponse:
+    """An error as a response, in OpenAI's shape."""
+    status, param = (error.status, error.param) if isinstance(error, RefusedError) else (400, None)
+    status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (status, str(error))
+    content = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "param": param}
+    return JSONResponse({"error": content | {"code": None}}, status, {"Retry-After": "1"} if status == 429 else None)
+
+
+def _name(host: str) -> str:
+    """The name or address in a `Host` or `Origin` header, without scheme and port; empty if there is none."""
+    match = _HOST.fullmatch(host)
+    return (match[1] or match[2]).lower() if match else ""
+
+
+class Front:
+    """`app` for the hosts and origins that `config` allows; without these options they are this machine's."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig):
+        self._app, self._is_open, machine = app, config.host in ("0.0.0.0", "::", ""), socket.gethostname().lower()
+        names = {machine, machine.partition(".")[0]} if self._is_open else {config.host.lower()}
+        self._hosts = {"localhost", "127.0.0.1", "::1", *map(str.lower, config.allow_hosts)} | names
+        self._origins = {*config.allow_origins}
+
+    def _admit(self, method: str, headers: dict[str, str]) -> dict[str, str]:
+        """The headers that let a page of another origin read the answer. Raises `RefusedError` if it may not ask.
+
+        At an address in figures no other server can have answered: it is a host if `host=` is all of the machine's.
+        """
+        host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type", "")
+        if not ({_name(host), "*"} & self._hosts or (self._is_open and re.fullmatch(r"[\d.]+|.*:.*", _name(host)))):
+            raise RefusedError(f"Host {host!r}: not a name of this server; allow_hosts=[NAME] adds one", status=421)
+        local = origin is None or origin.partition("://")[2] == host or _name(origin) in self._hosts
+        if not (local or self._origins & {origin, "*"}):
+            raise RefusedError(f"Origin {origin!r}: not allowed to ask; allow_origins=[ORIGIN] allows it", status=403)
+        if method == "POST" and kind.partition(";")[0].strip().lower() != "application/json":
+            raise RefusedError(f"Content-Type {kind!r}: expected application/json", status=415)
+        fields = headers.get("access-control-request-headers", "")
+        leave = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": fields}
+        return {} if origin is None else {"Access-Control-Allow-Origin": origin, **leave}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        began, status, added = time.perf_counter(), 0, _HEADERS
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status, fields = message["status"], message.get("headers", ())
+                new = [(name.lower().encode(), value.encode("latin-1")) for name, value in added.items()]
+                message = {**message, "headers": [*fields, *new]}
+            await send(message)
+
+        try:
+            if scope["path"] != "/health":  # open to all
+                added = _HEADERS | self._admit(scope["method"], headers)
+            app = Response(status_code=204) if scope["method"] == "OPTIONS" else self._app
+            await app(scope, receive, answer)
+        except UserError as error:
+            await refusal(error)(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends, and the client left no way to tell it so before
+            if not status:
+                await refusal(RefusedError(GIVEN_UP, status=503))(scope, receive, answer)
+        finally:
+            path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
+            figures = {"status": status, **scope.get(FIGURES, {}), "seconds": round(time.perf_counter() - began, 2)}
+            with suppress(OSError):  # nobody reads the log
+                print(scope["method"], path, *(f"{name}={value}" for name, value in figures.items()), flush=True)
