@@ -122,7 +122,7 @@ def choose_for(target: str, prompts: str, beside: int, count: int, tokens: int) 
     chosen = others[:: max(1, len(others) // count)][:count] or read_prompts(prompts, limit=count)
     answers = []
     for prompt in chosen:
-        ids = render_prompt([prompt.turns[0]], opened.tokenizer, "auto" if prompt.chat else "none")
+        ids = render_prompt(prompt.messages(prompt.turns[:1]), opened.tokenizer, "auto" if prompt.chat else "none")
         answer = [token for r in autoregressive(stack, ids, max_new_tokens=tokens) for token in r.tokens]
         answers.append(Answer(stack, ids, answer))
     return {**choose(stack, answers), "own_prompts": bool(others), "prompts": [prompt.id for prompt in chosen]}

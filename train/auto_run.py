@@ -109,7 +109,9 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
     prompts = parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
     asked = ((one, config.template if one.chat else "none", f"prompt {one.id}") for one in prompts)
     tokenizer, most = target.tokenizer, look.context
-    rendered = [render_prompt(one.turns[:1], tokenizer, how, most=most, where=where) for one, how, where in asked]
+    rendered = [
+        render_prompt(one.messages(one.turns[:1]), tokenizer, how, most=most, where=where) for one, how, where in asked
+    ]
     require_fits(prompts, rendered, look.context - look.longest)
 
 

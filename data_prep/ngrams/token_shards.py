@@ -24,6 +24,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import write_atomically
 from outrider.base.progress import Stage
 from outrider.data_prep.text.documents import PIECE, batches, spans
+from outrider.data_prep.text.messages import THOUGHTS, UNLEARNED
 from outrider.data_prep.text.records import Record, warn_of_text
 from outrider.draft_models.ngrams.kernels import token_type
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
@@ -78,9 +79,10 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder | None = Non
         last = len(record["messages"]) - 1
         for place, message in enumerate(record["messages"]):
             if message["role"] == "assistant":
-                said = next(written, Passage(message["content"], ends=whole or place < last))
-                if said.ids or said.text:  # a call of tools may have no text
-                    yield said
+                texts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
+                answer = next(written, Passage("\n".join(filter(None, texts)), ends=whole or place < last))
+                if (answer.ids or answer.text) and UNLEARNED not in message:  # a call of tools may have no text
+                    yield answer
             elif text == "all" and message["content"]:
                 yield Passage(message["content"], ends=False)
 
@@ -242,13 +244,9 @@ def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
 
 def _pieces(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterator[Passage]:
     """The documents, with long ones split (see `data_prep.text.documents`)."""
-
-    def encode(texts: list[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int64).reshape(-1, 1) for ids in encoder.encode(texts)]
-
     for document in documents:
         text = document.text
-        for start, stop in spans(text, encode, most):
+        for start, stop in spans(text, encoder.encode, most):
             last = stop == len(text)
             yield document if start == 0 and last else Passage(text[start:stop], document.ends and last, start > 0)
 

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from outrider.base.errors import UserError, reason, require_choice, warn
 from outrider.base.files import read_mapping
 from outrider.data_prep.text.data_files import RUN_FILE, resolve_paths
-from outrider.data_prep.text.records import Message, require_encodable
+from outrider.data_prep.text.messages import TOOLS, UNLEARNED, Message
+from outrider.data_prep.text.records import require_encodable
 from outrider.data_prep.text.settings import DataConfig, PromptTemplate
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
 
@@ -62,15 +63,15 @@ def render_prompt(
         {"role": "assistant" if i % 2 else "user", "content": turn} if isinstance(turn, str) else turn
         for i, turn in enumerate(turns)
     ]
-    if not messages or messages[-1]["role"] != "user":
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError("a prompt ends with a user turn")
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     known: list[list[int]] = []
     for place, ids in zip(answers, said, strict=False):
         if ids and place:
             before = _render(messages[:place], tokenizer, template, option, most, where)
-            known.append([*_with_known(before, known, tokenizer), *ids])
-    rendered = _with_known(_render(messages, tokenizer, template, option, most, where), known, tokenizer)
+            known.append([*with_known(before, known, tokenizer), *ids])
+    rendered = with_known(_render(messages, tokenizer, template, option, most, where), known, tokenizer)
     require_rows(rendered, tokenizer, where)
     return rendered
 
@@ -84,14 +85,30 @@ def _render(
     where: str = "prompt",
 ) -> list[int]:
     """Token ids of messages, and of the opening of an answer if the last is the user's."""
-    opening = messages[-1]["role"] == "user"
+    ids = ids_within(text_of(messages, tokenizer, template, where, option), tokenizer, most)
+    return with_bos(ids, tokenizer) if template in ("vicuna", "none") else ids
+
+
+def text_of(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    where: str = "prompt",
+    option: str = TEMPLATE,
+) -> str:
+    """The text of messages, and of the opening of an answer unless the last is one."""
+    opening = messages[-1]["role"] != "assistant"
     if template in ("auto", "tokenizer"):
-        return ids_within(apply_template(tokenizer, messages, where, option, opening=opening), tokenizer, most)
-    text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:" * opening if template == "vicuna" else _bare(messages)[0]
-    ids = ids_within(text, tokenizer, most)
-    if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
-        ids.insert(0, tokenizer.bos_token_id)
-    return ids
+        return apply_template(tokenizer, messages, where, option, opening=opening)
+    if template == "vicuna":
+        return _vicuna(messages, tokenizer) + "ASSISTANT:" * opening
+    return "\n".join(message["content"] for message in messages)
+
+
+def with_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a plain text after the BOS token, if the tokenizer puts one there and the text has none."""
+    bos = tokenizer.bos_token_id
+    return [bos, *ids] if ids[:1] != [bos] and adds_bos(tokenizer) else ids
 
 
 def around_question(
@@ -107,16 +124,12 @@ def around_question(
             raise UserError(f"{name_of(tokenizer)} has no BOS token, which begins a text: give prompts of your own")
         return [tokenizer.bos_token_id], ""
     asked: list[Message] = [{"role": "user", "content": MARK}]
-    if template == "vicuna":
-        text = _vicuna(asked, tokenizer)[0] + "ASSISTANT:"
-    else:
-        text = apply_template(tokenizer, asked, "a question", option, opening=True)
+    text = text_of(asked, tokenizer, template, "a question", option)
     before, _, after = text.partition(MARK)
     if not after.strip():
         raise UserError(f"{name_of(tokenizer)}: its chat template does not end a user's turn: give prompts of your own")
     ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
-    if template == "vicuna" and adds_bos(tokenizer):
-        ids.insert(0, tokenizer.bos_token_id)
+    ids = with_bos(ids, tokenizer) if template == "vicuna" else ids
     return ids, after.strip().partition("\n")[0]
 
 
@@ -136,7 +149,7 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) 
         size *= 4
 
 
-def _with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """`rendered` with its beginning replaced by the last of the `known` ids that have the same text."""
 
     def text_of(ids: list[int]) -> str:
@@ -225,33 +238,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bo
 # --------------------------------------------------------------------------------------------- templates
 
 
-def render_answers(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str
-) -> tuple[str, list[tuple[int, int]]]:
-    if template == "vicuna":
-        return _vicuna(messages, tokenizer)
-    if template == "none":
-        text, spans = _bare(messages)
-        return text + (tokenizer.eos_token or ""), [*spans[:-1], (spans[-1][0], len(text) + 1)]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text = apply_template(tokenizer, messages, where)
-    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
-    spans = []
-    for i in answers:
-        prompt = apply_template(tokenizer, messages[:i], where, opening=True)
-        through = apply_template(tokenizer, messages[: i + 1], where) if i != answers[-1] else text
-        if not (through.startswith(prompt) and text.startswith(through)):
-            raise UserError(
-                f"{where}: the chat template of {name_of(tokenizer)} does not reproduce the history: message "
-                f"{i + 1} is rendered differently once the conversation goes on, so training would not see "
-                f"what decoding sees; {_other_template(TEMPLATE)}"
-            )
-        answer = through[len(prompt) :]
-        trimmed = answer.rstrip()  # line breaks after an end-of-turn token are never generated
-        spans.append((len(prompt), len(prompt) + len(trimmed if trimmed.endswith(special) else answer)))
-    return text, spans
-
-
 def apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -265,53 +251,35 @@ def apply_template(
             f"format, {option}=none for a base model, which continues bare text, or the tokenizer of a chat model"
         )
     try:
-        tools = messages[0].get("tools")
-        rendered = tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=opening
-        )
+        tools = messages[0].get(TOOLS) if messages else None
+        shown = [{key: message[key] for key in message if key not in (TOOLS, UNLEARNED)} for message in messages]
+        rendered = tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=opening)
     except Exception as error:  # a template is code and may raise any error
         raise UnusableTextError(
             f"{where}: the chat template of {name_of(tokenizer)} refuses this conversation ({reason(error)}); "
             "leave it out; what its system message says may begin the user's first turn"
         ) from error
-    given = sum(len(message["content"]) for message in messages)
-    if len(rendered) > _MOST_TEXT + _MOST_TIMES * given:
+    size = sum(len(str(value)) for message in messages for key, value in message.items() if key != "role")
+    if len(rendered) > _MOST_TEXT + _MOST_TIMES * size:
         raise UnusableTextError(
-            f"{where}: the chat template of {name_of(tokenizer)} makes {len(rendered)} characters of {given}; "
-            + _other_template(option)
+            f"{where}: the chat template of {name_of(tokenizer)} makes {len(rendered)} characters of {size}; "
+            + other_template(option)
         )
     return str(rendered)
 
 
-def _other_template(option: str) -> str:
+def other_template(option: str) -> str:
     return f"use {option}=vicuna or {option}=none, or a tokenizer whose chat template reproduces the history"
 
 
-def _bare(messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-    """The texts alone, a line break between them; an answer begins with the one before it."""
-    text, spans = "", []
-    for message in messages:
-        start = len(text)
-        text += ("\n" if text else "") + message["content"]
-        spans += [(start, len(text))] if message["role"] == "assistant" else []
-    return text, spans
-
-
-def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Vicuna v1.1 and later: a space after system and user turns, the EOS token after answers."""
-    end = tokenizer.eos_token or "</s>"
-    given = messages[0]["role"] == "system"
-    text = (messages[0]["content"] if given else VICUNA_SYSTEM) + " "
-    spans = []
-    for message in messages[given:]:
-        if message["role"] == "user":
-            text += f"USER: {message['content']} "
-        else:
-            text += "ASSISTANT:"
-            start = len(text)
-            text += f" {message['content']}{end}"
-            spans.append((start, len(text)))
-    return text, spans
+    first = messages[0]["role"] == "system"
+    text = (messages[0]["content"] if first else VICUNA_SYSTEM) + " "
+    for message in messages[first:]:
+        asks, content = message["role"] == "user", message["content"]
+        text += f"USER: {content} " if asks else f"ASSISTANT: {content}{tokenizer.eos_token or '</s>'}"
+    return text
 
 
 def name_of(tokenizer: PreTrainedTokenizerBase) -> str:

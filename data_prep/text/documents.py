@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -10,10 +11,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from outrider.base.errors import UserError
 from outrider.base.files import digest_of
-from outrider.data_prep.text.chat import MARK, adds_bos, apply_template, name_of, render_answers, tokenize
-from outrider.data_prep.text.records import Counts, Record, warn_of_text
+from outrider.data_prep.text.chat import (
+    MARK,
+    TEMPLATE,
+    name_of,
+    other_template,
+    text_of,
+    tokenize,
+    with_bos,
+    with_known,
+)
+from outrider.data_prep.text.messages import ABOUT, THOUGHTS, TOOLS, UNLEARNED, Message
+from outrider.data_prep.text.records import Counts, Read, Record, joined, warn_of_text
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -26,8 +36,9 @@ _TRIED = 8  # candidate cuts of each kind
 # tokenizers prepend one to every text.
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
 _PLACES = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
-_Rendered = tuple[str, list[tuple[int, int]] | None]  # a text, and the spans of the assistant's turns; None for text
-Encode = Callable[[list[str]], Sequence[np.ndarray]]  # texts → arrays [n, columns]: ids without special tokens, offsets
+_TAG = re.compile(r"</?\w+>")  # <think>
+_OF_ANSWERS, _OF_RESULTS = {*THOUGHTS, "tool_calls"}, {"tool_call_id", "name"}  # fields of messages that are checked
+Encode = Callable[[list[str]], Sequence[Sequence[int]]]  # texts → ids without special tokens
 Item = TypeVar("Item")
 
 
@@ -39,63 +50,74 @@ class Document(NamedTuple):
     whole: bool
 
 
+class _Answer(NamedTuple):
+    """An answer, the prompt before it, and what a template writes after it; a plain text is an answer to nothing."""
+
+    prompt: str
+    text: str
+    after: str = ""
+    learned: bool = True
+
+
 def encode(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts | None = None
 ) -> list[Document]:
     """The documents of records, in order.
 
     A record that holds the target's own tokens (`Written`) has a document for each recorded text; only the answers are
-    supervised. If the tokens are of another tokenizer or template, a warning says so, and the text is tokenised. Any
-    other record is one document of its full text, tokenised in pieces if it is long (see `encode_all`).
+    supervised. If the tokens are of another tokenizer or template, a warning says so, and the text is tokenised.
 
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
 
-    A conversation is rendered by `template` (see `ChatTemplate`). User turns after the last answer are dropped. A
-    token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
-    is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
+    A conversation is rendered by `template` (see `ChatTemplate`). User turns after the last answer are dropped. Each
+    prompt is tokenised as decoding does, and then its answer, whose tokens are supervised, with the one that ends the
+    turn unless the answer is truncated. An answer whose prompt renders the history in another way begins a document.
 
-    A record that the template refuses, with calls of tools that it leaves out, or with a token that the model has no
-    row for, is left out and counted in `counts`; None: it raises `UnusableTextError`.
+    A record that the template refuses, of whose answers it leaves something out (see `_require_rendered`), or with a
+    token that the model has no row for, is left out and counted in `counts`; None: it raises `UnusableTextError`.
 
-    Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
-    reproduce the history.
+    Raises `UserError` for a tokenizer without chat template.
     """
     counted = nullcontext if counts is None else counts.refusing
-    found = [_own_documents(record, tokenizer, template) for record in records]
-    rendered: dict[int, _Rendered] = {}
+    documents, answers = [_own_documents(record, tokenizer, template) for record in records], dict[int, list[_Answer]]()
     for number, record in enumerate(records):
-        if not found[number]:
+        if not documents[number]:
             with counted():
-                rendered[number] = _render_record(record, tokenizer, template)
-    texts = [records[number] for number in rendered]
-    for number, document in zip(rendered, _tokenised(texts, [*rendered.values()], tokenizer, template), strict=True):
-        found[number] = [document]
-        if counts is not None and not document.supervised.any():
-            counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant"
-    usable: list[Document] = []
-    for record, documents in zip(records, found, strict=True):
+                answers[number] = _answers_of(record, tokenizer, template, counts)
+    texts = [text for several in answers.values() for answer in several for text in answer[:2]]
+    encoded = iter(encode_all(texts, lambda texts: list(tokenize(tokenizer, texts)["input_ids"])))
+    for number, rendered in answers.items():
+        ids = [(next(encoded), next(encoded)) for _ in rendered]
         with counted():
-            for document in documents:
+            documents[number] = _documents_of(records[number], rendered, ids, tokenizer, template)
+            if counts is not None and not any(document.supervised.any() for document in documents[number]):
+                counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant to learn from"
+    usable: list[Document] = []
+    for record, several in zip(records, documents, strict=True):
+        with counted():
+            for document in several:
                 require_rows(document.ids, tokenizer, record["id"])
-            usable += documents
+            usable += several
     return usable
 
 
 def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
     """The documents of the recorded tokens; none if there are none, or none of this tokenizer and template."""
-    written, documents = record.get("written"), list[Document]()
+    written = record.get("written")
     if written is None:
         return []
     if (written.tokenizer, written.template) != written_by(record, tokenizer, template):
         warn_of_text(record["id"], "their tokens are of another tokenizer or chat template")
         return []
-    for read in written.documents:
-        ids, supervised = np.array(read.ids, np.int64), np.zeros(len(read.ids), bool)
-        documents.append(Document(ids, supervised, whole="messages" in record))
-        for begin, end in read.answers:
-            supervised[begin:end] = True
-    return documents
+    return [_supervised(read, whole="messages" in record) for read in written.documents]
+
+
+def _supervised(read: Read, whole: bool) -> Document:
+    supervised = np.zeros(len(read.ids), bool)
+    for begin, end in read.answers:
+        supervised[begin:end] = True
+    return Document(np.array(read.ids, np.int64), supervised, whole)
 
 
 def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
@@ -110,83 +132,136 @@ def _digest_of(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
     return tokenizer_digest(tokenizer)[:16]
 
 
-def _tokenised(
-    records: Sequence[Record], rendered: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase, template: str
-) -> list[Document]:
-    chat = any(spans is not None for _, spans in rendered)
-    if chat and not tokenizer.is_fast:
-        raise UserError(
-            f"{name_of(tokenizer)}: conversations need a fast tokenizer (tokenizer.json), which reports where "
-            "in the text each token begins; convert this one with AutoTokenizer and save_pretrained"
-        )
-
-    def rows_of(texts: list[str]) -> list[np.ndarray]:
-        """For each text, its tokens' ids (and their begin and end in the text): int64 [n, 1 or 3]."""
-        found = tokenize(tokenizer, texts, return_offsets_mapping=chat)
-        rows = [np.array(ids, np.int64).reshape(-1, 1) for ids in found["input_ids"]]
-        if not chat:
-            return rows
-        places = (np.array(offsets, np.int64).reshape(-1, 2) for offsets in found["offset_mapping"])
-        return [np.concatenate(pair, axis=1) for pair in zip(rows, places, strict=True)]
-
-    encoded = encode_all([text for text, _ in rendered], rows_of)
-    bos, documents = adds_bos(tokenizer), []
-    for i, (_, spans) in enumerate(rendered):
-        ids = encoded[i][:, 0]
-        if spans is None:
-            end = None if records[i].get("truncated") else tokenizer.eos_token_id
-            if bos and ids[:1].tolist() != [tokenizer.bos_token_id]:
-                ids = np.r_[tokenizer.bos_token_id, ids]
-            if end is not None and ids[-1:].tolist() != [end]:
-                ids = np.r_[ids, end]
-            documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
-        else:
-            supervised = _inside(encoded[i][:, 1:], spans)
-            own = template == "tokenizer" or ids[:1].tolist() == [tokenizer.bos_token_id]  # a chat template writes it
-            if bos and not own:
-                ids, supervised = np.r_[tokenizer.bos_token_id, ids], np.r_[False, supervised]
-            documents.append(Document(ids, supervised, whole=True))
-    return documents
+@lru_cache(maxsize=2)
+def _added(tokenizer: PreTrainedTokenizerBase, _: int) -> tuple[str, ...]:
+    """The tokens at which a text is split before anything else, such as <|im_end|>."""
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
 
-def _inside(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """bool [n]: which tokens begin inside one of the text spans; offsets int64 [n, 2]."""
-    starts, ends = offsets[:, 0].copy(), offsets[:, 1]
-    blank = np.flatnonzero(starts == ends)  # whitespace trimmed to zero width lies after its own text
-    blank = blank[blank > 0]
-    starts[blank] = ends[blank - 1]
-    inside = np.zeros(len(starts), bool)
-    for start, stop in spans:
-        inside |= (start <= starts) & (starts < stop)
-    return inside
-
-
-def _render_record(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> _Rendered:
-    """The text of a record; of a conversation up to its last answer."""
+def _documents_of(
+    record: Record, answers: Sequence[_Answer], encoded: Sequence[tuple[list[int], list[int]]],
+    tokenizer: PreTrainedTokenizerBase, template: str,
+) -> list[Document]:  # fmt: skip
+    """The documents of a record; encoded: the ids of the prompts and, by themselves, of the answers."""
     if "text" in record:
-        return record["text"], None
-    messages = record["messages"]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        return "", []
-    messages = messages[: answers[-1] + 1]
-    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
-    text = apply_template(tokenizer, messages, record["id"]) if calls and template == "tokenizer" else ""
-    if left_out := [name for name in calls if name not in text]:
-        said = f"it calls tools ({left_out[0]!r}), which its chat template does not render"
-        raise UnusableTextError(f"{record['id']}: {said}")
-    text, spans = render_answers(messages, tokenizer, template, record["id"])
-    if record.get("truncated"):  # the last span ends where a mark appended to its text is rendered
-        last = messages[-1] | {"content": messages[-1]["content"].rstrip() + MARK}
-        marked, _ = render_answers([*messages[:-1], last], tokenizer, template, record["id"])
-        spans[-1] = (spans[-1][0], marked.rfind(MARK))
-    return text, spans
+        ids, end = with_bos(encoded[0][1], tokenizer), None if record.get("truncated") else tokenizer.eos_token_id
+        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), whole=False)]
+    reads, bos = list[Read](), template != "tokenizer"  # a chat template writes it
+    for answer, (prompt, alone) in zip(answers, encoded, strict=True):
+        prompt = with_known(with_bos(prompt, tokenizer) if bos else prompt, [read.ids for read in reads], tokenizer)
+        ids = _continued(prompt, answer.text, alone, tokenizer)
+        if not ids:
+            raise UnusableTextError(f"{record['id']}: {name_of(tokenizer)} writes no such answer after its prompt")
+        reads = joined(reads, prompt, ids, answer.learned)
+    if reads:
+        reads[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
+    documents = [_supervised(read, whole=True) for read in reads]
+    return [document for document in documents if document.supervised.any()] or [_supervised(Read([0], []), True)]
+
+
+def _continued(prompt: list[int], answer: str, alone: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `answer` after those of its prompt; [] if there are none. alone: its ids as a text of its own.
+
+    Some tokenizers put a space before every text, so the answer is also tokenised after a character of its own.
+    """
+    last, options = prompt[-8:], {"clean_up_tokenization_spaces": False}
+    expected = str(tokenizer.decode(last, **options)) + answer
+    for lead in ("", "\n", "."):
+        before, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], alone)
+        ids = ids[len(before) :] if ids[: len(before)] == before else []
+        if tokenizer.decode([*last, *ids], **options) == expected:
+            return list(ids)
+    return []
+
+
+# ----------------------------------------------------------------------------------------------- conversations
+
+
+def _answers_of(
+    record: Record, tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts | None
+) -> list[_Answer]:
+    """The answers of a conversation, rendered; `counts` notes what is not read."""
+    if "text" in record:
+        return [_Answer("", record["text"])]
+
+    def render(messages: list[Message]) -> str:
+        return text_of(messages, tokenizer, template, record["id"])
+
+    messages, answers = record["messages"], list[_Answer]()
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not places:
+        return []
+    messages = messages[: places[-1] + 1]
+    prompts = [render(messages[:i]) for i in places]
+    onwards = [*prompts[1:], _try(render, [*messages, {"role": "user", "content": "?"}])]
+    end = (tokenizer.eos_token or "") if template == "none" else ""
+    for i, prompt, onward in zip(places, prompts, onwards, strict=True):
+        through = render(messages[: i + 1]) + end * (i == places[-1])
+        if not through.startswith(prompt):
+            why = f"does not render message {i + 1} after the opening that decoding has"
+            raise UnusableTextError(f"{record['id']}: the chat template {why}; {other_template(TEMPLATE)}")
+        text = _up_to_end(through[len(prompt) :], onward.removeprefix(prompt), _added(tokenizer, len(tokenizer)))
+        _require_rendered(messages[i], text, record["id"])
+        answers.append(_Answer(prompt, text, through[len(prompt + text) :], UNLEARNED not in messages[i]))
+    if record.get("truncated"):  # the answer ends where a mark after its text is rendered
+        marked = render([*messages[:-1], messages[-1] | {"content": messages[-1]["content"].rstrip() + MARK}])
+        text = marked[len(prompts[-1]) :].rpartition(MARK)[0]
+        answers[-1] = answers[-1]._replace(text=text, after=through[len(prompts[-1] + text) :])
+    if counts is not None:
+        counts.note(_unread_fields(messages, render), record["id"])
+    return answers
+
+
+def _try(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """The rendered text; "" if the template refuses the messages."""
+    try:
+        return render(messages)
+    except UnusableTextError:
+        return ""
+
+
+def _up_to_end(answer: str, onward: str, added: tuple[str, ...]) -> str:
+    """An answer up to the added token that ends it: the last one that stays where the conversation goes on.
+
+    onward: the same text where it goes on. If no added token ends the answer, its end is the mark of the next turn.
+    """
+    ends, end = list[int](), len(answer.rstrip())  # line breaks after an end-of-turn token are never generated
+    while answer[:end].endswith(added):
+        ends.append(end)
+        end = len(answer[: end - max(len(mark) for mark in added if answer[:end].endswith(mark))].rstrip())
+    if ends:
+        return answer[: next((end for end in ends if onward.startswith(answer[:end])), ends[0])]
+    return answer + max((mark for mark in added if onward.startswith(answer + mark)), key=len, default="")
+
+
+def _require_rendered(message: Message, answer: str, where: str) -> None:
+    """Raise `UnusableTextError` unless all that is to be learned of a message is in `answer`, but for white space and
+    the tags around a thought."""
+    for call in message.get("tool_calls", ()):
+        if (name := call["function"]["name"]) not in answer:
+            raise UnusableTextError(f"{where}: it calls tools ({name!r}), which its chat template does not render")
+    for key in ("content", *THOUGHTS):
+        for piece in _TAG.split(message.get(key) or ""):
+            if "".join(piece.split()) not in "".join(answer.split()):
+                why = f"the template leaves {reprlib.repr(piece)} of {key} out"
+                raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
+
+
+def _unread_fields(messages: list[Message], render: Callable[[list[Message]], str]) -> Iterator[str]:
+    """The fields without which the messages are rendered alike."""
+    read = {"role", "content", UNLEARNED, *ABOUT}
+    checked = {"assistant": read | _OF_ANSWERS, "tool": read | _OF_RESULTS}
+    for key in sorted({key for message in messages for key in message.keys() - checked.get(message["role"], read)}):
+        without = [{name: message[name] for name in message if name != key} for message in messages]
+        if _try(render, without) == render(messages):
+            yield "column 'tools'" if key == TOOLS else f"field {key!r} of a turn"
 
 
 # --------------------------------------------------------------------------------------------------- pieces
 
 
-def encode_all(texts: Sequence[str], encode: Encode, most: int = PIECE) -> list[np.ndarray]:
+def encode_all(texts: Sequence[str], encode: Encode, most: int = PIECE) -> list[list[int]]:
     """`encode(texts)` in calls of at most `most` characters, since a tokenizer takes a few hundred bytes for each.
 
     A longer text is cut where tokenising the text around the cut in two parts gives the same tokens as in one. Example:
@@ -196,14 +271,12 @@ def encode_all(texts: Sequence[str], encode: Encode, most: int = PIECE) -> list[
     tokens there may differ.
     """
     cuts = [(number, start, stop) for number, text in enumerate(texts) for start, stop in spans(text, encode, most)]
-    parts: list[list[np.ndarray]] = [[] for _ in texts]
-    ended = [0] * len(texts)
+    parts: list[list[int]] = [[] for _ in texts]
     for batch in batches(cuts, lambda cut: cut[2] - cut[1], most):
         encoded = encode([texts[number][start:stop] for number, start, stop in batch])
-        for (number, start, stop), rows in zip(batch, encoded, strict=True):
-            parts[number].append(_moved(rows, start, start - ended[number]))
-            ended[number] = stop
-    return [own[0] if len(own) == 1 else np.concatenate(own) for own in parts]
+        for (number, _, _), ids in zip(batch, encoded, strict=True):
+            parts[number] += ids
+    return parts
 
 
 def spans(text: str, encode: Encode, most: int = PIECE) -> list[tuple[int, int]]:
@@ -231,14 +304,7 @@ def _cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
 def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) -> bool:
     begin, end = max(start, stop - _AROUND), after + _AROUND
     whole, left, right = encode([text[begin:end], text[begin:stop], text[after:end]])
-    return np.array_equal(whole, np.concatenate([left, _moved(right, after - begin, after - stop)]))
-
-
-def _moved(rows: np.ndarray, by: int, left_out: int) -> np.ndarray:
-    """The rows of the piece from `by` on, with offsets into the whole text; `left_out` belongs to its first token."""
-    moved = np.concatenate([rows[:, :1], rows[:, 1:] + by], axis=1)
-    moved[:1, 1:2] -= left_out
-    return moved
+    return [*whole] == [*left, *right]
 
 
 def batches(

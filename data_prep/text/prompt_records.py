@@ -1,10 +1,13 @@
 """A record of a prompt file of any layout → a prompt: user turns, or a text to continue."""
 
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.base.errors import UserError
-from outrider.data_prep.text.records import Raw, Record, alpaca_instruction, is_conversation, require_encodable
+from outrider.data_prep.text import messages, records
+from outrider.data_prep.text.messages import Message, Raw, SkipRecordError
+from outrider.data_prep.text.records import Counts, FileLayout, Record, require_encodable, unread
 
 _IDS = ("question_id", "task_id", "prompt_id", "id")  # columns, the first that is there counts
 _LANGUAGES = {"cs": "Czech", "de": "German", "fr": "French", "hi": "Hindi", "ru": "Russian"}  # WMT 2014's
@@ -15,17 +18,21 @@ _ASKED = {  # column → category, and how the user's turn begins
     "article": ("summary", "Summarize: "),  # as in Spec-Bench
     "translation": ("translation", "Translate the input English sentence into "),
 }
+_REFERENCES = "answer answers output response reference highlights summary canonical_solution entry_point test"
+_ANSWERS = {*_REFERENCES.split()}  # columns of answers and of what judges them
 NOT_THERE = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for third-party texts
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: the user's turns, and whether they are chat (to be rendered by a template) or bare text."""
+    """One prompt: the user's turns, whether they are chat (to be rendered by a template) or bare text, and what the
+    system says before them."""
 
     id: str
     category: str
     turns: tuple[str, ...]
     chat: bool
+    system: str = ""
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
@@ -34,36 +41,77 @@ class Prompt:
             return (self.id,)
         return tuple(f"{self.id}/turn{number}" for number in range(1, len(self.turns) + 1))
 
+    def messages(self, texts: Sequence[str]) -> list[Message]:
+        """The conversation of `texts`, user and assistant in turn, after the system's text."""
+        return [{"role": "system", "content": self.system}] * bool(self.system) + [*map(dict, messages.turns_of(texts))]
+
 
 def as_record(prompt: Prompt) -> dict[str, object]:
     """A record that `to_prompt` reads as `prompt`."""
-    said = {"turns": prompt.turns} if prompt.chat else {"prompt": prompt.turns[0]}
-    return {"id": prompt.id, "category": prompt.category, **said}
+    turns: dict[str, object] = {"turns": prompt.turns} if prompt.chat else {"prompt": prompt.turns[0]}
+    turns |= {"system": prompt.system} if prompt.system else {}
+    return {"id": prompt.id, "category": prompt.category, **turns}
 
 
-def to_prompt(raw: object, where: str, number: int) -> Prompt:
-    """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors.
+def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None) -> Prompt:
+    """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors. `counts` notes
+    what is not read.
 
-    Raises `UserError` for a record without a known column, and for a prompt that is not text, or is blank.
+    Of a conversation, and of the column `history`, the user's turns are asked: the target gives its own answers.
+
+    Raises `UserError` for a record without a known column, and for a prompt that is not text, or is blank, and
+    `SkipRecordError` for a conversation that cannot be asked.
     """
     if isinstance(raw, str):
         return Prompt(str(number), "text", (prompt_text(raw, where),), False)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
+    counts = Counts() if counts is None else counts
     identity = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
     category = require_encodable(str(raw.get("category") or ""), where)
+    column, kind, turns = _column_of(raw, where)
+    if kind in ("code", "text"):
+        counts.note(unread(raw, {column, *_ANSWERS}, ()), where)
+        if beside := [name for name in (*messages.SYSTEM, "history", "tools") if raw.get(name)]:
+            why = f"{beside[0]!r} stands beside a text to continue; call the column 'question' if it is one"
+            raise SkipRecordError("malformed", why)
+        return Prompt(identity, category or kind, turns, False)
+    if turns:
+        talk = messages.to_messages(raw, messages.turns_of(turns[:1]))
+        read = {column, *(("input", "context", "text") if column == "instruction" else ())}
+        counts.note(unread(raw, {*read, *_ANSWERS, *messages.SYSTEM, "history", "tools"}, ()), where)
+    else:
+        record = records.to_record(raw, FileLayout(kind, column), where, counts)
+        assert "messages" in record
+        talk = record["messages"]
+    if messages.uses_tools(talk):
+        raise SkipRecordError("malformed", "it has tools, whose results the target does not write")
+    system, questions = messages.system_and_questions(talk)
+    if not questions:
+        raise SkipRecordError("empty", "it has no question")
+    fields = {key for message in [*system, *questions] for key in message} - {"role", "content", *messages.ABOUT}
+    counts.note([f"field {key!r} of a turn" for key in sorted(fields)], where)
+    texts = [message["content"] for message in questions]
+    first = "".join(message["content"] for message in system)
+    return Prompt(identity, category or (kind if turns else "chat"), (*texts, *turns[1:]), True, first)
+
+
+def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
+    """The column of a prompt, its kind and texts; of a conversation the layout as kind, and no texts."""
+    if layout := records.layout_of_turns(raw, ("prompt",)):
+        return layout.column, layout.name, ()
     turns = raw["turns"] if "turns" in raw else raw.get("prompt")
     if "turns" in raw or isinstance(turns, list):
-        return Prompt(identity, category or "question", _turns(turns, where), True)
+        return "turns" if "turns" in raw else "prompt", "question", _turns(turns, where)
     for column, (kind, request) in _ASKED.items():
         if column in raw:
-            return Prompt(identity, category or kind, (request + _asked(raw, column, where),), True)
+            return column, kind, (request + _asked(raw, column, where),)
     for column in ("prompt", "text"):
         if column in raw:
             kind = "code" if column == "prompt" and "task_id" in raw else "text"
-            return Prompt(identity, category or kind, (prompt_text(raw[column], where),), False)
+            return column, kind, (prompt_text(raw[column], where),)
     raise UserError(
-        f"{where}: expected one of the columns turns, {', '.join(_ASKED)}, prompt, text; "
+        f"{where}: expected one of the columns turns, {', '.join(_ASKED)}, messages, conversations, prompt, text; "
         f"columns present: {', '.join(map(str, raw)) or '(none)'}"
     )
 
@@ -71,17 +119,17 @@ def to_prompt(raw: object, where: str, number: int) -> Prompt:
 def _turns(turns: object, where: str) -> tuple[str, ...]:
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{where}: turns={turns!r}: expected a list of texts")
-    said = tuple(prompt_text(turn, where) for turn in turns)
-    if any(turn.startswith(NOT_THERE) for turn in said):
+    texts = tuple(prompt_text(turn, where) for turn in turns)
+    if any(text.startswith(NOT_THERE) for text in texts):
         raise UserError(f"{where}: a place-holder of SPEED-Bench; fill the copy by the benchmark's own preparation")
-    return said
+    return texts
 
 
 def _asked(raw: Raw, column: str, where: str) -> str:
     value = raw[column]
     if column != "translation":
         text = prompt_text(value, where)
-        return prompt_text(alpaca_instruction(raw), where) if column == "instruction" else text
+        return prompt_text(records.alpaca_instruction(raw), where) if column == "instruction" else text
     other = next((code for code in value if code in _LANGUAGES), "") if isinstance(value, dict) else ""
     if not isinstance(value, dict) or value.keys() != {"en", other}:
         raise UserError(f"{where}: translation={reprlib.repr(value)}: expected en and one of {', '.join(_LANGUAGES)}")
@@ -97,7 +145,7 @@ def prompt_text(value: object, where: str) -> str:
 
 def asks(raw: object) -> bool:
     """Whether a record's columns are those of a prompt, not of a conversation or a training text."""
-    if not isinstance(raw, dict) or is_conversation(raw):
+    if not isinstance(raw, dict) or records.is_conversation(raw):
         return False
     return bool({"turns", *_ASKED} & raw.keys()) or ("prompt" in raw and "text" not in raw)
 
@@ -105,5 +153,6 @@ def asks(raw: object) -> bool:
 def asked_record(prompt: Prompt, identity: str) -> Record:
     """A prompt in the normal form of records: consecutive user turns, or a text marked `asked`."""
     if prompt.chat:
-        return {"id": identity, "messages": [{"role": "user", "content": turn} for turn in prompt.turns]}
+        questions: list[Message] = [{"role": "user", "content": turn} for turn in prompt.turns]
+        return {"id": identity, "messages": [*prompt.messages(()), *questions]}
     return {"id": identity, "text": prompt.turns[0], "asked": True}

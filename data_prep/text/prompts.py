@@ -4,12 +4,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from outrider.base.errors import UserError, require
 from outrider.data_prep.text.data_files import read_file
+from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
-from outrider.data_prep.text.records import turn_key
+from outrider.data_prep.text.records import Counts, turn_key, warn_of_unused
 from outrider.data_prep.text.settings import BENCHMARKS, DataConfig, prompt_file
 from outrider.data_prep.text.sources import Split, read_records
 
@@ -32,7 +34,8 @@ def read_prompts(
       one per file, and more from within the files if `limit` needs them.
       A path of a JSONL, JSON or parquet file. Its columns determine the layout: MT-Bench / Spec-Bench (turns, or a list
       in prompt), HumanEval (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), CNN/DM
-      (article), WMT (translation), plain prompt or text, or a JSON list of strings.
+      (article), WMT (translation), the user's turns of a conversation (messages, ShareGPT), plain prompt or text, or a
+      JSON list of strings. A text file is one prompt.
       Questions are chat, the others are text to complete.
       The name of a benchmark (see `prompt_file`).
       A list of texts to complete.
@@ -46,10 +49,8 @@ def read_prompts(
         require(prompt_chars >= 1, "prompt_chars", prompt_chars, "at least 1")
         found = _from_library(prompt_chars, heldout_fraction, limit)
     elif isinstance(prompts, str):
-        path, found = prompt_file(prompts), []
-        where = prompts if prompts in BENCHMARKS else str(path)
-        for number, raw in read_file(path):
-            found.append(to_prompt(raw, f"{where}:{number}" if number else where, number))
+        path = prompt_file(prompts)
+        found = list(_of_file(path, prompts if prompts in BENCHMARKS else str(path)))
     else:
         found = [
             Prompt(f"inline:{i}", "inline", (prompt_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)
@@ -62,6 +63,24 @@ def read_prompts(
     return found if limit is None else _spread(found, limit)
 
 
+def _of_file(path: Path, file: str) -> Iterator[Prompt]:
+    """The prompts of a file; warns of those that cannot be asked, of what is not read, and of texts to continue."""
+    counts, number = Counts(), 0
+    for number, raw in read_file(path):
+        where = f"{file}:{number}" if number else file
+        try:
+            prompt = to_prompt(raw, where, number, counts)
+        except SkipRecordError as error:
+            counts.refuse(error.reason, f"{where}: {error}")
+            continue
+        counts["texts"] += not prompt.chat
+        yield prompt
+    warn_of_unused(counts, counts.first)
+    if counts["texts"] and file not in BENCHMARKS:
+        remedy = "the columns 'turns' and 'question' ask" if number else "a text file is one prompt"
+        print(f"prompts={file}: {counts['texts']} texts to continue as they stand; {remedy}", flush=True)
+
+
 def parted(
     prompts: Sequence[Prompt], heldout_fraction: float, where: str, *, by_hash: bool = False
 ) -> dict[Split, list[Prompt]]:
@@ -72,10 +91,13 @@ def parted(
     holds out a part of the answers to the rest. Raises `UserError` naming `where` for too few.
     """
     groups: dict[str, list[Prompt]] = {}
-    for prompt in {prompt.turns: prompt for prompt in prompts}.values():
+    for prompt in {(prompt.system, prompt.turns): prompt for prompt in prompts}.values():
         groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
     if len(groups) < _FEWEST:
-        raise UserError(f"{where}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}")
+        remedy = 'one {"turns": ["…"]} a line of a .jsonl file; any other text file is one prompt'
+        raise UserError(
+            f"{where}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}: {remedy}"
+        )
     count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
     held = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
     found: dict[Split, list[Prompt]] = {"train": [], "heldout": []}

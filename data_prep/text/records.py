@@ -1,23 +1,30 @@
 """Records of any layout → a common normal form."""
 
-import re
 import reprlib
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
+from typing import NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 from outrider.base.errors import UserError, require, warn, warn_once
-from outrider.base.files import digest_of, parse_json
+from outrider.base.files import digest_of
 from outrider.base.settings import construct
+from outrider.data_prep.text.messages import (
+    ABOUT,
+    SYSTEM,
+    Message,
+    Raw,
+    SkipRecordError,
+    encodable,
+    items,
+    role_turns,
+    to_messages,
+    turns_of,
+)  # fmt: skip
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 
-_ROLES = {
-    "system": "system", "tool": "tool", **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "assistant"), "assistant"),
-}  # fmt: skip
 _COLUMNS = {
     "text": "text",
     "code": "content",
@@ -27,16 +34,13 @@ _COLUMNS = {
     "alpaca": "output",
 }
 _TEXT_COLUMNS = {"text": "text", "content": "code"}
-_LIST = re.compile(r"\s*\[\s*[{\"']")  # the begin of a list in a text
 # Not "turns": in benchmarks all of them are questions.
 _CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")
 _ANSWER_COLUMNS = ("output", "response")
-
-
-Raw = Mapping[str, object]  # a record as it stands in a file
-# {"role": system, user, assistant or tool; "content": text}; of tools also "tool_calls" and what a result refers to, as
-# chat templates take them. The first message of a conversation has its "tools", if it has some.
-Message = dict[str, Any]
+_ALPACA = ("instruction", "input", "context")  # columns that make the user's turn
+_OF_TURNS = {*SYSTEM, "history", "tools"}  # columns of a conversation beside its turns
+_OF_OTHERS = {*_OF_TURNS, *_ALPACA, *_CHAT_COLUMNS, *_ANSWER_COLUMNS, "prompt", "question", "text"}
+_UNREAD = "not read: "
 Typed = TypeVar("Typed")
 
 
@@ -50,6 +54,14 @@ class Read:
     def __post_init__(self) -> None:
         inside = all(0 < begin < end <= len(self.ids) for begin, end in self.answers)
         require(inside and min(self.ids) >= 0, "answers", self.answers, f"places in {len(self.ids)} token ids")
+
+
+def joined(documents: Sequence[Read], prompt: list[int], ids: Sequence[int], learned: bool = True) -> list[Read]:
+    """`documents` and an answer to a prompt: in the last of them if the prompt begins with that, else in a new one."""
+    read, answers = [*prompt, *ids], [(len(prompt), len(prompt) + len(ids))] * learned
+    if documents and read[: len(documents[-1].ids)] == documents[-1].ids:
+        return [*documents[:-1], Read(read, [*documents[-1].answers, *answers])]
+    return [*documents, Read(read, answers)]
 
 
 @dataclass(frozen=True)
@@ -90,18 +102,15 @@ class FileLayout(NamedTuple):
     column: str
 
 
-class SkipRecordError(Exception):
-    """A record that cannot be used and is counted under `reason`: empty or malformed. why: what is wrong with it."""
-
-    def __init__(self, reason: Literal["empty", "malformed"], why: str) -> None:
-        super().__init__(why)
-        self.reason = reason
-
-
 class Counts(Counter[str]):
-    """Counts of records by outcome. first: the place of the first unusable record, and the reason."""
+    """Counts of records by outcome, and of what is not read. first: the first unusable record, and the reason."""
 
     first = ""
+
+    def note(self, names: Iterable[str], where: str) -> None:
+        """Count what is not read in a record, such as "column 'context'", under its name and first place."""
+        for name in names:
+            self[next((key for key in self if key.startswith(f"{_UNREAD}{name}, ")), f"{_UNREAD}{name}, {where}")] += 1
 
     def refuse(self, kind: str, why: str) -> None:
         """Count an unusable record; `why` begins with its place."""
@@ -119,11 +128,14 @@ class Counts(Counter[str]):
 
 
 def warn_of_unused(counts: Mapping[str, int], first: str) -> None:
-    """Warn of unusable records, if `first` names one."""
+    """Warn of unusable records, if `first` names one, and of what is not read."""
     if first:
         kinds = ("empty", "malformed", "unreadable", "unsupervised", "refused", "skipped")
-        found = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))
-        warn(f"data: left out {found}; one of them: {first}")
+        outcomes = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))
+        warn(f"data: left out {outcomes}; one of them: {first}")
+    for key in counts:
+        if key.startswith(_UNREAD):
+            warn_once(f"data: {key} and {counts[key] - 1} other records; what is read: docs/data.md")
 
 
 def find_layout(record: object, layout: str, column: str | None, where: str) -> FileLayout:
@@ -138,13 +150,23 @@ def find_layout(record: object, layout: str, column: str | None, where: str) -> 
         _require_column(raw, column, where)
     elif "instruction" in raw and (answer := _first(raw, _ANSWER_COLUMNS)):
         return FileLayout("alpaca", answer)
-    column = column or _first(raw, _CHAT_COLUMNS) or _first(raw, tuple(_TEXT_COLUMNS))
-    found = column and _layout_of_value(_items(raw[column], column), column)
-    if not column or not found:
-        raise UserError(
-            f"{where}: cannot tell the layout from columns {_columns(raw)}; name it with layout= and column="
-        )
-    return FileLayout(found, column)
+    elif turns := layout_of_turns(raw):
+        return turns
+    column = column or _first(raw, tuple(_TEXT_COLUMNS))
+    name = column and _layout_of_value(_value_of(raw, column), column)
+    if not column or not name:
+        remedy = "name it with layout= and column="
+        raise UserError(f"{where}: cannot tell the layout from columns {_columns(raw)}; {remedy}")
+    return FileLayout(name, column)
+
+
+def layout_of_turns(raw: Raw, more: Sequence[str] = ()) -> FileLayout | None:
+    """The layout of the first column that holds turns; of `more` columns only with roles, as texts are questions."""
+    for column in (*_CHAT_COLUMNS, *(name for name in more if isinstance(raw.get(name), list))):
+        layout = _layout_of_value(_value_of(raw, column), column) if column in raw else None
+        if layout in ("sharegpt", "messages") or (layout == "turns" and column not in more):
+            return FileLayout(layout, column)
+    return None
 
 
 def is_conversation(raw: Raw) -> bool:
@@ -152,8 +174,9 @@ def is_conversation(raw: Raw) -> bool:
     return bool(_first(raw, _CHAT_COLUMNS)) or ("instruction" in raw and bool(_first(raw, _ANSWER_COLUMNS)))
 
 
-def to_record(record: object, layout: FileLayout, identity: str) -> Record:
-    """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors.
+def to_record(record: object, layout: FileLayout, identity: str, counts: Counts | None = None) -> Record:
+    """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors. `counts`
+    notes what is not read.
 
     A raw record of generate-responses is `truncated` with "finish": "length", and keeps what is `Written`. Texts become
     `encodable`.
@@ -163,27 +186,31 @@ def to_record(record: object, layout: FileLayout, identity: str) -> Record:
     """
     raw = _mapping(record, identity)
     _require_column(raw, layout.column, identity)
-    value = raw[layout.column]
-    if layout.name in ("turns", "sharegpt", "messages"):
-        value = _items(value, layout.column)
-    turns: list[Raw]
-    match layout.name:
-        case "text" | "code":
-            return _truncated(raw, text_record(_typed(value, str, layout, identity), identity))
-        case "alpaca":
-            _require_column(raw, "instruction", identity)
-            turns = _said(("user", alpaca_instruction(raw)), ("assistant", value))
-        case "turns":
-            items = _typed(value, list, layout, identity)
-            turns = _said(*(("assistant" if i % 2 else "user", item) for i, item in enumerate(items)))
-        case "sharegpt":
-            turns = _role_turns(_typed(value, list, layout, identity), "from", "value")
-        case _:
-            turns = _role_turns(_typed(value, list, layout, identity), "role", "content")
-    messages = _messages(turns)
-    if messages and raw.get("tools"):
-        messages[0]["tools"] = _items(raw["tools"], "tools")
-    return _truncated(raw, {"id": identity, "messages": messages})
+    if layout.name in ("text", "code"):
+        text = text_record(_typed(raw[layout.column], str, layout, identity), identity)
+        beside = unread({name: raw[name] for name in raw if name in _OF_OTHERS}, {layout.column}, ())
+        return _truncated(raw, text, counts, beside)
+    turns = _turns(raw, layout, identity)
+    messages = to_messages(raw, turns)
+    beside = unread(raw, {layout.column, *_OF_TURNS, *_ALPACA}, [message["content"] for message in messages])
+    if "assistant" in [turn["role"] for turn in turns if turn["role"] != "system"][:1] and not raw.get("history"):
+        beside.append("an answer before the first question")
+    return _truncated(raw, {"id": identity, "messages": messages}, counts, beside)
+
+
+def _turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
+    if layout.name == "alpaca":
+        _require_column(raw, "instruction", identity)
+        return turns_of([alpaca_instruction(raw), raw[layout.column]])
+    values: list[object] = _typed(_value_of(raw, layout.column), list, layout, identity)
+    names = ("from", "value") if layout.name == "sharegpt" else ("role", "content")
+    return turns_of(values) if layout.name == "turns" else role_turns(values, *names)
+
+
+def unread(raw: Raw, read: Collection[str], texts: Collection[object]) -> list[str]:
+    """The columns of a record that are neither read nor known to be about it, nor a copy of one of its `texts`."""
+    beside = [name for name in raw if name not in read and name not in ABOUT and raw[name] not in (None, "", [], {})]
+    return [f"column {str(name)!r}" for name in beside if not (isinstance(raw[name], str) and raw[name] in texts)]
 
 
 def text_record(text: str, identity: str) -> TextRecord:
@@ -191,11 +218,6 @@ def text_record(text: str, identity: str) -> TextRecord:
     if not text.strip():
         raise SkipRecordError("empty", "its text is blank")
     return {"id": identity, "text": encodable(text)}
-
-
-def encodable(text: str) -> str:
-    """Replace lone surrogates, valid in JSON but not in UTF-8 or a tokenizer, by question marks."""
-    return text.encode(errors="replace").decode()
 
 
 def require_encodable(text: str, where: str) -> str:
@@ -208,7 +230,10 @@ def require_encodable(text: str, where: str) -> str:
 def text_digest(record: Mapping[str, object]) -> str:
     """A digest of the texts in a record of generate-responses: its tokens are used only if the texts are unchanged."""
     messages = record.get("messages")
-    texts = [one["content"] for one in messages] if isinstance(messages, list) else []
+    texts = [
+        message["content"] if message.keys() <= {"role", "content"} else message
+        for message in (messages if isinstance(messages, list) else ())
+    ]
     return digest_of(texts or record["text"])[:16]
 
 
@@ -218,8 +243,8 @@ def warn_of_text(identity: str, why: str) -> None:
 
 
 def alpaca_instruction(raw: Raw) -> str:
-    """The user turn of an Alpaca record: the instruction, followed by the input if there is one."""
-    return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
+    """The user turn of an Alpaca record: the instruction, followed by the input or context if there is one."""
+    return "\n\n".join(str(raw[name]) for name in _ALPACA if raw.get(name))
 
 
 HELDOUT_BY = "first turn"  # recorded with a run, since `split_key` decides its held-out records
@@ -237,8 +262,10 @@ def turn_key(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
-def _truncated(raw: Raw, record: Record) -> Record:
-    if raw.get("finish") == "length":
+def _truncated(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
+    if counts is not None:
+        counts.note(beside, record["id"])
+    if "length" in (raw.get("finish"), raw.get("finish_reason")):
         record["truncated"] = True
     written = raw.get("written")
     if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's
@@ -253,82 +280,6 @@ def _truncated(raw: Raw, record: Record) -> Record:
     return record
 
 
-def _messages(turns: Sequence[Raw]) -> list[Message]:
-    """Turns → messages: an optional system message, then user and assistant in turn.
-
-    The assistant may call tools, whose results follow, and then its answer. Calls have their arguments as a mapping.
-    """
-    said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
-    if not any(message["content"].strip() for message in said):
-        raise SkipRecordError("empty", "no turn has a text")
-    head = [message for message in said[:1] if message["role"] == "system" and message["content"]]
-    rest = said[1:] if said[0]["role"] == "system" else said
-    if rest and rest[0]["role"] == "assistant":  # some exports begin in the middle of a conversation
-        rest = rest[1:]
-    before = "assistant"
-    for number, message in enumerate(rest, 1 + len(said) - len(rest)):
-        role = message["role"]
-        if role not in _FOLLOWS[before]:
-            raise SkipRecordError("malformed", f"turn {number} is of {role}: expected {' or '.join(_FOLLOWS[before])}")
-        if not (message["content"].strip() or message.get("tool_calls")):
-            raise SkipRecordError("empty", f"turn {number}, of {role}, is blank")
-        before = "calls" if message.get("tool_calls") else role
-    return head + rest
-
-
-_FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "calls": ("tool",), "tool": ("tool", "assistant")}
-_OF_TOOLS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}  # of a message, as templates read them
-
-
-def _message(turn: Raw, number: int) -> Message:
-    role, content = turn.get("role"), turn.get("content")
-    if not isinstance(content, str | None):
-        raise SkipRecordError("malformed", f"turn {number} holds {type(content).__name__}: expected a text")
-    message: Message = {"role": str(role), "content": encodable(content or "")}
-    message |= {key: turn[key] for key in _OF_TOOLS.get(str(role), ()) if turn.get(key)}
-    try:
-        if calls := _items(message.get("tool_calls"), "tool_calls"):
-            message["tool_calls"] = [_call(call) for call in cast("list[dict[str, dict[str, object]]]", calls)]
-    except (TypeError, KeyError, UserError) as error:
-        raise SkipRecordError("malformed", f"turn {number}: no calls of tools ({error})") from None
-    return message
-
-
-def _call(call: Mapping[str, dict[str, object]]) -> Raw:
-    """A call with its arguments as a mapping, as chat templates take them."""
-    function = {**call["function"], "name": str(call["function"]["name"])}
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = parse_json(str(function["arguments"]) or "{}")
-    return {**call, "function": function}
-
-
-def _said(*turns: tuple[str, object]) -> list[Raw]:
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def _role_turns(items: list[object], role: str, content: str) -> list[Raw]:
-    turns: list[Raw] = [item for item in items if isinstance(item, dict)]
-    if len(turns) < len(items):
-        raise SkipRecordError("malformed", "a turn is no mapping")
-    for number, turn in enumerate(turns, 1):
-        if str(turn.get(role)) not in _ROLES:
-            given = reprlib.repr(turn.get(role))
-            raise SkipRecordError("malformed", f"turn {number}: {role}={given}: expected {', '.join(_ROLES)}")
-    return [{**turn, "role": _ROLES[str(turn[role])], "content": turn.get(content)} for turn in turns]
-
-
-def _items(value: object, column: str) -> object:
-    """A list that a table stores as JSON text, or as a mapping of lists, one per field; others unchanged."""
-    if isinstance(value, str) and column not in _TEXT_COLUMNS and _LIST.match(value):
-        try:
-            return parse_json(value)
-        except UserError as error:
-            raise SkipRecordError("malformed", f"column {column!r} begins like a JSON list, but is {error}") from None
-    if isinstance(value, dict) and value and all(isinstance(inner, list) for inner in value.values()):
-        return [dict(zip(value, inner, strict=False)) for inner in zip(*value.values(), strict=False)]
-    return value
-
-
 def _layout_of_value(value: object, column: str) -> str | None:
     if isinstance(value, str):
         return _TEXT_COLUMNS.get(column, "text")
@@ -338,6 +289,11 @@ def _layout_of_value(value: object, column: str) -> str | None:
     if isinstance(first, dict) and "from" in first:
         return "sharegpt"
     return "messages" if isinstance(first, dict) and "role" in first else None
+
+
+def _value_of(raw: Raw, column: str) -> object:
+    """The value of a column; a list that a table stores as a text or a mapping, as a list."""
+    return raw[column] if column in _TEXT_COLUMNS else items(raw[column], column)
 
 
 def _first(raw: Raw, names: tuple[str, ...]) -> str | None:

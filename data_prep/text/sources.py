@@ -10,12 +10,12 @@ from typing import Literal
 
 from outrider.base.errors import UserError, reason
 from outrider.data_prep.text.data_files import file_digest, read_file, resolve_paths, text_rows
+from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompt_records import asked_record, asks, to_prompt
 from outrider.data_prep.text.records import (
     Counts,
     FileLayout,
     Record,
-    SkipRecordError,
     find_layout,
     split_key,
     text_record,
@@ -67,7 +67,7 @@ def read_records(
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)
                         print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
-                record = _convert(raw, layout, config, identity, number)
+                record = _convert(raw, layout, config, identity, number, counts)
                 key = identity if config.source == "python_stdlib" else split_key(record)
                 if is_heldout(key, config.heldout_fraction) == (split == "heldout"):
                     counts["records"] += 1
@@ -129,15 +129,17 @@ def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> Fil
         raise
 
 
-def _convert(raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int) -> Record:
+def _convert(
+    raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int, counts: Counts
+) -> Record:
     if layout is _PROMPTS:
-        return asked_record(to_prompt(raw, identity, number), identity)
+        return asked_record(to_prompt(raw, identity, number, counts), identity)
     if isinstance(raw, str):
         if config.layout not in ("auto", "text", "code"):
             raise UserError(f"{identity}: plain text, but layout={config.layout} needs records with columns")
         return text_record(raw, identity)
     assert layout is not None
-    return to_record(raw, layout, identity)
+    return to_record(raw, layout, identity, counts)
 
 
 def python_stdlib_files() -> list[tuple[str, Path]]:

@@ -111,7 +111,7 @@ def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], s
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         template = config.template if prompt.chat else "none"
         ids = render_prompt(
-            prompt.turns[:1], target.tokenizer, template,
+            prompt.messages(prompt.turns[:1]), target.tokenizer, template,
             most=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
         found[tuple(ids)] = prompt.id

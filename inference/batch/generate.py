@@ -105,7 +105,7 @@ def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) ->
 
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:
     """An upper bound on the tokens of a prompt with its answers; a later turn is counted by its bytes."""
-    later = sum(len(turn.encode(errors="replace")) for turn in task.upcoming)
+    later = sum(len(turn["content"].encode(errors="replace")) for turn in task.upcoming)
     return min(context, len(task.prompt) + later + config.max_new_tokens * (1 + len(task.upcoming)))
 
 

@@ -102,7 +102,7 @@ class Responder:
             task.problem = "truncated"
         if task.problem:
             if task.messages is not None:
-                task.upcoming.insert(0, task.messages.pop()["content"])
+                task.upcoming.insert(0, task.messages.pop())
             return False
         task.keep(answer)
         whole = [*task.prompt, *answer.said]
@@ -123,10 +123,10 @@ class Responder:
     def _ask_next(self, task: Task) -> bool:
         """Add the user's next turn; False if it cannot be answered, and the conversation then ends before it."""
         assert task.messages is not None
-        task.messages.append({"role": "user", "content": task.upcoming.pop(0)})
+        task.messages.append(task.upcoming.pop(0))
         render(task, self.tokenizer, self.context)
         if task.problem or len(task.prompt) >= self.context:
-            task.upcoming.insert(0, task.messages.pop()["content"])
+            task.upcoming.insert(0, task.messages.pop())
             return False
         task.parted = task.parted or parting(task.documents[-1].ids, task.messages, self.tokenizer, task.template)
         return True

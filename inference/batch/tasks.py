@@ -14,7 +14,8 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.base.words import in_words
 from outrider.data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
-from outrider.data_prep.text.records import Counts, Message, Read, Record, warn_of_unused
+from outrider.data_prep.text.messages import Message, system_and_questions, uses_tools
+from outrider.data_prep.text.records import Counts, Read, Record, joined, warn_of_unused
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.model_spec import UNLIMITED
@@ -82,7 +83,7 @@ class Task:
     prompt: list[int]
     messages: list[Message] | None = None
     bare: Sequence[str | Message] = ()
-    upcoming: list[str] = field(default_factory=list)
+    upcoming: list[Message] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     top: TopK | None = None  # distributions at the answers' tokens
     documents: list[Read] = field(default_factory=list)  # prompts and answers; successive turns share one if possible
@@ -95,10 +96,7 @@ class Task:
         """Add an answer to the current prompt; in the document of earlier answers if the prompt begins with that."""
         if answer.top is not None:
             self.top = answer.top if self.top is None else self.top.then(answer.top)
-        read, earlier = [*self.prompt, *answer.tokens], list[tuple[int, int]]()
-        if self.documents and read[: len(self.documents[-1].ids)] == self.documents[-1].ids:
-            earlier = self.documents.pop().answers
-        self.documents.append(Read(read, [*earlier, (len(self.prompt), len(read))]))
+        self.documents = joined(self.documents, self.prompt, answer.tokens)
         self.answers.append(answer)
         self.retokenised |= answer.retokenised
 
@@ -170,17 +168,15 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
         if adds_bos(tokenizer):
             ids.insert(0, tokenizer.bos_token_id)
         return Task(identity, record["id"], data.template, ids, problem=problem)
-    asked = [message for message in record["messages"] if message["role"] != "assistant"]
-    system = [message for message in asked if message["role"] == "system"]
-    turns = [message["content"] for message in asked if message["role"] == "user"]
+    system, turns = system_and_questions(record["messages"])
     turns = turns[: 1 if config.turns == "first" else None]
-    messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
-    first, problem = messages[: len(system) + 1], "" if turns else "no_question"
-    if any("tools" in message or message["role"] == "tool" for message in asked):
+    first, problem = [*system, *turns[:1]], "" if turns else "no_question"
+    if uses_tools(record["messages"]):
         problem = "tools"  # the target does not write a tool's results
     elif data.template == "none" and turns:  # a text to continue: the answer is its continuation, letter by letter
         return Task(prompt_id(first), record["id"], data.template, [], bare=first)
-    return Task(prompt_id(messages), record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
+    identity = prompt_id([*system, *turns])
+    return Task(identity, record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
 
 
 def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:

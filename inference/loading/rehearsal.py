@@ -240,4 +240,4 @@ def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> No
     (prompt,) = read_prompts(config.prompts, limit=1)
     by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
     if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):
-        render_prompt(prompt.turns[:1], tokenizer, config.template)
+        render_prompt(prompt.messages(prompt.turns[:1]), tokenizer, config.template)

@@ -63,7 +63,8 @@ class Prepared:
 def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], said: Sequence[Sequence[int]] = ()) -> list[int]:
     """The ids of `texts`, alternating user turns and answers (`said`: their ids), rendered as `prompt` requires."""
     template, most = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
-    return render_prompt(texts, setup.tokenizer, template, said=said, most=most, where=f"prompt {prompt.id}")
+    messages, where = prompt.messages(texts), f"prompt {prompt.id}"
+    return render_prompt(messages, setup.tokenizer, template, said=said, most=most, where=where)
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:

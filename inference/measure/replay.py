@@ -6,9 +6,10 @@ The session runs only the layers that the drafter shares with the target, and th
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
-The prompt format is Vicuna's. System and question up to "ASSISTANT:" are tokenised as one text, which the answer
-continues after a space. The end token follows, and the next question is a new text, as Hugging Face tokenizers split at
-special tokens. An answer is tokenised separately if its space would merge with the text before.
+The prompt format is Vicuna's. The system's text (the prompt's, if it has one) and the question up to "ASSISTANT:" are
+tokenised as one text, which the answer continues after a space. The end token follows, and the next question is a new
+text, as Hugging Face tokenizers split at special tokens. An answer is tokenised alone if its space would merge with the
+text before.
 """
 
 import os
@@ -31,8 +32,8 @@ from outrider.base.streams import Streams
 from outrider.base.words import Columns, filled
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.data_files import read_file
+from outrider.data_prep.text.messages import encodable
 from outrider.data_prep.text.prompts import Prompt, read_prompts
-from outrider.data_prep.text.records import encodable
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
@@ -225,7 +226,7 @@ def recordings(
                 f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers[prompt.id])} answers in the "
                 "transcripts; give the prompts they belong to"
             )
-        ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{VICUNA_SYSTEM} "
+        ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{prompt.system or VICUNA_SYSTEM} "
         for name, question, answer in zip(prompt.turn_ids, prompt.turns, answers[prompt.id], strict=True):
             opening = f"{system}USER: {question} ASSISTANT:"
             asked, system = vocabulary.encode(opening), ""

@@ -38,7 +38,7 @@ Run = tuple[str, ...]
 def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
     """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
     versions must not be mixed."""
-    asked = [[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts]
+    asked = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
     fingerprint = asdict(setup.target.fingerprint).items()
     drafters: dict[str, object] = {}
     for kind in KINDS.values():

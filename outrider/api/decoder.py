@@ -33,7 +33,7 @@ from outrider.base.progress import Stage
 from outrider.base.settings import Count, construct
 from outrider.base.streams import Streams
 from outrider.data_prep.text.chat import StreamedText, render_prompt
-from outrider.data_prep.text.records import Message
+from outrider.data_prep.text.messages import Message
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype

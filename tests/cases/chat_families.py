@@ -1,4 +1,4 @@
-"""Chat templates in the style of ten families, their special tokens, and answers as their models write them."""
+"""Chat templates in the style of thirteen families, their special tokens, and answers as their models write them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -100,6 +100,24 @@ FAMILIES = {
         ("[|user|]", "[|assistant|]", "[|endofturn|]"), "[|endofturn|]",
         "A prime.\n</think>\n\nSeven.", "One more.\n</think>\n\nEleven.", _THINK,
     ),
+    "spaced": Family(
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{{ '<end>' if m.role == 'assistant' else '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+        ("<end>",), "<end>", "Seven", "Seven is one",
+    ),
+    "llama2": Family(  # the system's text is inside the first turn
+        "{% set ns = namespace(head='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.head = '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' %}{% elif m.role == 'user' %}"
+        "{{ '<s>[INST] ' + ns.head + m.content + ' [/INST]' }}{% set ns.head = '' %}"
+        "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}",
+        ("<s>", "</s>"), " </s>", " Seven.", " Eleven.",
+    ),
+    "field": Family(  # a thought has a field of its own, and stays in the history
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        _IM, "<|im_end|>", "<think>A prime.</think>Seven.", "<think>One more.</think>Eleven.", _THINK,
+    ),
 }  # fmt: skip
 REWRITING = {"qwen3", "gpt_oss", "smollm3", "exaone4"}  # whose templates do not give a history back
 
@@ -107,7 +125,7 @@ REWRITING = {"qwen3", "gpt_oss", "smollm3", "exaone4"}  # whose templates do not
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     """One of bytes, with merges, so that a text may be written in several ways."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("S", "e"), ("Se", "v"), ("e", "n"), ("p", "r"), ("pr", "i"), ("m", "e")]
+    merges = [("S", "e"), ("Se", "v"), ("e", "n"), ("p", "r"), ("pr", "i"), ("m", "e"), ("Ġ", "Sev")]
     vocabulary = {piece: number for number, piece in enumerate([*letters, *("".join(pair) for pair in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

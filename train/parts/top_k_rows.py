@@ -15,6 +15,7 @@ from outrider.base.processes import join_processes
 from outrider.data_prep.text import records
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.documents import Document
+from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, is_heldout
@@ -120,7 +121,7 @@ def _examples(
     files = resolve_paths(config.path)
     read = ((response, file) for file in files for response in read_shard(file))
     for response, file in islice(read, config.max_records):
-        record = _record(response, file)
+        record = _record(response, file, counts)
         if record is None or is_heldout(records.split_key(record), config.heldout_fraction) != (split == "heldout"):
             continue
         counts["responses"] += 1
@@ -141,10 +142,11 @@ def _examples(
             yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
 
 
-def _record(response: Response, file: Path) -> records.Record | None:
+def _record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:
     """The record in the normal form of `read_records`, so that the held-out split is the same; None if unusable."""
     where = f"{file}: {response.record['id']}"
     try:
         return records.to_record(response.record, records.find_layout(response.record, "auto", None, where), where)
-    except records.SkipRecordError:
+    except SkipRecordError as error:
+        counts.refuse(error.reason, f"{where}: {error}")
         return None

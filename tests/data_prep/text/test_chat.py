@@ -5,6 +5,7 @@ import random
 import re
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,8 @@ from outrider.data_prep.text.chat import (
     warn_of_template,
 )
 from outrider.data_prep.text.documents import encode, written_by
-from outrider.data_prep.text.records import Counts, FileLayout, Read, SkipRecordError, Written, find_layout, to_record
+from outrider.data_prep.text.messages import SkipRecordError
+from outrider.data_prep.text.records import Counts, FileLayout, Read, Written, find_layout, to_record
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.vocabulary import for_rows
 from tests.cases.chat_families import FAMILIES, byte_fallback, cleaning, tokenizer_of
@@ -253,16 +255,26 @@ def test_turns_after_the_last_answer_are_left_out(tokenizer, make_tokenizer):
         assert not silent.supervised.any()
 
 
-def test_a_template_that_rewrites_the_history_is_refused(make_tokenizer):
+def test_of_a_template_that_rewrites_the_history_each_answer_is_learned_after_its_own_prompt(make_tokenizer):
     forgetful = make_tokenizer(
         chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    thinking = {"role": "assistant", "content": "<think>hm</think>Yes."}
-    encode([chat(QUESTION, thinking)], forgetful, "tokenizer")  # one answer: nothing to forget
-    expected = r"talk.jsonl:1: .*does not reproduce the history: message 2 is rendered .*template=vicuna"
-    refusal(expected, encode, [chat(QUESTION, thinking, *TALK[2:])], forgetful, "tokenizer")
+    talk = [QUESTION, {"role": "assistant", "content": "<think>hm</think>Yes."}, *TALK[2:]]
+    first, second = encode([chat(*talk)], forgetful, "tokenizer")
+    assert spoken(first, forgetful) == "<think>hm</think>Yes.<|im_end|>"
+    for document, turns in ((first, 1), (second, 3)):
+        prompt = render_prompt(talk[:turns], forgetful)
+        assert document.ids[: len(prompt)].tolist() == prompt
+        assert np.flatnonzero(document.supervised)[0] == len(prompt)
+    opened = make_tokenizer(
+        chat_template=forgetful.chat_template.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    )
+    with pytest.raises(
+        UserError, match=r"talk.jsonl:1: .*does not render message 2 after the opening .*template=vicuna"
+    ):
+        encode([chat(*TALK)], opened, "tokenizer")
 
 
 def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokenizer):
@@ -293,18 +305,11 @@ def test_a_template_that_writes_without_end_is_reported(make_tokenizer):
     refusal(r"prompt: the chat template of .* makes 1440000 characters of 2", render_prompt, ["Hi"], tokenizer)
 
 
-def test_conversations_need_a_chat_template_and_offsets(make_tokenizer):
+def test_conversations_need_a_chat_template(make_tokenizer):
     bare = make_tokenizer(chat_template=None)
     with pytest.raises(UserError, match=r"has no chat template, which conversations need; use data.template=vicuna"):
         encode([chat(QUESTION, ANSWER)], bare, "tokenizer")
     refusal(r"has no chat template", render_prompt, ["Hello"], bare, "tokenizer")
-
-    class Slow(PreTrainedTokenizerFast):
-        is_fast = False
-
-    slow = Slow(tokenizer_object=bare.backend_tokenizer, eos_token="</s>")
-    refusal(r"need a fast tokenizer \(tokenizer.json\)", encode, [chat(QUESTION, ANSWER)], slow, "vicuna")
-    assert len(encode([{"id": "t", "text": "return"}], slow, "vicuna")) == 1
 
 
 # ------------------------------------------------------------------------------------------------- prompts

@@ -44,6 +44,16 @@ LAYOUTS = {  # in the columns that the datasets have, and the prompts that becom
                     Prompt("9f", "rag", ("q",), True)),
     "no category": ({"question_id": 0, "category": "", "turns": ["q"]}, Prompt("0", "question", ("q",), True)),
     "no input": ({"instruction": "Sing.", "input": "", "output": "la"}, Prompt("1", "instruction", ("Sing.",), True)),
+    "system": ({"system": "Be brief.", "turns": ["q", "r"]}, Prompt("1", "question", ("q", "r"), True, "Be brief.")),
+    "history": ({"instruction": "b", "history": [["a", "A"]], "system_prompt": "s", "output": "B"},
+                Prompt("1", "instruction", ("a", "b"), True, "s")),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "A"}], "system": "s"},
+                 Prompt("1", "chat", ("a",), True, "s")),
+    "messages": ({"prompt": "a", "tools": "[]", "messages": [
+                    {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                    {"role": "assistant", "content": "A"}, {"role": "user", "content": "b"}]},
+                 Prompt("1", "chat", ("a", "b"), True, "s")),
+    "trl": ({"prompt": [{"role": "user", "content": "a"}]}, Prompt("1", "chat", ("a",), True)),
     "prompt": ({"prompt": "Once"}, Prompt("1", "text", ("Once",), False)),
     "text": ({"id": "x", "text": "Once"}, Prompt("x", "text", ("Once",), False)),
 }  # fmt: skip

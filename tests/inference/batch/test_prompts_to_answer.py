@@ -35,7 +35,8 @@ def test_every_layout_of_prompts_is_asked_as_evaluation_asks_it(make, row, promp
     (task,), _ = _tasks(replace(config, data=replace(config.data, layout=layout)))
     tokenizer = letter_tokenizer()
     if prompt.chat:
-        assert [message["content"] for message in task.messages] + task.upcoming == list(prompt.turns)
+        texts = [message["content"] for message in [*task.messages, *task.upcoming]]
+        assert texts == [*filter(None, [prompt.system]), *prompt.turns]
     elif "text" in row and layout == "auto":  # a text to learn from, of which the beginning is a prompt
         assert task.prompt == render_prompt(prompt.turns, tokenizer, "none")[: len("Once") // 2]
     else:

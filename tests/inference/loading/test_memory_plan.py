@@ -190,7 +190,13 @@ def test_experiments_of_13_billion_fit_a_gpu_of_80_gb(name: str, context: int, m
     """Answers with a batch of the longest prompts, and the training with the whole target beside it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     target = llama_2(13, max_position_embeddings=context)
-    longest = Task("0", "0", "vicuna", [1] * 64, upcoming=["x" * context] if name == "vicuna_13b" else [])
+    longest = Task(
+        "0",
+        "0",
+        "vicuna",
+        [1] * 64,
+        upcoming=[{"role": "user", "content": "x" * context}] if name == "vicuna_13b" else [],
+    )
     said = describe_plan(composed(f"generate_responses/{name}"), target, [longest], context)
     assert 50 < float(re.search(r"device_gb=(\S+)", said)[1]) < 75
     parts = held(composed(f"eesd/{name}"), target, 3)

@@ -1,0 +1,185 @@
+"""Turns of a conversation, as files hold them → messages, as chat templates take them."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+from outrider.base.errors import UserError
+from outrider.base.files import parse_json
+
+Raw = Mapping[str, object]  # a record as it stands in a file
+# {"role": system, user, assistant or tool; "content": text}, and all other fields of the turn for the template to read.
+# The first message of a conversation may have `TOOLS`; an answer that is read but not learned has `UNLEARNED`.
+Message = dict[str, Any]
+TOOLS, UNLEARNED = "tools of the conversation", "not learned"  # fields that no template sees
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # texts that an answer has before its content
+SYSTEM = ("system", "system_prompt", "system_message")  # columns of the text before the first turn
+_LEARNED = ("weight", "train", "training", "trainable", "loss")  # fields of an answer: 0 or false, it is not learned
+_UNCLEAR = ("mask", "masked", "loss_mask", "loss_scale", "train_detail")  # of an answer: these may mean anything
+_ROLES = {
+    "system": "system", "tool": "tool", **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "assistant"), "assistant"),
+}  # fmt: skip
+_FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "calls": ("tool",), "tool": ("tool", "assistant")}
+_FACTS = """id ids uuid idx index question_id prompt_id task_id conversation_id conversation_hash dataset source src_id
+origin category sub_category lang language license url date timestamp created split score model turn num_turns tags
+topic meta metadata finish finish_reason written tokens prompt_tokens unanswered_turns retokenised text_differs"""
+ABOUT = {*_FACTS.split()}  # columns and fields about a record or a turn, which no target reads
+
+
+class SkipRecordError(Exception):
+    """A record that cannot be used and is counted under `reason`: empty or malformed. why: what is wrong with it."""
+
+    def __init__(self, reason: Literal["empty", "malformed"], why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+def malformed(where: str, value: object, expected: str) -> SkipRecordError:
+    return SkipRecordError("malformed", f"{where}={reprlib.repr(value)}: expected {expected}")
+
+
+def to_messages(raw: Raw, turns: Sequence[Raw]) -> list[Message]:
+    """The messages of a record: its system column, its history, and then `turns` without an answer that opens them.
+
+    An optional system message is first. Then user and assistant alternate; the assistant may call tools, whose results
+    follow, and then its answer. Raises `SkipRecordError` for anything else.
+    """
+    pairs = listed(raw.get("history"), "history")
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise malformed("history", pairs, "pairs of a question and its answer")
+    history = turns_of([text for pair in cast("list[list[object]]", pairs) for text in pair])
+    messages = [_message(turn, number) for number, turn in enumerate([*history, *turns], 1)]
+    if not any(message["content"].strip() for message in messages):
+        raise SkipRecordError("empty", "no turn has a text")
+    first = int(messages[0]["role"] == "system")
+    skipped = messages[first:][:1] and messages[first]["role"] == "assistant"  # the export begins in the middle
+    talk = messages[first + bool(skipped) :]
+    _require_order(talk, len(messages) - len(talk) + 1)
+    system = system_of(raw)
+    if system and first and messages[0]["content"].strip() not in ("", system.strip()):
+        raise malformed("system column", system, "the text of the system turn, or only one of them")
+    head = [{"role": "system", "content": system}] if system else messages[:first]
+    if talk and (tools := listed(raw.get("tools"), "tools")):
+        [*head, *talk][0][TOOLS] = tools
+    return [*head, *talk]
+
+
+def system_of(raw: Raw) -> str:
+    """The text in the system column of a record; "" if there is none."""
+    texts = [raw[name] for name in SYSTEM if raw.get(name)]
+    if not all(isinstance(text, str) and text == texts[0] for text in texts):
+        raise malformed(" and ".join(name for name in SYSTEM if raw.get(name)), texts, "one text")
+    return encodable(str(texts[0])) if texts and str(texts[0]).strip() else ""
+
+
+def system_and_questions(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """The system's message, if there is one, and the user's."""
+    system, user = ([message for message in messages if message["role"] == role] for role in ("system", "user"))
+    return system, user
+
+
+def uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether a conversation has tools, whose results the target does not write."""
+    return any(TOOLS in message or message["role"] == "tool" for message in messages)
+
+
+def turns_of(texts: Sequence[object]) -> list[Raw]:
+    """Turns of user and assistant."""
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+
+
+def role_turns(turns: Sequence[object], role: str, content: str) -> list[Raw]:
+    """Turns that have their role and content under these names."""
+    texts = list[Raw]()
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise SkipRecordError("malformed", "a turn is no mapping")
+        if str(turn.get(role)) not in _ROLES:
+            raise malformed(f"turn {number}: {role}", turn.get(role), ", ".join(_ROLES))
+        fields = {key: value for key, value in turn.items() if key not in (role, content)}
+        texts.append({**fields, "role": _ROLES[str(turn[role])], "content": turn.get(content)})
+    return texts
+
+
+def _require_order(talk: Sequence[Message], first: int) -> None:
+    """Raise `SkipRecordError` unless each message may follow the one before; first: the number of the first turn."""
+    before = "assistant"
+    for number, message in enumerate(talk, first):
+        role = message["role"]
+        if role not in _FOLLOWS[before]:
+            raise SkipRecordError("malformed", f"turn {number} is of {role}: expected {' or '.join(_FOLLOWS[before])}")
+        if not (message["content"].strip() or message.get("tool_calls") or any(map(message.get, THOUGHTS))):
+            raise SkipRecordError("empty", f"turn {number}, of {role}, is blank")
+        before = "calls" if message.get("tool_calls") else role
+
+
+def _message(turn: Raw, number: int) -> Message:
+    fields = {key: value for key, value in turn.items() if value is not None and key not in ("content", "tool_calls")}
+    message: Message = {"role": turn["role"], "content": _text_of(turn.get("content"), number)}
+    message |= {key: value for key, value in fields.items() if key not in _LEARNED}
+    for key, value in fields.items() if turn["role"] == "assistant" else ():
+        if key in _UNCLEAR or (key in _LEARNED and value not in (0, 1)):
+            raise malformed(f"turn {number}: {key}", value, "train, true or false: whether the turn is learned")
+        if key in THOUGHTS and not isinstance(value, str):
+            raise malformed(f"turn {number}: {key}", value, "a text")
+        if key in _LEARNED and not value:
+            message[UNLEARNED] = True
+    try:
+        if calls := listed(turn.get("tool_calls"), "tool_calls"):
+            message["tool_calls"] = [_call(call) for call in cast("list[dict[str, dict[str, object]]]", calls)]
+    except (TypeError, KeyError, UserError, SkipRecordError) as error:
+        raise SkipRecordError("malformed", f"turn {number}: no calls of tools ({error})") from None
+    return {key: encodable(value) if isinstance(value, str) else value for key, value in message.items()}
+
+
+def _text_of(content: object, number: int) -> str:
+    """A content as one text; it may be a list of parts {"type": "text", "text": …}."""
+    parts, texts = items(content, "content") if isinstance(content, dict) else content, list[str]()
+    for part in parts if isinstance(parts, list) else [content or ""]:
+        kind = str(part.get("type") or "text") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) and kind.endswith("text") else part
+        if not isinstance(text, str):
+            raise SkipRecordError("malformed", f"turn {number} holds {kind}: expected a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: Mapping[str, dict[str, object]]) -> Raw:
+    """A call with its arguments as a mapping, as chat templates take them."""
+    function = {**call["function"], "name": str(call["function"]["name"])}
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = parse_json(str(function["arguments"]) or "{}")
+    return {**call, "function": function}
+
+
+def items(value: object, column: str) -> object:
+    """A list that a table stores as JSON text, or as a mapping of lists, one per field; others unchanged."""
+    if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[1:].strip()[:1] in ("{", '"', "'"):
+        try:
+            return parse_json(value)
+        except UserError as error:
+            raise SkipRecordError("malformed", f"column {column!r} begins like a JSON list, but is {error}") from None
+    if isinstance(value, dict) and value and all(isinstance(inner, list) for inner in value.values()):
+        if len({len(inner) for inner in value.values()}) > 1:
+            raise malformed(f"column {column!r}", value, "lists of one length, one per field")
+        return [dict(zip(value, inner, strict=True)) for inner in zip(*value.values(), strict=True)]
+    return value
+
+
+def listed(value: object, column: str) -> list[object]:
+    """A list in any spelling; [] also for none. Raises `SkipRecordError` for another value."""
+    if not value or (isinstance(value, str) and value.strip() in ("", "null", "None", "{}")):
+        return []
+    try:
+        content = parse_json(value) if isinstance(value, str) else items(value, column)
+    except UserError:
+        content = None
+    if not isinstance(content, list):
+        raise malformed(f"column {column!r}", value, "a list")
+    return content
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, valid in JSON but not in UTF-8 or a tokenizer, by question marks."""
+    return text.encode(errors="replace").decode()
