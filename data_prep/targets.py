@@ -21,7 +21,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import read_json, require_writable, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.progress import Stage
-from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished
+from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished, require_free
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.draft_models.formats.convert import content_key, fetched, find_original, write_safetensors
 from outrider.draft_models.formats.gguf_model import load_package
@@ -92,11 +92,7 @@ def _plain(config: ConvertConfig) -> Original:
 def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> None:
     """Raise `UserError` unless the directory is empty, or holds the same conversion and `resume` is on."""
     if (folder / RECORD_FILE).exists():
-        if not resume:
-            raise UserError(
-                f"out_dir={folder}: holds an earlier conversion ({RECORD_FILE}); resume=true continues it, another "
-                "out_dir keeps both"
-            )
+        require_free(folder, (RECORD_FILE,), resume)
         made = read_json(folder / RECORD_FILE, "record of a conversion", "give another out_dir")
         check_identity(made, identity, folder / RECORD_FILE)
         return

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from outrider.cli import COMMANDS, Command
 from outrider.commands import register
-from outrider.commands.options import compose_defaults, groups_of, options_of
+from outrider.commands.options import compose_defaults, groups_of, options_of, usual
 
 PAGE = Path(__file__).parent / "options.md"
 HEAD = """# Options
@@ -40,7 +40,9 @@ def section(command: Command) -> str:
     parts += [f"It has all options of {other.typed}, and these:" for other in like]
     same = {field.name for other in like for field in dataclasses.fields(other.load_settings())} - {"out_dir"}
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    for option in options_of(schema, compose_defaults(command.name, [])):
+    options = {option.key: option for option in options_of(schema, compose_defaults(command.name, []))}
+    first = usual(command.name, options)
+    for option in sorted(options.values(), key=lambda option: option.key not in first):
         if option.key.partition(".")[0] in same:
             continue
         cells = (f"`{option.key}`", option.kind, f"`{option.default}`" if option.default else "", option.meaning)

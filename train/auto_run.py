@@ -14,7 +14,7 @@ import torch
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.progress import Stage
-from outrider.base.run_dirs import check_identity, only_run
+from outrider.base.run_dirs import check_identity, only_run, require_free
 from outrider.base.settings import read_as
 from outrider.base.words import in_shell
 from outrider.data_prep.settings import FetchConfig, PromptsConfig
@@ -143,9 +143,7 @@ def _start(
     """The facts with which a stopped run began; for a new run, those of the target's first answers."""
     path, made_of = folder / RECORD, config.deciding()
     if path.exists():
-        if not config.resume:
-            held = f"out_dir={folder}: holds an earlier run"
-            raise UserError(f"{held}; resume=true continues it, another out_dir keeps both")
+        require_free(folder, config.leaves, config.resume)
         start = read_as(Start, path, "record of a run", _REMEDY)
         check_identity(start.made_of, made_of, path, config)
         return start

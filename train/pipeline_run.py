@@ -8,7 +8,6 @@ with those of today, and it does not check the inputs of later steps before hour
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_json
 from outrider.base.progress import RELAY, Stage, relayed
-from outrider.base.run_dirs import check_identity, clear, only_run, require_rehearsal
+from outrider.base.run_dirs import check_identity, clear, only_run, require_free, require_rehearsal
 from outrider.base.settings import read_as
 from outrider.base.words import clean, in_words, option
 from outrider.draft_models.targets.model_spec import context_limit
@@ -28,10 +27,9 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.loading.rehearsal import read_some, small
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.train.pipeline_settings import HERE, ROOT, STEPS, Options, PipelineConfig
+from outrider.train.pipeline_settings import HERE, LOGS, ROOT, STEPS, Options, PipelineConfig
 
 IMPORTED = Path(__file__).parents[2]  # where steps import this project from
-LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 _AGAIN = "remove it, and resume=true does the step again"
 
 
@@ -151,10 +149,7 @@ def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = N
     with only_run(out_dir, "the products of a pipeline"):
         if starts_over:
             clear(out_dir)
-        if (out_dir / LOGS).exists() and not config.resume:
-            raise UserError(
-                f"out_dir={out_dir}: holds an earlier run; resume=true continues it, another out_dir keeps both"
-            )
+        require_free(out_dir, config.leaves, config.resume)
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
         if limit is not None:
@@ -268,7 +263,6 @@ def _tee(command: list[str], log: Path) -> int:
     }
     with log.open("ab") as file:
         file.write(clean(f"$ {shlex.join(command)}\n").encode())
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         try:
@@ -284,4 +278,3 @@ def _tee(command: list[str], log: Path) -> int:
             if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write
                 process.terminate()
                 process.wait()
-            signal.signal(signal.SIGTERM, before)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from outrider.base.errors import require, require_choice
 from outrider.base.run_dirs import rehearsal_folder
@@ -57,6 +58,7 @@ STEPS = {
         ("calibrate",),  # whose head lies in the directory of the early exit
     ),
 }
+LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
 TIME = "minutes"  # the commands' option for their time limit
 BACK = "~"  # the value of an option that is taken back
@@ -70,6 +72,7 @@ class PipelineConfig(RunConfig):
     Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `STEPS`.
     """
 
+    leaves: ClassVar[tuple[str, ...]] = (LOGS,)
     steps: dict[str, dict[str, object]] = opt(factory=dict)
     """the options of each step's command, as an experiment gives them: {eesd: {exit_layer: 3, fit.steps: 900}}; a step
     that is missing is left out (~steps.NAME)"""

@@ -1,6 +1,5 @@
 """Settings of text sources and of prompts; light, so that a config error is reported at once."""
 
-import glob
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -11,7 +10,11 @@ from annotated_types import Ge, Le, Lt
 
 from outrider.base.errors import UserError, reason, require
 from outrider.base.files import user_cache
-from outrider.base.settings import Count, Named, Place, Settings, free, only, opt
+from outrider.base.places import Place
+from outrider.base.settings import Count, Named, Settings, free, only, opt
+from outrider.data_prep.text.data_files import matching, read_file, resolve_paths
+from outrider.data_prep.text.prompt_records import to_prompt
+from outrider.data_prep.text.records import Counts
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # The template of a conversation: the tokenizer's own, Vicuna's, or none, the bare texts (for base models).
@@ -31,8 +34,30 @@ wmt wmt/wmt14 b199e406369ec1b7634206d3ded5ba45de2fe696 de-en/test-00000-of-00001
 """
 BENCHMARKS = {name: hub_file for name, *hub_file in map(str.split, _TABLE.strip().splitlines())}
 _WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMARKS)}, which the Hub has"
-PromptFile = Annotated[str, Place(_WHAT, besides=tuple(BENCHMARKS))]
-PromptSource = Annotated[str, Place(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS))]
+
+
+@dataclass(frozen=True)
+class Records(Place):
+    """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number."""
+
+    begins: tuple[bytes, ...] = (b"",)
+    check: Callable[[object, str, int], object] = lambda *record: record
+
+    def require(self, key: str, value: str) -> None:
+        """Raise `UserError` also for a file without a record, and if its first one is unusable."""
+        super().require(key, value)
+        if value in self.besides or not os.path.isfile(value):
+            return
+        number, record = next(read_file(Path(value)), (0, None))
+        if record is None:
+            raise UserError(f"{key}={value}: no record in it; give {self.what}")
+        self.check(record, f"{value}:{number}", number)
+
+
+PromptFile = Annotated[str, Records(_WHAT, besides=tuple(BENCHMARKS), check=to_prompt)]
+PromptSource = Annotated[
+    str, Records(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS), check=to_prompt)
+]
 _OF_HUB = only(source="hub")
 
 
@@ -75,10 +100,14 @@ class SourceConfig(Settings):
         self.require("column", no_column, "null with layout=prompts: there the column names decide")
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
-        """As for all settings; `path` may also be a pattern."""
+        """As for all settings; `path` may also be a pattern. One of the files must have a record."""
         super().require_places(wanted, path)
-        for one in self.path if self.source == "local" and wanted(f"{path}.path") else ():
-            require(bool(matching(one)), f"{path}.path", one, "files that are there")
+        if self.source != "local" or not wanted(f"{path}.path"):
+            return
+        for pattern in self.path:
+            require(bool(matching(pattern)), f"{path}.path", pattern, "files that are there")
+        records = (record for file in resolve_paths(self.path) for record in read_file(file, Counts()))
+        require(next(records, None) is not None, f"{path}.path", ",".join(self.path), "files with a record in them")
 
 
 @dataclass(frozen=True)
@@ -127,18 +156,6 @@ class DataConfig(SourceConfig):
                 own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
                 own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
                 yield name, part.weight, DataConfig(**own)
-
-
-def matching(pattern: str) -> list[Path]:
-    """The paths that `pattern` names: itself if it is there, else what it matches as a glob.
-
-    Special characters in the part of the path that exists are not a glob.
-    """
-    path = Path(os.path.expanduser(pattern))
-    if os.path.exists(path):
-        return [path]
-    root = next(filter(os.path.exists, path.parents))
-    return [root / found for found in glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)]
 
 
 def prompt_file(name: str, key: str = "prompts") -> Path:

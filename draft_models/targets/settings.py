@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from outrider.base.settings import Place, Positive, RunConfig, Settings, free, opt
+from outrider.base.places import Place
+from outrider.base.settings import Positive, RunConfig, Settings, free, opt
 
 Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -18,10 +19,16 @@ Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3
 Written = Literal["specforge", "speculators"]  # those that a training writes
 Exported = Literal[Written, "gguf"]  # also llama.cpp's, which is not read here
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
-Model = Annotated[str, Place(MODEL, hub=True)]
-Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True)]
-DrafterFolder = Annotated[str, Place("the directory of a drafter")]
-TableFolder = Annotated[str, Place("the directory of an n-gram table (outrider build-trigrams)")]
+MODEL_FILES, GGUF = ("config.json", "adapter_config.json", "*.gguf"), (b"GGUF",)
+Model = Annotated[str, Place(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]
+Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True, holds=("config.json",))]
+DrafterFolder = Annotated[str, Place("the directory of a drafter", holds=("*.json", "*.safetensors"))]
+_TABLE = "the directory of an n-gram table (outrider build-trigrams)"
+TableFolder = Annotated[str, Place(_TABLE, holds=("table.safetensors",))]
+_ANY = "the directory of a drafter, or the Hub name of an EAGLE-3 head"
+AnyDrafter = Annotated[str, Place(_ANY, hub=True, holds=("*.json", "*.safetensors", "*.gguf"), begins=GGUF)]
+_PYTHON = "the directory of an environment with the engine, or its Python"
+EnginePython = Annotated[str, Place(_PYTHON, holds=("bin/python",), begins=(b"",))]
 # of what `save_tiny_models` writes, and of kinds of drafters and their options
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_atomically, write_json
-from outrider.base.run_dirs import check_identity
+from outrider.base.run_dirs import check_identity, require_free
 from outrider.base.settings import Settings, read_as
 from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
 from outrider.data_prep.text.documents import Document, encode, written_by
@@ -157,10 +157,7 @@ def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config
 
     identity: everything that determines the responses; config: its source, for options newer than the responses.
     """
-    if not resume and shards(folder):
-        raise UserError(
-            f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
-        )
+    require_free(folder, (RESPONSES,), resume)
     path = folder / RUN_FILE
     if resume and path.exists():
         check_identity(read_mapping(path, "record of a run", "give another out_dir"), identity, folder, config)

@@ -20,7 +20,7 @@ class GenerateConfig(TargetConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
     asks: ClassVar[bool] = True  # its records are prompts
-
+    leaves: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
     target: Model = free()
     """model directory, GGUF file or Hub name: a causal LM of transformers whose forward takes past_key_values"""
     data: DataConfig = free()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, Url, free, only, require_default
+from outrider.base.settings import Count, Url, free, only, require_default
 from outrider.base.words import SECRET_NAME
+from outrider.draft_models.targets.settings import EnginePython
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, NGRAMS
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig
@@ -84,7 +85,7 @@ class EngineConfig(EvaluateConfig):
     engine_plain: Url | None = free(None)
     """with engine=URL: the same server without a drafter; null: no speed-up is reported"""
     server_model: str | None = free(None, "with engine=URL: the target's name there; null: the first one that it lists")
-    engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
+    engine_python: Annotated[EnginePython | None, _SERVED] = free(None)
     """directory of the engine's environment, or its Python; null: the one that runs this"""
     engine_options: Annotated[dict[str, Any], _SERVED] = free(factory=dict)
     """of the engine itself, as +engine_options.NAME=VALUE"""

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Ge
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Named, Place, Positive, Settings, free, only, opt, require_default
+from outrider.base.settings import Count, Named, Positive, Settings, free, only, opt, require_default
 from outrider.base.wandb_config import WandbConfig
-from outrider.data_prep.text.settings import PromptSource, PromptTemplate
+from outrider.data_prep.settings import Tokenizer
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records
 from outrider.draft_models.targets.settings import (
+    AnyDrafter,
     DecodeDtype,
     DrafterFolder,
     Head,
@@ -33,7 +35,7 @@ class DraftingConfig(Settings):
 
     table: TableFolder | None = None
     """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
-    drafters: dict[str, str] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
+    drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""
 
@@ -143,6 +145,7 @@ class DecodingConfig(DraftingConfig):
 class EvaluateConfig(RehearsedConfig, DecodingConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
+    leaves: ClassVar[tuple[str, ...]] = ("results-*.jsonl", "report.json")
     prompts: PromptSource = "python_stdlib"
     """python_stdlib: held-out standard-library files; a JSONL, JSON or parquet file; or a benchmark of the Hub by name:
     mt_bench, gsm8k, humaneval, alpaca, cnn_dm, xsum or wmt"""
@@ -193,8 +196,8 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
 class ReplayConfig(DraftingConfig):
     """replay: the exact τ of drafters that read tokens only, from recorded greedy answers, without a target."""
 
-    transcripts: Annotated[str, Place("a file of recorded answers")] = free(help="the recorded answers to `prompts`")
-    tokenizer: Annotated[str, Place("a tokenizer directory or a SentencePiece .model", hub=True)] = free()
+    transcripts: Annotated[str, Records("a file of recorded answers")] = free(help="the recorded answers to `prompts`")
+    tokenizer: Tokenizer = free()
     """the target's: a Hugging Face directory or a SentencePiece .model"""
     prompts: PromptSource = free(help="the questions, a JSONL, JSON or parquet file or a benchmark's name")
     num_prompts: Count | None = free(None, "evenly spread; null: all")

@@ -6,8 +6,9 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Named, Place, Positive, RunConfig, Seed, Url, free, opt, require_default
-from outrider.data_prep.text.settings import PromptSource, PromptTemplate
+from outrider.base.places import Place
+from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_default
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records
 from outrider.draft_models.targets.settings import Dtype, Model
 from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -44,7 +45,9 @@ class ServeConfig(DecodingConfig):
 class CompareConfig(RunConfig):
     """compare-reports: two finished evaluations side by side, over the prompts that both have measured."""
 
-    compare: list[Annotated[str, Place("the directory of an evaluation")]] = field(default_factory=list)
+    compare: list[Annotated[str, Place("the directory of an evaluation", holds=("report.json",))]] = field(
+        default_factory=list
+    )
     """the directories of two evaluations, the earlier or simpler one first: compare=[runs/a,runs/b]"""
     pairs: dict[str, str] = field(default_factory=dict)
     """methods of the first to set beside methods of the second, as {eesd_fixed: eesd_beta}; empty: those of equal
@@ -57,7 +60,7 @@ class CompareConfig(RunConfig):
         self.require("compare", len(self.compare) == 2, "two directories of evaluations, e.g. [runs/a,runs/b]")
 
 
-AnswerFile = Annotated[str, Place("a JSONL file of answers")]
+AnswerFile = Annotated[str, Records("a JSONL file of answers")]
 OF_SERVERS = (
     "server_model", "concurrency", "server_timeout", "server_retries", "prompts", "num_prompts", "template",
     "max_new_tokens", "temperature", "top_k", "top_p",

@@ -9,14 +9,14 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import Timeout
+from filelock import FileLock, Timeout
 
 from outrider.base.errors import UserError
-from outrider.base.files import lock, package_version, read_mapping, write_json
+from outrider.base.files import lock, package_version, read_mapping, require_writable, write_json
 from outrider.base.settings import ABSENT, Settings, default_at, differences
 from outrider.base.words import listed, shown
 
@@ -33,16 +33,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
     host, and if the file system does not support locks.
     """
-    held, holder = lock(folder / LOCK_FILE), folder / HOLDER_FILE
-    try:
-        held.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
-            "out_dir"
-        ) from None
-    except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
-        raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
+    acquired, holder = _acquire(folder, what), folder / HOLDER_FILE
     try:
         if holder.exists():
             print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
@@ -53,7 +44,36 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             holder.unlink()
-        held.release()
+        acquired.release()
+
+
+def require_free(folder: Path, leaves: Sequence[str], resume: bool) -> None:
+    """Raise `UserError` if `folder` has a file of an earlier run, as one of the patterns says, and resume is off."""
+    names = sorted(path.name for pattern in leaves for path in folder.glob(pattern))
+    if names and not resume:
+        held = f"out_dir={folder}: holds an earlier run ({names[-1]})"
+        raise UserError(f"{held}; resume=true continues it, another out_dir keeps both")
+
+
+def look_at(folder: Path) -> None:
+    """Make `folder`. Raise `UserError` if it cannot be written, or another run holds it."""
+    if (require_writable(folder) / LOCK_FILE).exists():
+        _acquire(folder, "files").release()
+
+
+def _acquire(folder: Path, what: str) -> FileLock:
+    """The lock of `folder`, held (see `only_run`)."""
+    held = lock(folder / LOCK_FILE)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"out_dir={folder}: another run is writing {what} there: {_held_by(folder / HOLDER_FILE)}; wait for it, or "
+            "give another out_dir"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
+        raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
+    return held
 
 
 @contextmanager
@@ -138,9 +158,7 @@ def finished(record: Path, identity: Mapping[str, object], resume: bool, config:
     """
     if not record.exists():
         return False
-    if not resume:
-        held = f"out_dir={record.parent}: holds a finished run ({record.name})"
-        raise UserError(f"{held}; resume=true keeps it, another out_dir makes a new one")
+    require_free(record.parent, (record.name,), resume)
     made = read_mapping(record, "report of a run", "remove it, or give another out_dir")
     check_identity(made.get("made_of"), identity, record, config)
     return True

@@ -7,7 +7,6 @@ from plain containers, as in YAML and JSON.
 
 import dataclasses
 import json
-import os
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import is_local, read_json
+from outrider.base.files import read_json
 
 Made = TypeVar("Made")
 _hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
@@ -46,22 +45,8 @@ class Named:
             raise PydanticCustomError("named", "Input should be {what}", {"what": self.what})
         return value
 
-
-@dataclasses.dataclass(frozen=True)
-class Place(Named):
-    """The path of a file or directory that must exist (see `Settings.require_places`).
-
-    hub: whether a Hub name is accepted too, which is not checked. besides: words that are accepted too.
-    """
-
-    hub: bool = False
-    besides: tuple[str, ...] = ()
-
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` if `value` is a local path that does not exist."""
-        elsewhere = value in self.besides or (self.hub and not is_local(value))
-        if not elsewhere and not os.path.exists(value):
-            raise UserError(f"{key}={value}: no such directory or file; give {self.what}")
+        """Raise `UserError` if the path `value` of the option `key` does not suit (see `places.Place`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +128,7 @@ class Settings:
         return any(key == one or key.startswith(f"{one}.") for one in self.given)
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
-        """Raise `UserError` for the first `Place`, also in nested settings, that does not exist; no file is opened.
+        """Raise `UserError` for the first `Place`, also in nested settings, at which nothing is, or something else.
 
         wanted: whether to check the option with a given dotted key. path: the key of these settings.
         """
@@ -153,8 +138,9 @@ class Settings:
                 if isinstance(item, Settings):
                     item.require_places(wanted, _at(key, name) if name else key)
             for place in _places(_hints(type(self))[field.name]) if value is not None and wanted(key) else ():
-                for one in [value] if isinstance(value, str) else value:
-                    place.require(key, one)
+                paths = value.values() if isinstance(value, Mapping) else value
+                for item in [value] if isinstance(value, str) else paths:
+                    place.require(key, item)
 
     def deciding(self) -> dict[str, Any]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
@@ -164,7 +150,9 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
-    """The settings that all commands with an output directory share."""
+    """The settings that all commands with an output directory share. leaves: patterns of the files of a run there."""
+
+    leaves: ClassVar[tuple[str, ...]] = ()
 
     out_dir: str = free("runs", "where everything goes")
     resume: bool = free(False, "go on with what an earlier run left in out_dir")
@@ -292,9 +280,9 @@ def _decided(value: object) -> object:
     return type(value)(map(_decided, value)) if isinstance(value, list | tuple) else value
 
 
-def _places(kind: object) -> Iterator[Place]:
-    """The `Place` metadata of the type `kind`, also within a union or a list."""
-    yield from (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Place))
+def _places(kind: object) -> Iterator[Named]:
+    """The texts' metadata of the type `kind`, also within a union or a list."""
+    yield from (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Named))
     for inner in typing.get_args(kind):
         yield from _places(inner)
 

@@ -28,16 +28,17 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping
-from outrider.base.progress import command
-from outrider.base.run_dirs import made_for_something
-from outrider.base.settings import Named, Settings, construct
+from outrider.base.progress import command, speaks
+from outrider.base.run_dirs import look_at, made_for_something, rehearsal_folder, require_free
+from outrider.base.settings import Named, RunConfig, Settings, construct
 from outrider.base.words import did_you_mean, in_shell, listed, option, shown
 from outrider.cli import COMMANDS, crashing, print_anything, say, usage
+from outrider.commands.interrupts import continuing, leave, terminable
 from outrider.commands.options import compose_defaults, groups_of, help_text, store_composed
 from outrider.inference.settings.method import CONF_DIR, no_such_method
 
 Config = TypeVar("Config", bound=Settings)
-USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
+USER_ERROR_STATUS = 2
 _TEXTS = (str, str | None, list[str], dict[str, str])  # OmegaConf reads a number as a text there
 _ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # (schema, complete) by command
 _STORAGE_ERRORS = {
@@ -58,7 +59,7 @@ def entry(
     complete: adds the overrides that follow from those given.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
-    message on stderr and status 2, Ctrl-C with status 130, everything else with its traceback and status 3.
+    message on stderr and status 2, Ctrl-C with 130, SIGTERM with 143, everything else with its traceback and status 3.
     """
     register(name, schema)
     _ENTRIES[name] = (schema, complete)
@@ -68,28 +69,22 @@ def entry(
         def carry_out(config: Config) -> None:
             look_for_places(config)
             with command(name), made_for_something(Path(getattr(config, "out_dir", "."))):
+                look_for_out_dir(config)
                 run(config)
-
-        def job(composed: DictConfig) -> None:
-            with reported(resumes):  # within the job, as Hydra prints a banner around an exception that leaves it
-                carry_out(build(schema, composed, HydraConfig.get().overrides.task))
 
         @functools.wraps(run)
         @crashing()
         def main() -> None:
             print_anything()
-            with reported(resumes):
-                words = sys.argv[1:]
+            words, line = sys.argv[1:], continuing() if resumes else ""
+            with terminable(), reported(line):
                 if {"--help", "-h"} & {*words}:
                     overrides = [word for word in words if not word.startswith("-")]
                     say("\n".join([*usage(name), "", help_text(name, schema, overrides)]))
                     return
                 if not words:
-                    try:
-                        config_for(COMMANDS[name].script, ())
-                    except UserError:  # an option is required
-                        print("\n".join([*usage(name), "--help says all options"]), file=sys.stderr)
-                        sys.exit(USER_ERROR_STATUS)
+                    print("\n".join([*usage(name), "any option starts it; --help has all"]), file=sys.stderr)
+                    sys.exit(USER_ERROR_STATUS)
                 os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
                 for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
                     os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
@@ -103,6 +98,11 @@ def entry(
                 refuse_flags(name, words)
                 sys.argv[1:] = complete(words)
                 store_composed(sys.argv[1:])
+
+                def job(composed: DictConfig) -> None:
+                    with reported(line):  # here, as Hydra prints a banner around an exception that leaves it
+                        carry_out(build(schema, composed, HydraConfig.get().overrides.task))
+
                 hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
 
         return main
@@ -172,20 +172,28 @@ def look_for_places(config: Settings) -> None:
     config.require_places(wanted)
 
 
+def look_for_out_dir(config: Settings) -> None:
+    """Raise `UserError` for an out_dir that cannot be written, that another run holds, or that holds an earlier run if
+    resume is off; before torch is imported, and in one of a launcher's processes."""
+    if not isinstance(config, RunConfig) or getattr(config, "plan", False) or not speaks():
+        return
+    debug = getattr(config, "debug", False)
+    look_at(rehearsal_folder(config.out_dir) if debug else Path(config.out_dir))
+    require_free(Path(config.out_dir), () if debug else config.leaves, config.resume)
+
+
 @contextmanager
-def reported(resumes: bool = False) -> Iterator[None]:
+def reported(line: str = "") -> Iterator[None]:
     """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
-    resumes: whether the same command continues after Ctrl-C; a line then says so.
+    line: of `continuing`, printed after Ctrl-C and SIGTERM.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
             raise  # compiled code that is interrupted raises one from the interrupt
-        how = "\ngo on with the same command, and resume=true where it is an option" if resumes else ""
-        print(f"interrupted{how}", file=sys.stderr)
-        sys.exit(INTERRUPTED_STATUS)
+        leave(error, line)
     except UserError as error:
         _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
     except (HydraException, OmegaConfBaseException) as error:

@@ -2,9 +2,11 @@
 
 import inspect
 import re
+import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -17,11 +19,13 @@ from pydantic import TypeAdapter
 
 from outrider.base.settings import READ_WITH
 from outrider.base.words import typed
+from outrider.cli import usage
 from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, settings_of
 
 _WORDS = {"string": "text", "boolean": "true or false", "null": "null", "integer": "integer", "number": "number"}
 _SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _WIDTH = 110
+_USUAL, _OF_MOST = 5, ("target", "checkpoint", "prompts", "minutes", "out_dir", "resume")
 _COMPOSED = re.compile(r"\w+(?:/\w+)+")
 
 
@@ -38,16 +42,25 @@ class Option:
 def help_text(name: str, schema: type, overrides: list[str]) -> str:
     """The output of `--help` for the command whose config is conf/<name>.yaml, with `overrides` applied."""
     purpose = re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
-    lines = [f"Options are key=value; a group is chosen with group=choice. {purpose}", ""]
+    indent, texts = " " * 4, dict[str, list[str]]()
     for group, choices in groups_of(name).items():
-        lines += textwrap.wrap(f"{group}: {', '.join(choices)}", _WIDTH, subsequent_indent=" " * 4)
-    lines.append("")
+        texts[group] = textwrap.wrap(f"{group}: {', '.join(choices)}", _WIDTH, subsequent_indent=indent)
     for option in options_of(schema, compose_defaults(name, overrides)):
-        lines.append(f"{option.key}={option.default}   ({option.kind})")
-        lines += textwrap.wrap(option.meaning, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
-    return "\n".join(
-        [*lines, "", "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"]
-    )
+        meaning = textwrap.wrap(option.meaning, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+        texts[option.key] = [f"{option.key}={option.default}   ({option.kind})", *meaning]
+    lines = [f"Options are key=value; a group is chosen with group=choice. {purpose}", ""]
+    for key in usual(name, texts):
+        lines += texts.pop(key)
+    lines += ["", "The others:", *chain(*texts.values()), ""]
+    return "\n".join([*lines, "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"])
+
+
+def usual(name: str, known: Collection[str]) -> list[str]:
+    """The options and groups of a command to read first, five of those `known`: those of its usual lines, and others
+    that most commands have."""
+    words = [word for line in usage(name) for word in shlex.split(line, comments=True) if "=" in word]
+    keys = dict.fromkeys([*(word.partition("=")[0] for word in words), *_OF_MOST])
+    return [key for key in keys if key in known][:_USUAL]
 
 
 def compose_defaults(name: str, overrides: Sequence[str]) -> DictConfig:

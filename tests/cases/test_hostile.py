@@ -26,6 +26,7 @@ from outrider.base.run_dirs import HOLDER_FILE, only_run
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import WandbConfig
 from outrider.base.words import clean
+from outrider.commands.interrupts import Terminated
 from outrider.data_prep.targets import take_out
 from outrider.data_prep.text import chat
 from outrider.data_prep.text.settings import DataConfig
@@ -443,7 +444,7 @@ INTERRUPTED.__cause__ = KeyboardInterrupt()
     ("error", "status"),
     [(ValueError("a bug"), 3), (SystemError("a bug"), 3), (INTERRUPTED, 130), (MemoryError(), 3),
      (RecursionError(), 3), (torch.OutOfMemoryError("full"), 3), (OSError("no number"), 3),
-     (BrokenPipeError(32, "pipe"), 3), (KeyboardInterrupt(), 130), (UserError("bad"), 2),
+     (BrokenPipeError(32, "pipe"), 3), (KeyboardInterrupt(), 130), (Terminated(), 143), (UserError("bad"), 2),
      (PermissionError(13, "denied"), 2), (SystemExit(1), 1)],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )  # fmt: skip

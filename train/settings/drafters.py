@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, Positive, Settings, Share, free, only, opt, require_default
+from outrider.base.settings import Count, Positive, Settings, Share, free, only, opt, require_default
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import (
     Divergence,
@@ -21,7 +21,7 @@ from outrider.draft_models.targets.settings import (
     TargetConfig,
     Written,
 )
-from outrider.train.settings.fit import FitConfig
+from outrider.train.settings.fit import CHECKPOINTS, FitConfig
 
 NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens
@@ -34,6 +34,7 @@ _NEW = only(start=None)  # read with a new drafter alone: a finished one has dec
 class DrafterTraining(TargetConfig):
     """The settings that all trainings of drafters have."""
 
+    leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     data: DataConfig
     fit: FitConfig
     objective: Literal[Objective, "kl"]
@@ -106,7 +107,7 @@ class EesdConfig(TaughtTraining):
     draft_models/losses.py; kl: forward_kl by its first name"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    eval_rows: Count = free(64, "held-out rows that give eval_top1 and eval_tau_analytic")
+    eval_rows: Count = free(64, "held-out rows that give eval_top1, eval_tau_text and eval_tau_analytic")
     eval_batch_rows: Count = free(4, "held-out rows run together")
     decode_prompts: NotNegative = 0
     """held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target"""
@@ -142,7 +143,8 @@ class CalibrateConfig(RehearsedConfig):
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
     """
 
-    checkpoint: Annotated[str, Place("a drafter directory (outrider eesd, finetune-drafter, eagle3)")] = free()
+    leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
+    checkpoint: DrafterFolder = free()
     """directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there"""
     data: DataConfig = free()
     fit: FitConfig = opt(help="a row is `EXAMPLES` drafted tokens")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from outrider.base.settings import Place, RunConfig, free, only, opt
-from outrider.draft_models.targets.settings import FloatDtype, Model, ReadingChanges
+from outrider.base.settings import RunConfig, free, only, opt
+from outrider.draft_models.targets.settings import AnyDrafter, EnginePython, FloatDtype, Model, ReadingChanges
 
 Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino"]
 _UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "openvino": ("float64", "bfloat16")}
@@ -14,9 +14,7 @@ _UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "op
 class ExportConfig(RunConfig):
     """export: a drafter as serving engines load it."""
 
-    checkpoint: Annotated[str, Place("the directory of a drafter, or the Hub name of an EAGLE-3 head", hub=True)] = (
-        free()
-    )
+    checkpoint: AnyDrafter = free()
     """of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer; a small LM, or a target, for engines
     with a format of their own"""
     target: Model | None = free(None)
@@ -25,7 +23,7 @@ class ExportConfig(RunConfig):
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="of a head: where its config.json is wrong")
     engine: Engine = opt("vllm", "the engine that will load it")
-    engine_python: Annotated[str | None, only(engine="openvino")] = free(None)
+    engine_python: Annotated[EnginePython | None, only(engine="openvino")] = free(None)
     """environment of OpenVINO, or its Python; its optimum-cli converts; null: this one"""
     dtype: FloatDtype | None = None
     """dtype of the written weights (a table has none); null: that of the head, or of an early exit's target, but with

@@ -10,6 +10,7 @@ from outrider.base.errors import UserError, require
 from outrider.base.settings import Count, Positive, Seed, Settings, free, opt
 from outrider.base.wandb_config import WandbConfig
 
+CHECKPOINTS = "checkpoint-*"  # in out_dir
 Beta = Annotated[float, Ge(0), Lt(1)]
 NotNegative = Annotated[float, Ge(0)]
 

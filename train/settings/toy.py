@@ -1,14 +1,14 @@
 """Settings of toy-target. Light on purpose: a mistake shows before torch is imported."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
 from outrider.base.settings import Count, Positive, RunConfig, free, opt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.train.settings.drafters import NotNegative, Width, require_heads
-from outrider.train.settings.fit import FitConfig
+from outrider.train.settings.fit import CHECKPOINTS, FitConfig
 
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 
@@ -20,6 +20,7 @@ class ToyTargetConfig(RunConfig):
     The result is an ordinary Hugging Face directory: weights, config and a byte-level BPE tokenizer.
     """
 
+    leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     data: DataConfig
     fit: FitConfig
     out_dir: str = free("runs/toy_target", "where everything goes")

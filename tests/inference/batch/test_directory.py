@@ -81,7 +81,7 @@ def test_more_data_is_answered_on_resume_and_nothing_else(make):
 
 def test_a_directory_in_use_is_refused(make):
     generate_responses(make(TALKS[:2]))
-    refusal("holds responses already; resume=true continues them", generate_responses, make(TALKS[:2]))
+    refusal(r"holds an earlier run \(responses-.*\); resume=true continues it", generate_responses, make(TALKS[:2]))
     with pytest.raises(UserError, match=r"made with other settings: greedy_tokens=3 \(was 2\), seed=1 \(was 0\)"):
         generate_responses(make(TALKS[:2], resume=True, greedy_tokens=3, seed=1))
     with pytest.raises(UserError, match="both plain texts and conversations; answer them in two runs"):
