@@ -23,7 +23,7 @@ from outrider.train.core.training import FitResult, Training
 from outrider.train.settings.fit import FitConfig
 from tests.launched import launched
 from tests.refusals import refusal
-from tests.train.fit_job import TinyModel
+from tests.train.fit_job import TinyModel, tiny_config
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import interrupted_at, kill_when, log, same
 
@@ -93,6 +93,25 @@ def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
     identity = {"data": {"source": "a"}}
     fit_tiny(tmp_path, identity=identity)
     refusal(difference, fit_tiny, tmp_path, resume=True, **{"identity": identity, **changes})
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_longer_run_goes_on_with_the_longer_schedule(tmp_path, schedule):
+    """At a constant rate with the bits of a run that was as long from the beginning. A shorter one is refused."""
+    changes = {"schedule": schedule, "warmup": 0, "log_every": 1}
+    fit_tiny(tmp_path / "run", steps=4, **changes)
+    model, result = fit_tiny(tmp_path / "run", steps=None, epochs=2, resume=True, **changes)
+    assert (result.resumed_from, result.steps) == (4, 10)
+    config = tiny_config(steps=10, **changes)
+    straight, _ = fit_tiny(tmp_path / "straight", steps=10, **changes)
+    assert same(trained_weights(model), trained_weights(straight)) == (schedule == "constant")
+    rates = [line["lr"] for line in log(tmp_path / "run")]
+    assert rates[4:] == pytest.approx([config.lr * config.lr_scale(step, 10) for step in range(4, 10)])
+    for wrong, said in (
+        ({"steps": 9}, r"steps=9 \(was 10\)"),
+        ({"steps": 12, "lr": 0.5}, r"s: fit\.lr=0\.5 \(was 0\.01\);"),
+    ):
+        refusal(said, fit_tiny, tmp_path / "run", resume=True, **{**changes, **wrong})
 
 
 def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
@@ -250,6 +269,18 @@ def test_a_resumed_run_has_the_minutes_that_are_left(tmp_path: Path, killed_at: 
     again = timed(tmp_path / "killed", pace, config=config, resume=True)
     assert again.result.resumed_from == again.result.steps
     assert again.result.steps == rest.result.steps
+
+
+def test_a_run_with_more_minutes_goes_on_with_their_schedule(tmp_path: Path) -> None:
+    """Also after its end; fewer minutes are refused, and a few more hold no step."""
+    config, pace = replace(FIT, warmup=0), slower(0.5, 1)
+    at = timed(tmp_path, pace, config=config).result.steps
+    assert timed(tmp_path, pace, 1.001, config, resume=True).result.steps == at
+    run = timed(tmp_path, pace, 2, config, resume=True)
+    assert (run.result.resumed_from, run.result.steps) == (at, pytest.approx(2 * at, abs=1))
+    expected = [config.lr_scale(step, 2 * at) for step in range(at, run.result.steps)]
+    assert run.rates[at:] == pytest.approx(expected, abs=0.02)
+    refusal(r"minutes=1 \(was 2", timed, tmp_path, pace, 1, config, resume=True)
 
 
 @pytest.mark.parametrize("minutes", [None, 1000])

@@ -67,7 +67,8 @@ def fit(
 ) -> FitResult:
     """Train the student of `training` in place on its rows. Every process calls it.
 
-    A resumed run must match `training.identity`. Every checkpoint records the version of the code that wrote it.
+    A resumed run must match `training.identity`, but may be longer: its learning rates are then those of the longer
+    schedule, from the next step on. Every checkpoint records the version of the code that wrote it.
     settings: the config that the identity was built from (see `run_dir.open_run`). clock: measures seconds for the time
     limit (see `StepBudget`).
 
@@ -84,18 +85,22 @@ def fit(
     state = join_processes()
     most = config.total_steps(len(rows))
     config.micro_rows(state.num_processes)  # raises before anything is written
-    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **training.identity}
-    start = run_dir.open_run(out_dir, run, resume, settings)
+    limits = {"steps": most, "minutes": training.minutes}
+    run = limits | {"rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **training.identity}
+    start, longer = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read
 
     done = 0 if start is None else run_dir.step_of(start)
     before = TrainingState(0) if start is None else read_state(start)
     metrics = before.metrics
-    budget = StepBudget(TimeLimit(training.minutes, earlier=before.seconds, clock=clock), most, done, before.total)
+    limit = TimeLimit(training.minutes, earlier=before.seconds, clock=clock)
+    budget = StepBudget(limit, most, done, None if longer else before.total)
     if start is not None and done >= budget.total:
         load_trained(model, start)
         return FitResult(done, done, metrics, before.seconds)
+    if longer:
+        say(f"resume=true: longer than before; its learning rates go on at step {done} of {budget.total}")
 
     if config.gradient_checkpointing:
         enable = getattr(model, "gradient_checkpointing_enable", None)

@@ -5,16 +5,17 @@ directory with such a name is complete. A command locks its out_dir while it run
 This module is light, so that entries can use it before heavy imports.
 """
 
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.base.errors import UserError
+from outrider.base import run_dirs
 from outrider.base.files import read_mapping, require_writable
-from outrider.base.run_dirs import check_identity
-from outrider.base.settings import Settings
+from outrider.base.settings import Settings, construct
+from outrider.train.settings.fit import CHECKPOINTS
 
 RUN_FILE = "run.json"  # in every checkpoint: the run's identity
 STAGING = ".staging"  # incomplete files; never read
@@ -42,19 +43,14 @@ def describe_newest(out_dir: Path) -> str:
 
 def require_free(out_dir: Path, resume: bool) -> None:
     """Create `out_dir`; raise `UserError` if it is not writable, or holds a run and `resume` is off."""
-    require_writable(out_dir)
-    found = checkpoints(out_dir)
-    if found and not resume:
-        raise UserError(
-            f"out_dir={out_dir}: holds an earlier run ({found[-1].name}); resume=true continues it, "
-            "another out_dir keeps both"
-        )
+    run_dirs.require_free(require_writable(out_dir), (CHECKPOINTS,), resume)
 
 
 def open_run(
     out_dir: Path, identity: Mapping[str, object], resume: bool, settings: Settings | None = None
-) -> Path | None:
-    """Create `out_dir` and return the run's starting point: its newest checkpoint, or None for the beginning.
+) -> tuple[Path | None, bool]:
+    """Create `out_dir` and return the run's starting point: its newest checkpoint, or None for the beginning; and
+    whether the run is longer than before: it may have more minutes, steps or epochs.
 
     identity: JSON-able, everything that determines the result: configs, data, seeds.
     settings: the config that it was built from, for options newer than the run (see `check_identity`).
@@ -63,12 +59,26 @@ def open_run(
     if the run to resume has another identity; the message names each difference.
     """
     require_free(out_dir, resume)
-    found = checkpoints(out_dir)
-    if not found:
-        return None
-    before = read_mapping(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    check_identity(before, identity, found[-1], settings)
-    return found[-1]
+    if not (complete := checkpoints(out_dir)):
+        return None, False
+    newest = complete[-1]
+    before = read_mapping(newest / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    (minutes, steps), (more_minutes, more_steps) = map(_limits, (before, identity))
+    longer = (minutes, steps) != (more_minutes, more_steps) and minutes <= more_minutes and steps <= more_steps
+    if longer:
+        before, identity = map(_without_limits, (before, identity))
+    run_dirs.check_identity(before, identity, newest, settings)
+    return newest, longer
+
+
+def _limits(run: Mapping[str, object]) -> tuple[float, int]:
+    """The most minutes and steps of a run by its identity."""
+    return construct(float | None, run.get("minutes")) or math.inf, construct(int, run.get("steps"), "steps")
+
+
+def _without_limits(run: Mapping[str, object]) -> dict[str, object]:
+    fit = construct(dict[str, object], run.get("fit", {}), "fit")
+    return {**run, "minutes": None, "steps": None, "fit": {**fit, "steps": None, "epochs": None}}
 
 
 def publish(staged: Path, final: Path, keep: int) -> None:

@@ -1,5 +1,6 @@
 """Training runs with a time limit in minutes: the limit ends them, and the schedule falls with the time."""
 
+import math
 from dataclasses import replace
 
 from outrider.base.errors import warn
@@ -18,11 +19,13 @@ class StepBudget:
     a run compiles and fills caches, so it takes time but does not count as a step's length.
 
     limit: the minutes, and the clock. Evaluations and checkpoints between the first and the last step count.
-    start: steps done before; total: their estimate.
+    start: steps done before; total: their estimate, None: by the time that they took.
     """
 
     def __init__(self, limit: TimeLimit, most: int, start: int = 0, total: int | None = None) -> None:
-        self.limit, self.most, self.start, self.total = limit, most, start, most if total is None else total
+        left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
+        known = total if total is not None else start + round(left) if left < math.inf else most
+        self.limit, self.most, self.start, self.total = limit, most, start, min(most, known)
         self._state, self._first, self._warned = join_processes(), 0.0, False
 
     def begin(self) -> None:
