@@ -12,6 +12,7 @@ from outrider.draft_models.targets.settings import EAGLE3
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
 REPORT_HEADING = "## Measured"
+TAUS = ("tau", "tau_analytic", "tau_text")  # metrics of a training: what was decoded, computed, and guessed right
 LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 
 
@@ -19,12 +20,15 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
     use: instructions for a drafter of its kind, with {path} and {target} to fill in. target: its name or directory.
-    facts: one line each. If "tau", or without it "tau_analytic", is below `LEAST_TAU`, card and log have a warning.
+    facts: one line each. If the first one there of `TAUS` is below `LEAST_TAU`, card and log have a warning.
     Paths are relative if the command's were, so the lines work in the directory where the command ran.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
-    tau, filled = facts.get("tau", facts.get("tau_analytic")), {"path": Shown(path), "target": Shown(target)}
+    tau, filled = (
+        next((facts[name] for name in TAUS if name in facts), None),
+        {"path": Shown(path), "target": Shown(target)},
+    )
     useless = isinstance(tau, float) and tau < LEAST_TAU
     if useless:
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")

@@ -364,18 +364,20 @@ def _formula(kind: str, log_p: torch.Tensor, log_q: torch.Tensor, labels: torch.
 # ----------------------------------------------------------------------------------------------- trainings
 
 
+@pytest.mark.parametrize(("objective", "name"), [("kl", "tau_analytic"), ("cross_entropy", "tau_text")])
 def test_the_card_of_a_useless_early_exit_says_so_without_decoding(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    objective: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Steps far too large, after which nothing was decoded: the analytic τ decides."""
+    """Steps far too large, after which nothing was decoded: the analytic τ decides, or the one of its guesses."""
     path = save_target(tmp_path / "target", peak=4.0)
-    run = distilling(path, write_corpus(tmp_path), tmp_path / "out", objective="kl", exit_layer=1)
+    run = distilling(path, write_corpus(tmp_path), tmp_path / "out", objective=objective, exit_layer=1)
     train_early_exit(replace(run, fit=replace(FIT, steps=2, lr=3.0)))
-    tau = log(tmp_path / "out")[-1]["eval_tau_analytic"]
+    tau = log(tmp_path / "out")[-1][f"eval_{name}"]
     card, said = (tmp_path / "out/README.md").read_text(), capsys.readouterr()
     assert tau < LEAST_TAU
     assert "**Of no use**" in card
-    assert f"- tau_analytic: {round(tau, 3)}" in card
+    assert f"- {name}: {round(tau, 3)}" in card
+    assert f" {name}={tau:.4f}" in said.out.splitlines()[-1]
     assert "of no use" in said.err
 
 

@@ -91,7 +91,8 @@ def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use
     ({"tau": 1.1}, None),
     ({"tau": 2.5, "tau_analytic": 1.05}, None),  # what was decoded decides
     ({"tau": 1.02, "tau_analytic": 1.3}, 1.02),
-    ({"tau_analytic": 1.0871}, 1.09),
+    ({"tau_analytic": 1.0871, "tau_text": 2.0}, 1.09),
+    ({"tau_text": 1.05}, 1.05),
     ({}, None),
 ])  # fmt: skip
 def test_a_card_and_the_log_say_that_a_drafter_is_of_no_use(

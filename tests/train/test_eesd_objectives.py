@@ -136,6 +136,25 @@ def test_the_analytic_tau_uses_the_best_distribution_available(
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 
 
+@pytest.mark.parametrize("parallel", [0, 2])
+def test_an_exit_that_nothing_decoded_with_has_the_tau_of_its_right_guesses(
+    tmp_path: Path, opened: OpenTarget, corpus: DataConfig, parallel: int
+) -> None:
+    """Of a text in which it guesses two of three tokens."""
+    text, rows = load_rows(corpus, opened.tokenizer, 64, "heldout", max_rows=4), []
+    for row in (text[i] for i in range(len(text))):
+        guesses = own_logits(opened, row, [0, 1, LAYERS - 1]).argmax(-1)
+        right = (row["labels"] != IGNORE) & (torch.arange(64) % 3 > 0)
+        rows.append({**row, "labels": torch.where(right, guesses, row["labels"])})
+    shares = [(own_logits(opened, row, [0, 1, LAYERS - 1]).argmax(-1) == row["labels"]).float() for row in rows]
+    assert 1.2 < (expected := windows_mean(rows, shares)) < 4
+    run = distilling(Path(opened.source), corpus, tmp_path / "out", objective="cross_entropy", parallel=parallel)
+    student = exit_student(opened.layers(exit_layers(opened.config, 2), dtype=torch.float32), 2, parallel=parallel)
+    metrics = evaluation_of(run, opened, rows, student)(student, 1)
+    assert metrics["tau_text"] == pytest.approx(expected)
+    assert "tau_analytic" not in metrics
+
+
 def test_a_run_of_kl_goes_on_as_forward_kl(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
     """As one that was recorded before the objective had that name, and before there was a choice of teachers."""
 

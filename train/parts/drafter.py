@@ -153,8 +153,12 @@ def write_records(
     report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
     out_dir = Path(config.out_dir)
     write_json(out_dir / file, {**report, "settings": identity, "fit": asdict(config.fit), "made_with": provenance()})
-    said = " ".join(f"{name}={trained.metrics[name]:.4f}" for name in shown)
-    say(f"saved drafter={out_dir} step={trained.step} {said}")
+    say(f"saved drafter={out_dir} step={trained.step} {figures(trained, shown)}")
+
+
+def figures(trained: Trained, shown: Collection[str]) -> str:
+    """The metrics of a trained drafter, as its last line prints them."""
+    return " ".join(f"{name}={trained.metrics[name]:.4f}" for name in shown)
 
 
 _REMEDY = "free space, then resume=true"

@@ -115,7 +115,9 @@ class HeldOutText:
     @torch.no_grad()
     def judge(self, logits: Logits, states_of: Callable[[Batch], tuple[Tensor, AcceptanceOf | None]]) -> Metrics:
         """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
-        the same against the target's argmax, if that is known. tau_analytic: see `expected_tau`.
+        the same against the target's argmax, if that is known. tau_analytic: the expected τ of sampling along the text
+        at temperature 1, if the target's distributions are known. tau_text: τ of greedy drafts if the target had
+        written the text.
 
         states_of: a drafter's states [n, d] at the supervised positions of a batch, whose `logits` are its own, and the
         target's distributions there if they are not stored here.
@@ -128,9 +130,14 @@ class HeldOutText:
             keep = batch["labels"].to(states.device) != IGNORE
             guesses.append(placed(choices, keep, IGNORE))
             accepted += [] if found is None else [placed(found, keep, torch.nan)]
-        metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
-        if accepted:
-            metrics |= expected_tau(accepted, [batch["documents"] for batch in self.batches])
+        labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
+        right = [
+            (guess == one).float().where(one != IGNORE, torch.nan) for guess, one in zip(guesses, labels, strict=True)
+        ]
+        metrics = {"top1": agreement(guesses, labels)}
+        for name, shares in (("tau_text", right), ("tau_analytic", accepted)):
+            if shares and (tau := expected_tau(shares, self.batches)) is not None:
+                metrics[name] = tau
         return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
 
 
@@ -171,12 +178,11 @@ def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
 
 
-def expected_tau(accepted: Sequence[Tensor], documents: Sequence[Tensor]) -> Metrics:
-    """tau_analytic: the mean over held-out text of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
+def expected_tau(accepted: Sequence[Tensor], batches: Sequence[Batch]) -> float | None:
+    """The mean over the rows in `batches` of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
 
-    It is the expected τ of sampling at temperature 1 along the text. accepted, documents: [B, T] each. Empty if there
-    are not that many consecutive positions with a known acceptance probability anywhere.
+    accepted: [B, T] for each batch. None if there are not that many consecutive known positions anywhere.
     """
-    pairs = zip(accepted, documents, strict=True)
-    found = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])
-    return {"tau_analytic": found.double().mean().item()} if len(found) else {}
+    pairs = zip(accepted, [batch["documents"] for batch in batches], strict=True)
+    taus = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])
+    return taus.double().mean().item() if len(taus) else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.base.processes import from_main, say
 from outrider.data_prep.text.rows import load_rows
-from outrider.draft_models.card import CARD_FILE
+from outrider.draft_models.card import CARD_FILE, TAUS
 from outrider.draft_models.draft_vocabulary import places
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyExit
@@ -29,6 +29,7 @@ from outrider.inference.settings.kinds import EARLY_EXIT
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
 from outrider.train.parts.drafter import (
+    figures,
     frozen_dtype,
     parameters_of,
     pick_tokens,
@@ -144,8 +145,9 @@ def evaluation_of(
     """The evaluation during training: metrics of `HeldOutText.judge`, `Decoding` and `MovedNorms`.
 
     tau_analytic uses the whole target if it is loaded, for the loss or for `decode_prompts`. With the target's cached
-    top-k it is a lower bound (see `acceptance_by_top_k`). Else, and with `parallel`, it is absent. With
-    `decode_prompts` the whole target is loaded too, for top1_target and real decoding.
+    top-k it is a lower bound (see `acceptance_by_top_k`). Else, and with `parallel`, it is absent; tau_text then says
+    how good the exit is, of one pass a token. With `decode_prompts` the whole target is loaded too, for top1_target and
+    real decoding.
     """
     device, whole = student.stack.device, None
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
@@ -176,7 +178,7 @@ def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str |
     facts |= {} if start is None else {"went on from": Path(start).name}
     facts |= {"tokens a pass": config.parallel} if config.parallel else {}
     facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {drafter.vocabulary}"}
-    tau = "tau" if config.decode_prompts else "tau_analytic"
-    use = USE_IN_ONE_PASS if config.parallel else USE
-    write_drafters_card(config, use, facts, trained, [tau] if tau in trained.metrics else [])
-    say(f"saved drafter={Path(config.out_dir)} exit_layer={config.exit_layer} of {layers} step={trained.step}")
+    taus = [name for name in TAUS if name in trained.metrics][:1]
+    write_drafters_card(config, USE_IN_ONE_PASS if config.parallel else USE, facts, trained, taus)
+    said = f"exit_layer={config.exit_layer} of {layers} step={trained.step} {figures(trained, taus)}"
+    say(f"saved drafter={Path(config.out_dir)} {said}".rstrip())
