@@ -234,9 +234,10 @@ def result_lines(measured: Mapping[int, Measured], config: EvaluateConfig) -> li
     for arm in (AUTOREGRESSIVE, *config.methods):
         speed, gain = tokens_per_second(results, arm), speedup(results, arm, AUTOREGRESSIVE, streams)
         same = "sampled" if config.sampling.temperature else sum(r.identical(arm, AUTOREGRESSIVE) for r in results)
-        figures = f"tokens_per_second={figure(speed, '.1f')} speedup='{figure(gain)}' same_text={same}/{len(results)}"
-        loops = sum(looped(r.generations[arm].tokens) > 0 for r in results)
-        lines.append(f"result method={arm} prompts={conversations(results)} {figures} looping={loops}/{len(results)}")
+        times = figure(gain, "interval" if gain["prompts"] > 1 else "times")  # one prompt has no interval
+        figures = f"tokens_per_second={figure(speed, '.1f')} speedup='{times}' same_text={same}/{len(results)}"
+        figures += f" looping={sum(looped(r.generations[arm].tokens) > 0 for r in results)}/{len(results)}"
+        lines.append(f"result method={arm} prompts={conversations(results)} {figures}")
     return lines
 
 

@@ -86,6 +86,7 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
     lines = [line for line in printed.splitlines() if line.startswith("result method=eesd_fixed ")]
     counts = [dict(word.split("=", 1) for word in shlex.split(line)[1:]) for line in lines]
     assert [(one["prompts"], one["same_text"]) for one in counts] == [("1", "2/2"), ("2", "4/4"), ("2", "4/4")]
+    assert counts[0]["speedup"].endswith("×")
     assert counts[-1]["speedup"].startswith(f"{reports[1]['speedup']['median']:.2f}× [")
     table = (out / "report.md").read_text()
     assert table.strip() in printed
