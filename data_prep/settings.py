@@ -58,6 +58,10 @@ class PromptsConfig(RunConfig):
     file: PromptFile | None = opt(None, "your own prompts instead, or a benchmark's by name, split the same way")
     template: Annotated[PromptTemplate, only(file=None)] = "auto"
     """auto: the tokenizer's own, or none if it has none; none: the beginnings of documents, after the BOS token"""
+    chat_template_kwargs: Annotated[dict[str, object], only(file=None, template=("auto", "tokenizer"))] = opt(
+        factory=dict
+    )
+    """what the chat template reads besides, by name"""
     count: Annotated[Count, only(file=None)] = 10_000
     """texts that the target writes, at temperature 0.9; a text that ends by itself becomes a prompt, duplicates once"""
     seed: Annotated[Seed, only(file=None)] = opt(0, "it decides the prompts")
@@ -79,8 +83,8 @@ class PromptsConfig(RunConfig):
 class TrigramConfig(RehearsedConfig):
     """build-trigrams: an n-gram table of a corpus, in the tokens of a tokenizer.
 
-    `data.template` and `data.cache_dir` have no effect here. Each turn of a conversation is tokenised as a separate
-    plain text, and no n-gram spans two turns.
+    `data.template`, its arguments and `data.cache_dir` have no effect here. Each turn of a conversation is tokenised as
+    a separate plain text, and no n-gram spans two turns.
     """
 
     leaves: ClassVar[tuple[str, ...]] = ("table.safetensors",)
@@ -115,6 +119,6 @@ class TrigramConfig(RehearsedConfig):
 
     def corpus(self) -> dict[str, object]:
         """The settings that determine the counted text, JSON-able."""
-        silent = ("template", "mix", "streaming")
+        silent = ("template", "chat_template_kwargs", "mix", "streaming")
         own = {key: value for key, value in self.data.deciding().items() if key not in silent}
         return {**own, "path": list(self.data.path), "text": self.text}

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from outrider.base.errors import require
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import UNLIMITED
+from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.pipeline_run import fitted
@@ -57,6 +58,7 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     share = min(0.5, _HELDOUT / look.prompts) if look.prompts else 0.0
     heldout = {"data.heldout_fraction": float(f"{share:.3g}")} if share > DataConfig.heldout_fraction else {}
     template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
+    template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     of_data = {f"data.{key}": value for key, value in template.items()}
     training = {**_ANSWERS, **of_data, **_TRAINING, **heldout}
     trained: dict[str | None, dict[str, object]] = {

@@ -24,6 +24,7 @@ from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
 from outrider.inference.loading.cache_budget import free_bytes
 from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
@@ -70,7 +71,8 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         config = replace(config, target=fetch.out_dir)
     target = open_target(config.target, by_layers=False)
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
-    render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
+    tokenizer = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
     there = free_bytes(torch.device(device))
     place = Place(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
     weights, text = weight_bytes(target.config, place), cache_bytes(target.config, place)
@@ -103,12 +105,12 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
 def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
     """Raise `UserError` for too few prompts, a held-out one too long to measure, and a target that can write none."""
+    tokenizer, most = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template), look.context
     if config.prompts is None:
-        around_question(target.tokenizer, config.template)
+        around_question(tokenizer, config.template)
         return
     prompts = parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
     asked = ((one, config.template if one.chat else "none", f"prompt {one.id}") for one in prompts)
-    tokenizer, most = target.tokenizer, look.context
     rendered = [
         render_prompt(one.messages(one.turns[:1]), tokenizer, how, most=most, where=where) for one, how, where in asked
     ]

@@ -69,7 +69,7 @@ def words_of(options: Options) -> list[str]:
     """`options` as on a command line, with a dotted key for each value of a mapping."""
     words: list[str] = []
     for key, value in options.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             words += words_of({f"{key}.{inner}": one for inner, one in value.items()})
         else:
             words.append(option(key, value))

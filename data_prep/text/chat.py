@@ -16,7 +16,7 @@ from outrider.data_prep.text.data_files import RUN_FILE, resolve_paths
 from outrider.data_prep.text.messages import TOOLS, UNLEARNED, Message
 from outrider.data_prep.text.records import require_encodable
 from outrider.data_prep.text.settings import DataConfig, PromptTemplate
-from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
+from outrider.draft_models.targets.vocabulary import UnusableTextError, clock_of, require_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -198,8 +198,8 @@ def answered_by(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -
     "another": that of another tokenizer; "absent": the tokenizer had none. Empty without a record.
     """
     said = run.get("template")
-    names = {tokenizer.chat_template: "tokenizer", "vicuna": "vicuna", "none": "none", None: "absent"}
-    return {names.get(one, "another") for one in said} if isinstance(said, list) else set()
+    names = {str(tokenizer.chat_template): "tokenizer", "vicuna": "vicuna", "none": "none", "None": "absent"}
+    return {names.get(str(one), "another") for one in said} if isinstance(said, list) else set()
 
 
 def records_of_runs(data: DataConfig) -> dict[Path, dict[str, object]]:
@@ -252,8 +252,11 @@ def apply_template(
         )
     try:
         tools = messages[0].get(TOOLS) if messages else None
+        template = clock_of(tokenizer) + tokenizer.get_chat_template(tools=tools)
         shown = [{key: message[key] for key in message if key not in (TOOLS, UNLEARNED)} for message in messages]
-        rendered = tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=opening)
+        rendered = tokenizer.apply_chat_template(
+            shown, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=opening
+        )
     except Exception as error:  # a template is code and may raise any error
         raise UnusableTextError(
             f"{where}: the chat template of {name_of(tokenizer)} refuses this conversation ({reason(error)}); "

@@ -108,7 +108,7 @@ def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template:
     if written is None:
         return []
     if (written.tokenizer, written.template) != written_by(record, tokenizer, template):
-        warn_of_text(record["id"], "their tokens are of another tokenizer or chat template")
+        warn_of_text(record["id"], "their tokens are of another tokenizer or chat template, or of its other arguments")
         return []
     return [_supervised(read, whole="messages" in record) for read in written.documents]
 

@@ -22,11 +22,11 @@ from outrider.data_prep.text.records import Counts, Record, warn_of_unused
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, content_digest, read_records
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.vocabulary import rows_of, tokenizer_digest
+from outrider.draft_models.targets.vocabulary import KWARGS, clock_of, rows_of, tokenizer_digest, with_arguments
 
 FORMAT = 4  # part of every cache key: increment it when rows of the same input change
-# Options that select the content, whose digest is part of the key.
-_IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
+# Options that select the content, whose digest is part of the key, or stand in the chat template.
+_IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix", KWARGS}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 META_FILE, ROWS_FILE = "meta.json", "rows.bin"  # of an entry of the cache: `Meta`, and rows of `_row_type`
 _READ = ("records", "rows", "tokens", "supervised", "clipped")
@@ -69,12 +69,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
 
 def load_rows(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    split: Split,
-    *,
-    max_rows: int | None = None,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, *, max_rows: int | None = None
 ) -> PackedRows:
     """The rows of one split, from the cache or built now. max_rows: keep this many, evenly spread.
 
@@ -192,11 +187,7 @@ def _positions(documents: np.ndarray) -> np.ndarray:
 
 
 def _documents(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    split: Split,
-    counts: Counts,
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: Counts
 ) -> Iterator[Document]:
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
@@ -218,12 +209,7 @@ def _characters(record: Record) -> int:
 
 
 def _build(
-    folder: Path,
-    key: str,
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    split: Split,
+    folder: Path, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split
 ) -> None:
     print(f"data source={config.source} split={split}: tokenising into {folder}", flush=True)
     partial = folder.with_suffix(".partial")
@@ -299,11 +285,12 @@ def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
 
 def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
+    tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
     parts |= {
         "format": FORMAT,
         "content": content_digest(config),
-        "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template],
+        "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template, *filter(None, [clock_of(tokenizer)])],
         "seq_len": seq_len,
         "split": split,
         "embedding_rows": rows_of(tokenizer),  # which decides what is left out

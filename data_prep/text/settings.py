@@ -20,6 +20,7 @@ Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpac
 # The template of a conversation: the tokenizer's own, Vicuna's, or none, the bare texts (for base models).
 ChatTemplate = Literal["tokenizer", "vicuna", "none"]
 PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt becomes text (see `render_prompt`)
+TemplateArguments = Annotated[dict[str, object], only(template=("auto", "tokenizer"))]
 Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
 
 # Benchmarks: name, and the dataset on the Hub, commit and path of its file.
@@ -81,6 +82,8 @@ class SourceConfig(Settings):
     column: str | None = opt(None, "the column to read; None: the layout's usual one")
     template: ChatTemplate = "tokenizer"
     """how a conversation becomes text: tokenizer (its own chat template), vicuna, or none (its bare texts)"""
+    chat_template_kwargs: Annotated[dict[str, object], only(template="tokenizer")] = field(default_factory=dict)
+    """what that chat template reads besides, by name"""
     max_records: Count | None = None
     """read only this many records, counted before the train / held-out split"""
 
@@ -138,7 +141,7 @@ class DataConfig(SourceConfig):
             weights = {name: part.weight for name, part in self.mix.items()}
             require(any(weights.values()), "mix", weights, "at least one source with a weight above 0")
             own = {f.name: getattr(self, f.name) for f in fields(SourceConfig) if f.name not in ("source", "path")}
-            changed = next((name for name, value in own.items() if value != getattr(SourceConfig, name)), None)
+            changed = next((name for name, value in own.items() if value != getattr(SourceConfig, name, {})), None)
             if changed:
                 raise UserError(f"{changed}={own[changed]!r}: says nothing with source=mix; set mix.NAME.{changed}")
         else:

@@ -244,12 +244,7 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
 
 
 def write_safetensors(
-    original: Original,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = 2 * 10**9,
-    remedy: str,
+    original: Original, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 2 * 10**9, remedy: str
 ) -> int:
     """Write `original` to `folder` in `dtype` (None: each tensor's own type); returns the number of weight files.
 

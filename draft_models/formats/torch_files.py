@@ -308,10 +308,7 @@ def require_plain(source: str, names: Iterable[str]) -> None:
 
 
 def require_weights(
-    name: str,
-    held: Mapping[str, Stored],
-    weights: Collection[str] = (),
-    config: Path | str | None = None,
+    name: str, held: Mapping[str, Stored], weights: Collection[str] = (), config: Path | str | None = None
 ) -> None:
     """Raise `UserError` if a weight is `held` as codes, which need scales: as integers, or as floats of 8 bits.
 

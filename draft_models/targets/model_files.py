@@ -25,12 +25,7 @@ from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.introspection import observe
 from outrider.draft_models.targets.model_spec import ModelSpec
 from outrider.draft_models.targets.stack import LayerStack, module_list
-from outrider.draft_models.targets.tensor_files import (
-    BASE_PREFIX,
-    TensorFiles,
-    open_tensors,
-    require_no_adapter,
-)
+from outrider.draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles, open_tensors, require_no_adapter
 
 _KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
 

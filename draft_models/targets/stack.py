@@ -103,12 +103,7 @@ class AtOnce(Protocol):
 
 
 def call_layer(
-    layer: nn.Module,
-    call: LayerCall,
-    hidden: Tensor,
-    mask: Mask,
-    rotary: Rotary,
-    cache: LayerCache | None = None,
+    layer: nn.Module, call: LayerCall, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None
 ) -> Tensor:
     """A decoder layer on hidden [B, Q, d], called as its model calls it."""
     given: dict[str, object] = {}
@@ -229,13 +224,7 @@ class LayerStack(nn.Module):
         return Rotary(positions, tuple((cos[positions], sin[positions]) for cos, sin in self.tables))
 
     def run(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        rotary: Rotary,
-        masks: Masks,
-        cache: LayerCache | None = None,
+        self, hidden: Tensor, start: int, stop: int, rotary: Rotary, masks: Masks, cache: LayerCache | None = None
     ) -> Tensor:
         """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
         if self.at_once is not None and stop > start:

@@ -57,10 +57,7 @@ class TensorFiles:
     _counting: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def read(
-        self,
-        names: Iterable[str],
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        self, names: Iterable[str], dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
         """Read exactly the tensors in `names`, in `dtype` if it is given; adds their stored size to `bytes_read`.
 

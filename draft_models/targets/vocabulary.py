@@ -1,19 +1,36 @@
-"""A tokenizer and its vocabulary, by digests, and the part that a model's embedding has rows for."""
+"""A tokenizer: its vocabulary by digests, the part of it that a model's embedding has rows for, and what its chat
+template reads beside the messages: arguments by name, and a clock, which stands still during a run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.meta import find_undeclared_variables
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, require
+from outrider.base.run_dirs import run_time
+from outrider.base.words import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+KWARGS = "chat_template_kwargs"
+_JINJA = Environment(extensions=["jinja2.ext.loopcontrols"])
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a tag that only transformers knows
+_PROVIDED = {*DEFAULT_NAMESPACE, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+_DIRECTIVE = re.compile(r"(?<!\{)%[-_0^#]?[A-Za-z]")  # of strftime
+_CLOCK = """{%% macro strftime_now(format) %%}{%% set text = format.replace("%%%%", "\ue001")%s %%}\
+{{ raise_exception("its clock shows what is not known") if "%%" in text else text.replace("\ue001", "%%") }}\
+{%% endmacro %%}
+"""  # transformers leaves out a line break after a tag
 _ROWS = "embedding_rows"  # on a tokenizer: the number of ids that its model can read
 
 
@@ -70,3 +87,35 @@ def require_rows(ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizer
         said = f"holds the token {token!r} (id {largest}), and the model's embedding has {rows} rows"
         remedy = "leave it out of the text, or give a model whose embedding was resized for it"
         raise UnusableTextError(f"{where} {said}; {remedy}", "token")
+
+
+def with_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object], template: str = "auto", option: str = KWARGS
+) -> PreTrainedTokenizerBase:
+    """A copy of `tokenizer` whose chat template has `arguments`; itself if there are none. Raises `UserError`, naming
+    `option`, for one that the template which renders chat (see `PromptTemplate`) does not read."""
+    if not arguments:
+        return tokenizer
+    text = tokenizer.chat_template if template in ("auto", "tokenizer") else None
+    texts = text if isinstance(text, dict) else {"": text or ""}  # a model may have several, by name
+    try:
+        syntax = [_JINJA.parse(_GENERATION.sub("", part)) for part in texts.values()]
+    except TemplateSyntaxError as error:
+        raise UserError(f"{option}: the chat template cannot be read ({error}); leave it out") from None
+    names = sorted(set[str]().union(*map(find_undeclared_variables, syntax)) - _PROVIDED)
+    for name, value in arguments.items():
+        expected = f"{', '.join(names) or 'none'}, which the chat template reads{did_you_mean(name, names)}"
+        require(name in names, f"{option}.{name}", value, expected)
+    values = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in sorted(arguments.items()))
+    bound, begun = copy(tokenizer), {name: values + part for name, part in texts.items()}
+    bound.chat_template = begun if text is texts else begun[""]
+    return bound
+
+
+def clock_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The begin of a chat template that reads a clock, which makes it show the time of this run; "" outside a run."""
+    text = str(tokenizer.chat_template)
+    if "strftime_now" not in text or (time := run_time()) is None:
+        return ""
+    directives = sorted({*_DIRECTIVE.findall(text)})
+    return _CLOCK % "".join(f".replace({name!a}, {time.strftime(name)!a})" for name in directives)

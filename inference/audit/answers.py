@@ -19,6 +19,7 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import uniforms
@@ -84,6 +85,7 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
     context, vocabulary = context_limit(target.config), target.config.vocab_size
     server = Server(asked, target.tokenizer, eos, context, vocabulary, checked=False)
     like, identity = ServedAnswer(**asdict(asked.sampling)), asked.deciding() | {"served": server.model}
+    identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     kept: list[ServedAnswer] = []
     if file.exists():
         made = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
@@ -107,11 +109,11 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
 
 def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
     """The prompts' names by the ids of their first turns."""
-    found = {}
+    found, tokenizer = {}, with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         template = config.template if prompt.chat else "none"
         ids = render_prompt(
-            prompt.messages(prompt.turns[:1]), target.tokenizer, template,
+            prompt.messages(prompt.turns[:1]), tokenizer, template,
             most=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
         found[tuple(ids)] = prompt.id

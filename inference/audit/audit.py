@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import require
 from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.processes import join_processes, only_run_of
 from outrider.base.progress import counted
-from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
@@ -97,7 +97,7 @@ def audit(config: AuditConfig) -> None:
     process with status 1 if the answers have a fault. Raises `UserError` for bad input.
     """
     out_dir = require_writable(config.out_dir)
-    with only_run(out_dir, "an audit"):
+    with only_run_of(join_processes(), out_dir, "an audit", config.resume):
         expected = "a directory without an audit; resume=true judges anew, and asks a server what is missing"
         empty = not any((out_dir / file).exists() for file in ((REPORT, ANSWERS) if config.server else (REPORT,)))
         require(config.resume or empty, "out_dir", config.out_dir, expected)

@@ -18,7 +18,7 @@ from outrider.data_prep.text.records import HELDOUT_BY
 from outrider.draft_models.targets.fingerprint import deciding_config, model_identity
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
-from outrider.draft_models.targets.vocabulary import tokenizer_digest
+from outrider.draft_models.targets.vocabulary import tokenizer_digest, with_arguments
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import (
     SECONDS_FILE,
@@ -70,7 +70,7 @@ def generate_responses(config: GenerateConfig) -> None:
         print(_plan(config), flush=True)
         return
     state, folder = join_processes(), require_writable(config.out_dir)
-    with only_run_of(state, folder, "responses"):
+    with only_run_of(state, folder, "responses", config.resume):
         generate(config, folder, state, _read)
 
 
@@ -112,10 +112,10 @@ def _longest(task: Task, config: GenerateConfig, context: int) -> int:
 def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
     """The prompts to answer. Raises `UserError` for data without any, or of which none can be answered."""
     warn_of_template(config.data, target.tokenizer)
-    todo = Todo(context)
-    for task in read_tasks(config, target.tokenizer, todo):
+    todo, tokenizer = Todo(context), with_arguments(target.tokenizer, config.template_arguments)
+    for task in read_tasks(config, tokenizer, todo):
         if wanted(task):
-            todo.add(task, target.tokenizer)
+            todo.add(task, tokenizer)
     if len(todo.skipped) == todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         why = todo.counts.first or "give more data"
@@ -256,7 +256,7 @@ def respond(
 
 def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: Server | None = None) -> Facts:
     """Everything that determines the answer to a prompt, and the prompts made from a record."""
-    tokenizer = target.tokenizer
+    tokenizer = with_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
         known: Facts = {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
     else:

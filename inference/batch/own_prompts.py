@@ -21,10 +21,11 @@ from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import around_question
 from outrider.data_prep.text.prompt_records import Prompt, as_record
 from outrider.data_prep.text.prompts import parted, read_prompts
-from outrider.data_prep.text.settings import DataConfig, prompt_file
+from outrider.data_prep.text.settings import ChatTemplate, DataConfig, prompt_file
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.directory import answered, read_shard, shards
 from outrider.inference.batch.generate import generate
 from outrider.inference.batch.settings import GenerateConfig
@@ -39,7 +40,7 @@ def write_prompts(config: PromptsConfig) -> None:
     Raises `UserError`, also for a target that writes too few prompts.
     """
     state, folder = join_processes(), require_writable(config.out_dir)
-    with only_run_of(state, folder, "prompts"):
+    with only_run_of(state, folder, "prompts", config.resume):
         file, identity = None if config.file is None else prompt_file(config.file, "file"), config.deciding()
         if file is not None:  # per_object: an option of earlier versions, at its default
             identity |= {"file": hashlib.sha256(file.read_bytes()).hexdigest(), "per_object": 4}
@@ -63,7 +64,7 @@ def write_prompts(config: PromptsConfig) -> None:
 
 def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
     """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
-    start, _ = around_question(target.tokenizer, config.template)
+    start, _ = around_question(with_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
 
     def tasks(_: object, __: object, context: int, wanted: Callable[[Task], bool]) -> Todo:
         every = (Task(f"{number:032x}", f"text {number}", OWN, start) for number in range(config.count))
@@ -71,14 +72,16 @@ def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: Parti
 
     given = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
     given |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
-    decides = DataConfig(template="tokenizer" if config.template == "auto" else config.template)
+    template: ChatTemplate = "tokenizer" if config.template == "auto" else config.template
+    decides = DataConfig(template=template, chat_template_kwargs=config.chat_template_kwargs)
     asked = GenerateConfig(target=target.source, data=decides, out_dir=str(folder), **given)
     generate(asked, require_writable(folder), state, tasks)
 
 
 def _prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
     """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
-    (start, after), found = around_question(target.tokenizer, config.template), list[Prompt]()
+    found, tokenizer = list[Prompt](), with_arguments(target.tokenizer, config.chat_template_kwargs)
+    start, after = around_question(tokenizer, config.template)
     special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
     records = [response.record for shard in shards(folder) for response in read_shard(shard)]
     for record in sorted(records, key=lambda record: str(record["id"])):

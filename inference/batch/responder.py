@@ -15,6 +15,7 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, why_not_by_layers
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.directory import Facts, Response
 from outrider.inference.batch.server import Server
@@ -37,7 +38,7 @@ class Responder:
         device: torch.device,
         server: Server | None = None,
     ):
-        self.config, self.tokenizer = config, target.tokenizer
+        self.config, self.tokenizer = config, with_arguments(target.tokenizer, config.template_arguments)
         self.generator: Generator | Server
         self.by_layers: Generator | None = None  # the same, if it can `converse`
         if server is not None:

@@ -64,7 +64,7 @@ class GenerateConfig(TargetConfig):
             weights,
             "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
         )
-        _ = self.sampling  # runs its own checks
+        _ = self.sampling, self.template_arguments  # run their own checks
         if self.server is None:
             for name in _OF_SERVERS:
                 require_default(self, name, "it is read with server=URL")
@@ -72,6 +72,13 @@ class GenerateConfig(TargetConfig):
         require(self.concurrency <= self.batch_size, "concurrency", self.concurrency, "at most batch_size")
         for name in ("dtype", "device_map"):
             require_default(self, name, "the server runs the target")
+
+    @property
+    def template_arguments(self) -> dict[str, object]:
+        """The `chat_template_kwargs` of all sources. Raises `UserError` if they differ."""
+        arguments = [part.chat_template_kwargs for _, _, part in self.data.parts()] or [self.data.chat_template_kwargs]
+        require(arguments == arguments[:1] * len(arguments), "data.mix chat_template_kwargs", arguments, "equal ones")
+        return arguments[0]
 
     @property
     def sampling(self) -> SamplingConfig:

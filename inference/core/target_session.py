@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def eager_session(
-    target: Target,
-    split: int | None,
-    capacity: int,
-    context: int | None = None,
-    together: "Together | None" = None,
+    target: Target, split: int | None, capacity: int, context: int | None = None, together: "Together | None" = None
 ) -> Session:
     """A session whose passes run eagerly.
 

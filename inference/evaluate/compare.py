@@ -121,7 +121,7 @@ def evaluate_checkpoint(
         torch.set_num_threads(config.threads)
     out_dir = require_writable(config.out_dir)
     config.wandb.is_on()  # raises now if something it needs is missing
-    with only_run_of(state, out_dir, "results"):
+    with only_run_of(state, out_dir, "results", config.resume):
         wrong = _evaluate(config, prompts, out_dir, state, limit, peers)
     if wrong:
         if state.is_main_process:

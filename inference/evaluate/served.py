@@ -237,11 +237,7 @@ def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> I
 
 
 def _measure(
-    arms: Mapping[str, tuple[Arm, int]],
-    key: BlockKey,
-    rendered: Sequence[Sequence[int]],
-    asked: Row,
-    streams: Streams,
+    arms: Mapping[str, tuple[Arm, int]], key: BlockKey, rendered: Sequence[Sequence[int]], asked: Row, streams: Streams
 ) -> Block:
     """One block, by both arms in random order; a first one with few tokens warms them up."""
     count, prompts = key.concurrency, [rendered[position] for position in key.positions]

@@ -23,6 +23,7 @@ from outrider.data_prep.text.settings import DataConfig, MixPart, SourceConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
+from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, kind_in
 
@@ -48,7 +49,7 @@ _SET: Mapping[str, object] = {
 }  # fmt: skip
 _DEFAULT = (
     "revision", "wandb", "reading", "taps", "merge", "prompt_text", "doctor_lengths", "server", "server_model",
-    "server_timeout", "server_retries", "concurrency", "device_map", "wheel",
+    "server_timeout", "server_retries", "concurrency", "device_map", "wheel", KWARGS,
 )  # fmt: skip
 _MODELS = {
     "target": TARGET, "tokenizer": TARGET, SMALL_LM: SMALL_LM, "path": SMALL_LM, EAGLE3: EAGLE3, TABLE: TABLE,
@@ -201,10 +202,11 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     if named is not None and wanted("tokenizer"):
         open_encoder(named, config.revision)
     for key, data in _sources(config):
+        bound = tokenizer and with_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
         if wanted(f"{key}.path"):
-            _read_record(key, data, tokenizer, asking=getattr(config, "asks", False))
-        elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
-            render_prompt(("a question",), tokenizer, data.template, f"{key}.template")
+            _read_record(key, data, bound, asking=getattr(config, "asks", False))
+        elif bound is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
+            render_prompt(("a question",), bound, data.template, f"{key}.template")
     prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
     if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
         _read_prompt(config, tokenizer)
@@ -240,4 +242,5 @@ def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> No
     (prompt,) = read_prompts(config.prompts, limit=1)
     by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
     if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):
+        tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template)
         render_prompt(prompt.messages(prompt.turns[:1]), tokenizer, config.template)

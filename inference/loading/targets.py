@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -31,6 +32,7 @@ from outrider.draft_models.targets.open_target import (
 from outrider.draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
 from outrider.draft_models.targets.stack import WholeModel
 from outrider.draft_models.targets.target import Target
+from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.core.target_session import Runtime
@@ -52,7 +54,8 @@ class TargetSetup:
 
     eos: the ids that end a text. stops: the stop strings. inherited: settings from its generation config.
     int8: whether it is quantised to int8, computing in `dtype`.
-    template: as requested; trained: the templates of the drafters' training, by kind (see `trained_templates`).
+    template: as requested; trained: the templates of the drafters' training, by kind (see `templates_of`).
+    arguments: what the chat template reads besides.
     """
 
     target: OpenTarget
@@ -64,6 +67,7 @@ class TargetSetup:
     int8: bool = False
     template: PromptTemplate = "auto"
     trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def chat_template(self) -> PromptTemplate:
@@ -78,9 +82,9 @@ class TargetSetup:
     def config(self) -> PreTrainedConfig:
         return self.target.config
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.target.tokenizer
+        return with_arguments(self.target.tokenizer, self.arguments, self.chat_template if self.arguments else "auto")
 
     @property
     def numbers(self) -> str:
@@ -123,11 +127,18 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
     if int8:
         target.require_int8()
-    templates = config.template, trained_templates(config, target.tokenizer)
-    if config.template == "none" and templates[1] and {"none"} not in templates[1].values():
-        learned = ", ".join(f"{kind} learned by {' and '.join(sorted(own))}" for kind, own in templates[1].items())
-        warn(f"template=none: chat prompts are bare text, but {learned}; leave template= out to measure that")
-    return TargetSetup(target, eos, stops, inherited, device, dtype, int8, *templates)
+    arguments, trained = config.chat_template_kwargs, dict[str, frozenset[ChatTemplate]]()
+    for kind, record in config.trained().items():
+        if parts := conversations_in(record.data, target.tokenizer):
+            trained[kind] = frozenset(part.template for part in parts)
+            if arguments not in (learned := [part.chat_template_kwargs for part in parts]):
+                warn(f"{KWARGS}={arguments}: the conversations that the {kind} drafter learned from had {learned[0]}")
+    if config.template == "none" and trained and {"none"} not in trained.values():
+        said = ", ".join(f"{kind} learned by {' and '.join(sorted(own))}" for kind, own in trained.items())
+        warn(f"template=none: chat prompts are bare text, but {said}; leave template= out to measure that")
+    setup = TargetSetup(target, eos, stops, inherited, device, dtype, int8, config.template, trained, arguments)
+    _ = setup.tokenizer  # raises for arguments that the template does not read
+    return setup
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
@@ -274,11 +285,7 @@ def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, 
 
 
 def new_drafter(
-    method: MethodConfig,
-    drafters: Drafters,
-    streams: Streams,
-    drawn: bool = False,
-    tuning: Tuning | None = None,
+    method: MethodConfig, drafters: Drafters, streams: Streams, drawn: bool = False, tuning: Tuning | None = None
 ) -> Drafter:
     """A new drafter of `method`, for the generation of `streams`.
 
@@ -316,30 +323,25 @@ def make_runtime(name: str, device: torch.device) -> Runtime:
 _PLAIN = ("text", "code")  # layouts without conversations
 
 
-def trained_templates(config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, frozenset[ChatTemplate]]:
-    """The recorded chat templates of each drafter's training data, by kind of drafter.
-
-    Kinds without such a record are left out. Raises `UserError` for an unreadable record.
-    """
-    found = {name: templates_of(one.data, tokenizer) for name, one in config.trained().items()}
-    return {name: templates for name, templates in found.items() if templates}
-
-
 def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
-    """The templates that rendered conversations in a training with the recorded settings `data`; empty if unknown, or
-    if it had no conversations.
+    """The templates of `conversations_in`."""
+    return frozenset(part.template for part in conversations_in(data, tokenizer))
+
+
+def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> list[DataConfig]:
+    """The sources of conversations in the recorded settings `data` of a training; none if they are unknown.
 
     template=tokenizer is recorded for plain text too, so it means nothing if the tokenizer has no chat template.
     """
     if data is None or "template" not in data:
-        return frozenset()
+        return []
     try:
         config: DataConfig = construct(DataConfig, data)
     except UserError:
-        return frozenset()
+        return []
     parts = [part for _, _, part in config.parts()] or [config]
     talk = [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
-    return frozenset(part.template for part in talk if part.template != "tokenizer" or tokenizer.chat_template)
+    return [part for part in talk if part.template != "tokenizer" or tokenizer.chat_template]
 
 
 def chat_template(asked: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:

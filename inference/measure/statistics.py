@@ -118,11 +118,7 @@ def acceptance_by_position(
 
 
 def bootstrap_median(
-    values: Sequence[float],
-    generator: np.random.Generator,
-    draws: int = 2000,
-    *,
-    units: Sequence[str] | None = None,
+    values: Sequence[float], generator: np.random.Generator, draws: int = 2000, *, units: Sequence[str] | None = None
 ) -> tuple[float, list[float]]:
     """The median of `values` and its 95 % bootstrap interval, resampling with replacement.
 

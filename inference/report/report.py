@@ -52,11 +52,7 @@ COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedu
 
 
 def build_report(
-    method: str,
-    results: Sequence[PromptResult],
-    facts: Mapping[str, Any],
-    seed: int,
-    tuning: Tuning | None = None,
+    method: str, results: Sequence[PromptResult], facts: Mapping[str, Any], seed: int, tuning: Tuning | None = None
 ) -> Report:
     """The report of one method over all prompts; `facts` (target, temperature, settings, …) are added unchanged.
 

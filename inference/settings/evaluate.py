@@ -10,7 +10,7 @@ from outrider.base.errors import require
 from outrider.base.settings import Count, Named, Positive, Settings, free, only, opt, require_default
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.settings import Tokenizer
-from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
 from outrider.draft_models.targets.settings import (
     AnyDrafter,
     DecodeDtype,
@@ -95,6 +95,7 @@ class DecodingConfig(DraftingConfig):
     template: PromptTemplate = "auto"
     """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; none:
     bare text. Any other template than the drafters' is refused"""
+    chat_template_kwargs: TemplateArguments = opt(factory=dict, help="what the chat template reads besides, by name")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     dtype: DecodeDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Lt
 from outrider.base.errors import require
 from outrider.base.places import Place
 from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_default
-from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
 from outrider.draft_models.targets.settings import Dtype, Model
 from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -63,7 +63,7 @@ class CompareConfig(RunConfig):
 AnswerFile = Annotated[str, Records("a JSONL file of answers")]
 OF_SERVERS = (
     "server_model", "concurrency", "server_timeout", "server_retries", "prompts", "num_prompts", "template",
-    "max_new_tokens", "temperature", "top_k", "top_p",
+    "chat_template_kwargs", "max_new_tokens", "temperature", "top_k", "top_p",
 )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ class AuditConfig(RunConfig):
     prompts: PromptSource = opt("python_stdlib", "as evaluate-checkpoint's; of each prompt the first turn is asked")
     num_prompts: Count | None = free(64, "evenly spread; null: all")
     template: PromptTemplate = opt("auto", "how chat prompts are rendered; none: bare text")
+    chat_template_kwargs: TemplateArguments = opt(factory=dict, help="what the chat template reads besides, by name")
     max_new_tokens: Count = opt(256, "per answer")
     temperature: float = opt(0.0, "0: greedy; the server is asked for it")
     top_k: int = opt(0, "sample among the k likeliest tokens; 0: all")

@@ -37,6 +37,7 @@ from outrider.data_prep.text.messages import Message
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype
+from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.core.batch import Batch, Worker
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.logprobs import ScoringSelector
@@ -125,6 +126,7 @@ class Decoder:
         device: str = "auto",
         runtime: Runtime = "auto",
         template: PromptTemplate = "auto",
+        chat_template_kwargs: Mapping[str, object] | None = None,
         conversations: bool | str = False,
         batch: int = 8,
         cache_bytes: int | None = None,
@@ -138,7 +140,7 @@ class Decoder:
         else prompt_lookup.
         name: a name for your own settings.
         target: the drafter's target; for an early exit, the target's current path.
-        small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
+        small_lm, eagle3, table, drafters, template, chat_template_kwargs: as the options of evaluate-checkpoint.
         conversations: whether there will be some, or the system message of all: then it is an error now, before the
         weights are loaded, if no template for them is known.
         batch: the most texts that are decoded at once; each has its own KV cache, which grows with it.
@@ -168,6 +170,7 @@ class Decoder:
             device=device,
             runtime=runtime,
             template=template,
+            chat_template_kwargs=construct(dict[str, object], chat_template_kwargs or {}, KWARGS),
         )
         limit = construct(Count | None, cache_bytes, "cache_bytes")
         return cls(config, name, conversations, construct(Count, batch, "batch"), limit)
@@ -196,12 +199,11 @@ class Decoder:
             require(not each, "each", each, "nothing for a single prompt")
             return "".join(self.stream(prompt, **options))
         require(len(each) in (0, len(prompt)), "each", each, f"options of each of the {len(prompt)} prompts")
-        seed = construct(int, options.get("seed", 0), "seed")
-        texts = [(self.ids(text, f"prompt[{number}]"), seed + number) for number, text in enumerate(prompt)]
-        streams = [
-            self.stream(ids, **{**options, "seed": number, **overrides})
-            for (ids, number), overrides in zip(texts, each or [{}] * len(texts), strict=True)
-        ]
+        seed, changes = construct(int, options.get("seed", 0), "seed"), each or [{}] * len(prompt)
+        merged = [{**options, "seed": seed + number, **change} for number, change in enumerate(changes)]
+        pairs = enumerate(zip(prompt, merged, strict=True))
+        texts = [self.ids(text, f"prompt[{number}]", chosen.pop(KWARGS, None)) for number, (text, chosen) in pairs]
+        streams = [self.stream(ids, **chosen) for ids, chosen in zip(texts, merged, strict=True)]
         with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
             return [*pool.map("".join, streams)]
 
@@ -219,6 +221,7 @@ class Decoder:
         repetition_penalty: float | None = None,
         stop_strings: Sequence[str] = (),
         seed: int = 0,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Generator[str, None, Passes]:
         """Yield the text after `prompt` in pieces, each as soon as its round is decoded; return its counts.
 
@@ -238,7 +241,7 @@ class Decoder:
         short.
         """
         sampling = sampling_of(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-        ids = self.ids(prompt)
+        ids = self.ids(prompt, arguments=chat_template_kwargs)
         rounds = self.rounds(ids, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
         return self._pieces(rounds, len(ids))
 
@@ -309,9 +312,11 @@ class Decoder:
         stops = stops or tuple(self._inherit(sampling, ()).taken.get("stop_strings", ()))
         return StopStrings(stops, self.tokenizer, self.ends) if stops else None
 
-    def ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
+    def ids(self, prompt: Asked, key: str = "prompt", arguments: Mapping[str, object] | None = None) -> list[int]:
         """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
-        most = self.setup.config.vocab_size
+        most, arguments = self.setup.config.vocab_size, construct(dict[str, object], arguments or {}, KWARGS)
+        rendered = not isinstance(prompt, str) and not are_ids(prompt)
+        require(rendered or not arguments, KWARGS, arguments, "none: only a conversation is rendered by a template")
         if are_ids(prompt):
             for place, token in enumerate(prompt):
                 require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
@@ -323,7 +328,8 @@ class Decoder:
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
             said = [self.ids(own, f"{key}: ids") if are_ids(own) else [] for own in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
-            ids = render_prompt(turns, self.tokenizer, template, said=said, most=most, where=key)
+            tokenizer = with_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
+            ids = render_prompt(turns, tokenizer, template, said=said, most=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 

@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import distributed
 
 from outrider.base.errors import UserError
-from outrider.base.run_dirs import only_run
+from outrider.base.run_dirs import RUNS, begin_time, only_run
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=6)
@@ -55,10 +55,13 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
 
 
 @contextmanager
-def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
-    """`only_run` for all processes of a launcher: the main one holds the directory, and its errors reach all."""
+def only_run_of(state: PartialState, folder: Path, what: str, resume: bool | None = None) -> Iterator[None]:
+    """`only_run` for all processes of a launcher, which share errors and, unless `resume` is None, a `run_time`."""
     with ExitStack() as held:
         from_main(state, lambda: held.enter_context(only_run(folder, what)))
+        if resume is not None:
+            RUNS.append(functools.cache(functools.partial(begin_time, folder, resume, from_main(state, datetime.now))))
+            held.callback(RUNS.pop)
         yield
 
 

@@ -9,20 +9,22 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from outrider.base.errors import UserError
 from outrider.base.files import lock, package_version, read_mapping, require_writable, write_json
-from outrider.base.settings import ABSENT, Settings, default_at, differences
+from outrider.base.settings import ABSENT, Settings, default_at, differences, read_as
 from outrider.base.words import listed, shown
 
-LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
 FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
 _NAMED = 12  # differences that an error shows
+RUNS: list[Callable[[], datetime]] = []  # the `begin_time` of this process's run, recorded once it is read
 
 
 @contextmanager
@@ -74,6 +76,18 @@ def _acquire(folder: Path, what: str) -> FileLock:
     except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
         raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
     return held
+
+
+def begin_time(folder: Path, resume: bool, start: datetime) -> datetime:
+    """The time that texts of the run in `folder` show: that on record if it goes on, else `start`, now on record."""
+    if not (resume and (folder / TIME_FILE).exists()):
+        write_json(folder / TIME_FILE, start.isoformat())
+    return read_as(datetime, folder / TIME_FILE, "time of a run", "give another out_dir")
+
+
+def run_time() -> datetime | None:
+    """The time that texts of this process's run show; None outside a run."""
+    return RUNS[-1]() if RUNS else None
 
 
 @contextmanager

@@ -48,10 +48,7 @@ _STORAGE_ERRORS = {
 
 
 def entry(
-    name: str,
-    schema: type[Config],
-    *,
-    complete: Callable[[Sequence[str]], list[str]] = list,
+    name: str, schema: type[Config], *, complete: Callable[[Sequence[str]], list[str]] = list
 ) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
@@ -300,6 +297,8 @@ def _open(kind: Any) -> Any:
             taken = factory = _open(hint)
         elif by_name and dataclasses.is_dataclass(by_name[0]):
             taken = types.GenericAlias(dict, (str, _open(by_name[0])))
+        elif by_name:
+            factory = functools.partial(DictConfig, {}, flags={"struct": False})  # it takes any name
         elif default is factory is dataclasses.MISSING:
             default = "???"  # OmegaConf's word for what must be given
         opened.append((own.name, taken, dataclasses.field(default=default, default_factory=factory)))

@@ -119,7 +119,7 @@ def _options(shape: Mapping[str, Any], composed: DictConfig | None, prefix: str)
         else:
             if read := said.get(READ_WITH):
                 meaning = f"with {' and '.join(f'{option}={_either(values)}' for option, values in read)}: {meaning}"
-            default = typed(said.get("default")) if composed is None else _default(composed, name)
+            default = typed(said.get("default", by_name and {})) if composed is None else _default(composed, name)
             yield Option(key, words(said), default, meaning)
 
 

@@ -69,6 +69,7 @@ class ApiRequest(BaseModel, extra="allow", strict=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     speculate: bool | None = None  # false: without the drafter
+    chat_template_kwargs: dict[str, object] | None = None  # over the server's own
 
     @property
     def likeliest(self) -> int | None:
@@ -140,7 +141,7 @@ def read(
     seed = seed if request.seed is None else request.seed
     rule, numbered = (
         model.stop_rule(stops, sampling),
-        enumerate(tuple(model.ids(prompt, key)) for key, prompt in prompts.items()),
+        enumerate(tuple(model.ids(prompt, key, request.chat_template_kwargs)) for key, prompt in prompts.items()),
     )
     jobs = [
         Job(ids, sampling, _length(request, len(ids), model, config), stops, rule, seed + choices * number + choice,

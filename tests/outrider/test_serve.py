@@ -46,7 +46,7 @@ from tests.inference.evaluate.test_page import Page
 from tests.refusals import refusal
 from tests.tiny import save_target
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = "{{ style }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 JSON = {"Content-Type": "application/json"}
 TALK = [{"role": "user", "content": "hello"}]
 SERVERS: dict[str, app.Server] = {}  # by URL
@@ -383,6 +383,7 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
      ("max_tokens", "many"), ("max_completion_tokens", 10**20), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
      ("stop", ["a"] * 17), ("stop", "a" * 257), ("stream_options.include_usage", {"include_usage": "yes"}),
      ("top_p", 0.0), ("n", 11), ("n", 10**20), ("top_logprobs", 3), ("stop_token_ids", [3]), ("detokenize", False),
+     ("chat_template_kwargs", "x"), ("chat_template_kwargs.stile", {"stile": "x"}), ("chat_template_kwargs", [1]),
      ("stream_options.continuous_usage_stats", {"include_usage": True, "continuous_usage_stats": True})],
 )  # fmt: skip
 def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: str, value: Any) -> None:
@@ -399,6 +400,12 @@ def test_what_changes_nothing_is_allowed(client: Any, model: Any) -> None:
     none = {"tool_choice": "none", "response_format": {"type": "text"}, "tools": [], "stop": None, "logit_bias": {},
             "stream_options": {"include_obfuscation": False}}  # fmt: skip
     assert text_of(ask(client, messages=parts, n=1, user="me", presence_penalty=0, **none)) == said(model)
+    own: Any = {"chat_template_kwargs": {"style": "terse"}}
+    for options in ({}, own):
+        asked = ask(client, extra_body=options | {"return_token_ids": True}).choices[0]
+        assert asked.prompt_token_ids == model.tokenizer.apply_chat_template(
+            TALK, return_dict=False, **options.get("chat_template_kwargs", {})
+        )
 
 
 def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[S
     state = join_processes()
     with ExitStack() as held:
         for folder in {Path(path).resolve(): path for path in (config.out_dir, *also)}.values():
-            option = "out_dir" if folder == config.out_dir else "checkpoint"  # of calibrate
-            held.enter_context(only_run_of(state, require_writable(folder, option), "a training"))
+            option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)
+            held.enter_context(only_run_of(state, require_writable(folder, option), "a training", resume))
         run_dir.require_free(Path(config.out_dir), config.resume)
         _run(config, prepare(state), state)
         state.wait_for_everyone()

@@ -153,12 +153,7 @@ def fit(
 
 
 def _save(
-    engine: Engine,
-    model: nn.Module,
-    run: Mapping[str, object],
-    reached: TrainingState,
-    out_dir: Path,
-    keep: int,
+    engine: Engine, model: nn.Module, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int
 ) -> None:
     """Write the checkpoint of `reached`, rename it once complete, and delete all but the newest `keep`.
 

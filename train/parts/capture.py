@@ -24,6 +24,7 @@ from outrider.data_prep.text.sources import Split
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.fingerprint import changed_parts, config_differences
 from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.shaped import ModelDrafter
@@ -190,11 +191,12 @@ def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
         other = bool(config_differences(model.get("config", mine.config), mine.config))
         other |= bool(changed_parts(model.get("tensors", {}), mine.tensors or {}))
         other |= run.get("tokenizer", mine.tokenizer) != mine.tokenizer
-        right = {data.template} if target.tokenizer.chat_template else {data.template, "absent"}
+        tokenizer = with_arguments(target.tokenizer, data.chat_template_kwargs, data.template, f"data.{KWARGS}")
+        right = {data.template} if tokenizer.chat_template else {data.template, "absent"}
         wrong = {
             "sampled, but for the first tokens": not greedy,
             f"of another target than {target.source}": other,
-            f"of another template than {data.template}": bool(answered_by(run, target.tokenizer) - right),
+            f"of another template than {data.template}": bool(answered_by(run, tokenizer) - right),
         }
         found = " and ".join(what for what, is_so in wrong.items() if is_so)
         if found:

@@ -21,6 +21,7 @@ from outrider.draft_models.losses import loss_bytes
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype, special_tokens
+from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.loading.memory_plan import Held, planned_device
 from outrider.inference.loading.targets import end_tokens
 from outrider.train.core import run_dir
@@ -132,7 +133,8 @@ def write_drafters_card(
     """Write the card of a finished drafter. use: of it; facts: about it; shown: the metrics that it says."""
     said: dict[str, object] = {"data": config.data.source, "steps": trained.result.steps}
     said |= {"chosen step": trained.step} if "tau" in shown else {}
-    said |= {name: round(trained.metrics[name], 3) for name in shown}
+    arguments = [part.chat_template_kwargs for _, _, part in config.data.parts()] or [config.data.chat_template_kwargs]
+    said |= {name: round(trained.metrics[name], 3) for name in shown} | ({KWARGS: arguments} if any(arguments) else {})
     write_card(Path(config.out_dir), use, config.target, {**facts, **said})
 
 

@@ -56,10 +56,7 @@ class ToyTarget(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
         """All [B, T]; labels pre-shifted, attention within a document only. Returns the summed loss."""
         hidden = self.lm.model(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=packed_mask(documents),
-            use_cache=False,
+            input_ids=input_ids, position_ids=positions, attention_mask=packed_mask(documents), use_cache=False
         ).last_hidden_state
         return {"loss_sum": linear_cross_entropy(hidden, self.lm.lm_head.weight, labels)}
 

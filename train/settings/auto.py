@@ -8,8 +8,8 @@ from annotated_types import Ge
 
 from outrider.base.errors import require_choice
 from outrider.base.places import Place
-from outrider.base.settings import RunConfig, free
-from outrider.data_prep.text.settings import PromptFile, PromptTemplate
+from outrider.base.settings import RunConfig, free, opt
+from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
 from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES
 from outrider.inference.settings.kinds import KINDS
 
@@ -31,6 +31,7 @@ class AutoConfig(RunConfig):
     answered to train on, the others measured; null: the target writes them"""
     template: PromptTemplate = "auto"
     """of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations"""
+    chat_template_kwargs: TemplateArguments = opt(factory=dict, help="what the chat template reads besides, by name")
     minutes: Annotated[float, Ge(3.5)] = 30.0
     """time limit of everything; a step that is loading or saving still finishes"""
     train: tuple[str, ...] | Literal["auto"] = "auto"
