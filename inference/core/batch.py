@@ -87,9 +87,8 @@ class JointView:
         return Rotary(self.positions, tuple((cos, sin) for cos, sin in tables))
 
     def masks(self) -> Masks:
-        own, of = [request.view.masks() for request in self.requests], self.cache
-        windows = set(own[0]).intersection(*own)  # a short text may have no entry for a window
-        return {one: Texts(of.rows, tuple(masks[one] for masks in own), of.caches, of.shown) for one in windows}
+        texts, of = [request.view.masks() for request in self.requests], self.cache
+        return {key: Texts(of.rows, tuple(masks[key] for masks in texts), of.caches, of.shown) for key in texts[0]}
 
     def wanted(self, hidden: Tensor) -> Tensor:
         if all(request.rows == request.view.last for request in self.requests):
@@ -168,9 +167,7 @@ class Batch(Runtime):
 
     name = "batch"
 
-    def __init__(
-        self, runtime: Runtime | None = None, yielding: bool = True, budget: CacheBudget | None = None
-    ) -> None:
+    def __init__(self, runtime: Runtime | None = None, yielding: bool = True, budget: CacheBudget | None = None):
         self.runtime, self.yielding, self.budget = runtime or Runtime(), yielding, budget
         self.texts: list[Text] = []
         self.rounds = 0  # the number of steps that ended rounds
@@ -312,9 +309,8 @@ class Worker:
 
     def rounds(self, rounds: Iterator[Round], prompt: int = 0) -> Iterator[Round]:
         """`rounds`, which use sessions of this batch, each as soon as it is decoded. The text starts when the first
-        round is requested, and is decoded whether or not anybody reads; closing this iterator drops it.
-
-        prompt: the number of its tokens.
+        round is requested, and is decoded whether or not anybody reads; closing this iterator drops it. prompt: the
+        number of its tokens.
         """
         results: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = Text(rounds, results.put, results.put, prompt)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.draft_models.targets.target import Band, Mask, Masks
+from outrider.draft_models.targets.target import Band, Masks
 from outrider.inference.core.ops import ancestor_mask
 from outrider.inference.core.tree import chain_parents
 
@@ -48,13 +48,9 @@ class RowLayout:
         """
         past, keys = self.base + self.start, self.base + self.stop
         trivial = self.is_chain and (keys - past == 1 or past == 0)
-        built: dict[int | None, Mask] = {}
-        for window in set(windows):
-            binding = window if window is not None and window < keys else None
-            if binding not in built:
-                built[binding] = None if trivial and binding is None else self._mask(binding, device, dtype)
-            built[window] = built[binding]
-        return built
+        binding = {window: window if window is not None and window < keys else None for window in windows}
+        masks = {w: None if trivial and w is None else self._mask(w, device, dtype) for w in {*binding.values()}}
+        return {window: masks[cut] for window, cut in binding.items()}
 
     def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor | Band:
         past, keys = self.base + self.start, self.base + self.stop

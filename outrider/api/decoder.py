@@ -82,12 +82,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        config: EvaluateConfig,
-        name: str,
-        conversations: bool | str = False,
-        batch: int = 8,
-        cache_bytes: int | None = None,
+        self, config: EvaluateConfig, name: str, conversations: bool | str, batch: int, cache_bytes: int | None
     ):
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
