@@ -158,7 +158,7 @@ def _start(
 def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_for: ConfigFor) -> Look:
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
     pipeline = pipeline_of(config, Choice((), {}, {}), unseen)
-    pipeline = replace(pipeline, more={"responses": {TIME: auto_choice.look_minutes(config)}})
+    pipeline = replace(pipeline, more={"responses": {TIME: auto_choice.look_minutes(config), "smallest_batch": 1}})
     log = folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         for name in ("prompts", "responses"):  # which the pipeline then finds begun
@@ -174,6 +174,7 @@ def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_f
         raise UserError(f"target={config.target}: it answered no prompt; see {log}")
     return replace(
         unseen,
+        rows=unseen.rows if count >= prompts else min(unseen.rows, count),  # fewer where a batch was too slow
         tokens_per_second=tokens / timed,
         answer_tokens=tokens / count,
         prompts=prompts,

@@ -1,5 +1,7 @@
 """Continuation of many prompts by a target: the first tokens greedy, the rest sampled."""
 
+import itertools
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.batch_state import Forward, begin_batch
+from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.tasks import Answer, TopK
 from outrider.inference.core.batch import Batch, Text
 from outrider.inference.core.decode import autoregressive
@@ -19,6 +22,8 @@ from outrider.inference.core.sampling import Sampler, invert, largest
 from outrider.inference.core.token_selector import TokenSelector
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
+_FIRST = 4  # steps of a batch before its time is estimated; it is again after twice as many, and so on
+_SLOWER = 2  # times the seconds left: a batch that is estimated to take more is made smaller
 
 # (place, answer to the prompt at that place) → the next prompt for the place and its numbers; None: no further one.
 After = Callable[[int, Answer], tuple[Sequence[int], Tensor] | None]
@@ -33,6 +38,8 @@ class Generator:
 
     Over layers each prompt is decoded by the loop of one text, in a `Batch`. A model is fed padded batches instead:
     then other prompts change last bits of an answer's logits. Raises `UserError` if it keeps its state elsewhere.
+    A batch too slow for its `seconds_left` goes on with fewer prompts, at least `smallest_batch`; the others stay
+    `UNANSWERED`.
     """
 
     def __init__(
@@ -43,12 +50,15 @@ class Generator:
         *,
         greedy_tokens: int,
         top_k_logits: int = 0,
+        smallest_batch: int = sys.maxsize,
     ):
         if sampler.reads_context:
             raise ValueError("prompts are decoded without their texts: no repetition penalty")
         self.sampler, self.eos = sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
         self._fits = sys.maxsize  # largest batch that fits in memory, in prompts
+        self._smallest_batch = smallest_batch
+        self.seconds_left: Callable[[], float] = lambda: math.inf  # seconds that the current batch may still take
         self.model = model
         self._forward = None if isinstance(model, LayerStack) else Forward(model)
 
@@ -75,7 +85,7 @@ class Generator:
 
     def converse(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor], after: After) -> None:
         """`answer` for layers. When an answer ends, `after` gets it, and the prompt that it returns joins the batch."""
-        stage = Stage(f"a batch of {len(prompts)}", 0, "tokens at most")
+        stage, pace = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
         with closing(Batch()) as batch, stage:
 
             def begin(place: int, prompt: Sequence[int], numbers: Tensor) -> None:
@@ -88,6 +98,7 @@ class Generator:
                 batch.add(Text(rounds, lambda _: stage.advance(), partial(end, place, selector)))
 
             def end(place: int, selector: _Continuation, error: Exception | None) -> None:
+                stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))
                 following = after(place, selector.finish(error))
                 if following is not None:
                     begin(place, *following)
@@ -96,6 +107,23 @@ class Generator:
                 begin(place, *given)
             while batch.texts:
                 batch.step()
+                for text in batch.texts[pace(len(batch.texts), stage.done, stage.total or 0) :]:
+                    batch.drop(text)
+                    text.done(TimeoutError())
+
+    def _pace(self) -> Callable[[int, float, float], int]:
+        """For a batch that begins now: (its rows, its tokens or a row's so far, and in all) → how many rows go on."""
+        seconds, steps = self.seconds_left(), itertools.count(1)
+
+        def rows_that_fit(rows: int, tokens: float, total: float) -> int:
+            if seconds == math.inf or (step := next(steps)) < _FIRST or step & (step - 1):
+                return rows
+            ahead = self.seconds_left()
+            due = (seconds - ahead) / max(1, tokens) * (total - tokens)
+            count = rows if due <= _SLOWER * ahead else int(rows * ahead / due)
+            return min(rows, max(self._smallest_batch, count))
+
+        return rows_that_fit
 
     @torch.inference_mode()
     def _padded(self, forward: Forward, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
@@ -106,6 +134,7 @@ class Generator:
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         ids = [torch.tensor(prompt) for prompt in prompts]
         mask = [torch.ones_like(own) for own in ids]  # padding is id 0 under mask 0
+        pace = self._pace()
         batch, logits = begin_batch(forward, pad(ids).to(device), pad(mask).to(device), longest)
         for step in counted(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
             tokens, top = self.choose(logits, uniform[:, step], step), self.top_of(logits)
@@ -113,6 +142,10 @@ class Generator:
                 if text.open:
                     text.take(token, [part[row : row + 1] for part in top])
             left = [row for row, text in enumerate(rows) if text.open]
+            count = pace(len(left), step + 1, longest)
+            for row in left[count:]:
+                rows[row].is_late = True
+            left = left[:count]
             if not left:
                 break
             tokens = tokens.clamp(min=0)
@@ -142,6 +175,7 @@ class _Continuation(TokenSelector):
         self.plain = False
         self.numbers = numbers
         self.tokens: list[int] = []
+        self.is_late = False
         self._generator = generator
         self._top: list[list[Tensor]] = []
 
@@ -149,7 +183,7 @@ class _Continuation(TokenSelector):
     def open(self) -> bool:
         """Whether a further token is wanted."""
         ended = bool(self.tokens) and (self.tokens[-1] == _FAILED or self.tokens[-1] in self._generator.eos)
-        return not ended and len(self.tokens) < len(self.numbers)
+        return not (ended or self.is_late) and len(self.tokens) < len(self.numbers)
 
     def take(self, token: int, top: list[Tensor]) -> None:
         """Add a token. top: `Generator.top_of` the logits [1, V] before it."""
@@ -167,6 +201,8 @@ class _Continuation(TokenSelector):
         """The answer as it is now. error: what ended it; raised unless it is a lack of memory, or the target's NaN."""
         if isinstance(error, torch.OutOfMemoryError):
             return Answer(failure="memory")
+        if self.is_late or isinstance(error, TimeoutError):
+            return Answer(failure=UNANSWERED)
         if self.tokens[-1:] == [_FAILED]:
             return Answer(failure="not_a_number")
         if error is not None:

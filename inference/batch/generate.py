@@ -227,16 +227,16 @@ def respond(
                 several = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
             batch = [task for one in made[number : number + several] for task in one]
             number = min(number + several, len(made))
-            responder.answer(batch)
+            responder.answer(batch, lambda: limit.left(limit.spent()))
             done = [task for task in batch if task.problem != UNANSWERED]
             shard.responses += [responder.response(task) for task in done if task.answers]
             shard.skipped += [task.skipped for task in done if not task.answers]
-            answered, unanswered = answered + len(batch), unanswered + len(batch) - len(done)
+            answered, unanswered = answered + len(done), unanswered + len(batch) - len(done)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             stage.advance(len(batch))
             if shown and not told and (told := describe_texts(batch, answered)):
                 print(told, flush=True)
-            if shown and answered == len(batch) < len(todo.tasks):
+            if shown and number == 1 and 0 < answered < len(todo.tasks):
                 print(describe_first(config, answered, len(todo.tasks), tokens, seconds()), flush=True)
             if len(shard) >= config.shard_size:
                 save()
@@ -250,7 +250,8 @@ def respond(
     if len(shard):
         save()
     if unanswered:
-        print(f"unanswered={unanswered} prompts, by the server's fault; resume=true asks for them again", flush=True)
+        why = "of a server that failed or a batch too slow for minutes="
+        print(f"unanswered={unanswered} prompts, {why}; resume=true asks for them again", flush=True)
     return tokens / max(seconds(), 1e-9)
 
 

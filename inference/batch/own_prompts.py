@@ -72,6 +72,7 @@ def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: Parti
 
     given = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
     given |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
+    given["smallest_batch"] = 30  # texts, of which some are no prompts
     template: ChatTemplate = "tokenizer" if config.template == "auto" else config.template
     decides = DataConfig(template=template, chat_template_kwargs=config.chat_template_kwargs)
     asked = GenerateConfig(target=target.source, data=decides, out_dir=str(folder), **given)

@@ -1,6 +1,7 @@
 """A target that answers tasks, turn by turn."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -17,6 +18,7 @@ from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.batch_decoder import Generator
+from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import Facts, Response
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
@@ -52,19 +54,25 @@ class Responder:
             end_tokens(target),
             greedy_tokens=config.greedy_tokens,
             top_k_logits=config.top_k_logits,
+            smallest_batch=config.smallest_batch or sys.maxsize,
         )
         self.by_layers = generator if isinstance(model, LayerStack) else None
 
-    def answer(self, tasks: Iterable[Task]) -> None:
+    def answer(self, tasks: Iterable[Task], seconds_left: Callable[[], float]) -> None:
         """Answer all turns of the tasks: one turn of all tasks at a time, in padded batches or by a server.
 
         Over layers, `batch_size` tasks are in work: when an answer ends, its task's next turn begins, or another task.
+        seconds_left: see `Generator`. Tasks after one that it leaves out do not begin.
         """
         waiting = list(tasks)
+        if isinstance(self.generator, Generator):
+            self.generator.seconds_left = seconds_left
         if self.by_layers is not None:
             asked, others = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
 
             def take(place: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
+                for late in others if answer.failure == UNANSWERED else ():
+                    late.problem = UNANSWERED
                 if not self._take(asked[place], answer):
                     if (task := next(others, None)) is None:
                         return None

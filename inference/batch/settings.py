@@ -37,6 +37,8 @@ class GenerateConfig(TargetConfig):
     top_k_logits: NotNegative = 0
     """also keep the target's k largest log-probabilities at every token, for distillation"""
     batch_size: Count = free(32, "prompts decoded together by one process")
+    smallest_batch: Count | None = free(None)
+    """prompts with which a batch goes on, the others left for later, where minutes= would not hold it; null: all"""
     shard_size: Count = free(512, "prompts in one file; a killed process repeats at most shard_size + batch_size - 1")
     dtype: RunDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""

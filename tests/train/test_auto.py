@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.inference.loading.memory_plan import Held
 from outrider.inference.loading.rehearsal import small
 from outrider.inference.report.wording import recommendation
+from outrider.train import auto_run
 from outrider.train.auto import main
 from outrider.train.auto_choice import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
 from outrider.train.auto_run import reports_in, run_auto
@@ -166,6 +168,21 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     again = said_by(lambda: run_auto(replace(config, resume=True), config_for))
     assert again.count("state=done-before") == 4
     assert sentence in again
+
+
+@pytest.mark.parametrize(("answered", "prompts", "rows"), [(3, 30, 3), (25, 30, 25), (28, 30, 25), (3, 3, 25)])
+def test_after_a_slow_look_fewer_prompts_are_answered_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: int, prompts: int, rows: int
+) -> None:
+    """A batch that was too slow for the look was made smaller."""
+    counts = {"tokens": 90, "responses": answered, "prompts": prompts}
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses/summary.json").write_text(json.dumps(counts))
+    (tmp_path / "responses/seconds.json").write_text('{"seconds": 9.0}')
+    monkeypatch.setattr(auto_run.pipeline_run, "run_command", lambda *_: 0)
+    config = AutoConfig(target="t", prompts=str(own_prompts(tmp_path)), out_dir=str(tmp_path))
+    look = auto_run._look(config, tmp_path, replace(LOOK, rows=25), time.monotonic(), config_for)
+    assert (look.rows, look.answered, look.tokens_per_second) == (rows, answered, 10.0)
 
 
 def test_a_plan_makes_nothing(

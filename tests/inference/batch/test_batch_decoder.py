@@ -1,11 +1,15 @@
 """Decoding many prompts at once: each says what it says alone, and its distribution is the target's own."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from outrider.base.errors import UserError
 from outrider.inference.batch.batch_decoder import Generator, top_k_of
+from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
@@ -56,6 +60,25 @@ def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampli
     order = [3, 0, 4, 1, 2]
     again = generator.answer([prompts[i] for i in order], [draws[i] for i in order])
     assert again == [answers[i] for i in order]
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_a_batch_too_slow_for_its_time_goes_on_with_fewer_prompts(tmp_path, layers):
+    """What they say stays the same; one goes on in any case. A second passes until the first estimate."""
+    path = save_target(tmp_path, "llama", peak=0.5)
+    run = layers_of(path, torch.float64) if layers else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    generator = Generator(run, Sampler(SamplingConfig()), (), greedy_tokens=3, smallest_batch=1)
+    prompts = [random_prompt(9)] * 6
+    draws = [uniforms(0, str(i), 0, 40) for i in range(6)]
+    whole, counts = generator.answer(prompts, draws), []
+    for seconds in (1.0, 5.4, 100.0, math.inf):
+        generator.seconds_left = itertools.chain([seconds], itertools.repeat(seconds - 1)).__next__
+        answers = generator.answer(prompts, draws)
+        assert all(
+            answer in (expected, Answer(failure=UNANSWERED)) for answer, expected in zip(answers, whole, strict=True)
+        )
+        counts.append(sum(not answer.failure for answer in answers))
+    assert counts == [1, 2, 6, 6]
 
 
 def test_a_batch_shrinks_where_layers_keep_no_keys():

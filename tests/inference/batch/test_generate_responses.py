@@ -159,7 +159,9 @@ def test_a_prompt_joins_as_another_ends(make, monkeypatch):
     """Over layers: the same answers in fewer passes, of a batch at most; a kill loses no more than it says."""
     step, answer, found, passes = Batch.step, Responder.answer, [], []
     monkeypatch.setattr(Batch, "step", lambda batch: passes[-1].append(len(batch.texts)) or step(batch))
-    monkeypatch.setattr(Responder, "answer", lambda self, tasks: groups.append(len(tasks)) or answer(self, tasks))
+    monkeypatch.setattr(
+        Responder, "answer", lambda self, tasks, left: groups.append(len(tasks)) or answer(self, tasks, left)
+    )
     for joined in (1, 4):
         monkeypatch.setattr(responses_module, "_TOGETHER", joined)
         groups = passes.append([]) or []
@@ -199,8 +201,8 @@ def answering_takes(monkeypatch):
     now, answer = [0.0], Responder.answer
 
     def take(seconds):
-        def slow(responder, tasks):
-            answer(responder, tasks)
+        def slow(responder, tasks, seconds_left):
+            answer(responder, tasks, seconds_left)
             now[0] += seconds(now[0]) * -(-len(tasks) // responder.config.batch_size)
 
         monkeypatch.setattr(Responder, "answer", slow)
@@ -226,6 +228,29 @@ def test_a_machine_that_becomes_slow_ends_in_time(make, answering_takes, capsys,
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1 minutes hold no further")]
     assert bool(said) == (batches_done < 5)
     assert ("batch_size" in "".join(said)) == (batches_done == 1)
+
+
+def test_a_batch_that_is_too_slow_goes_on_with_fewer_prompts(make, monkeypatch, capsys):
+    """A resumed run answers the others, as if they had been answered at once."""
+    now, choose, whole = [0.0], Generator.choose, make(name="whole", max_new_tokens=30)
+
+    def slow(*given):
+        now[0] += 1.0
+        return choose(*given)
+
+    generate_responses(whole)
+    with monkeypatch.context() as patched:
+        patched.setattr(Generator, "choose", slow)
+        patched.setattr(responses_module, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now[0]))
+        generate_responses(config := make(batch_size=10, smallest_batch=1, max_new_tokens=30, minutes=1.5))
+    found = responses(config)
+    assert 1 <= len(found) < len(responses(whole)) == 10
+    assert now[0] < 1.5 * 90  # all would have taken 300
+    assert (
+        f"unanswered={10 - len(found)} prompts, of a server that failed or a batch too slow" in capsys.readouterr().out
+    )
+    generate_responses(replace(config, resume=True, minutes=None))
+    assert responses(config) == responses(whole)
 
 
 @pytest.mark.usefixtures("thirty_seconds_a_batch")
