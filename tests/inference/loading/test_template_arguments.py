@@ -1,9 +1,12 @@
 """Every command renders chat as transformers does with the same arguments, at one time of the whole run."""
 
 import json
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from transformers.utils import chat_template_utils
@@ -12,6 +15,7 @@ import outrider
 from outrider.base import processes
 from outrider.base.errors import UserError
 from outrider.base.processes import join_processes, only_run_of
+from outrider.base.settings import RunConfig
 from outrider.commands import config_for
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import render_prompt
@@ -19,14 +23,22 @@ from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.vocabulary import clock_of, with_arguments
-from outrider.inference.audit import answers
+from outrider.inference.audit import answers, audit
 from outrider.inference.batch import generate, own_prompts
 from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.evaluate import compare
 from outrider.inference.loading.targets import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.tools import AuditConfig
+from outrider.train.auto_choice import Choice, Look, options_of
+from outrider.train.core import driver
+from outrider.train.core.training import Trained
+from outrider.train.parts import drafter
+from outrider.train.parts.capture import require_answers_of
+from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.pipeline_run import words_of
+from outrider.train.settings.auto import AutoConfig
 from tests.tiny import byte_tokenizer, save_target
 
 TURN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -151,25 +163,37 @@ def test_they_are_part_of_the_run(target: Path, capsys: pytest.CaptureFixture[st
     generate.generate_responses(GenerateConfig(data=DataConfig(**data, **given), **made))
     with pytest.raises(UserError, match=r"was made with other settings: .*template="):
         generate.generate_responses(GenerateConfig(data=DataConfig(**data), resume=True, **made))
-    (shard,), tokenizer = (folder / "made").glob("*.jsonl"), open_target(str(target), by_layers=False).tokenizer
+    (shard,), opened = (folder / "made").glob("*.jsonl"), open_target(str(target), by_layers=False)
     record = json.loads(shard.read_text())
     data = {"source": "local", "path": str(shard), "cache_dir": str(folder), "heldout_fraction": 0.0}
     keys = []
     for options, warned in ((given, False), ({}, True)):
         capsys.readouterr()
-        rows = load_rows(DataConfig(**data, **options), tokenizer, 64, "train")
+        rows = load_rows(DataConfig(**data, **options), opened.tokenizer, 64, "train")
         keys.append(rows.key)
         ids = record["written"]["documents"][0]["ids"]
         assert (rows[0]["input_ids"][: len(ids)].tolist() == ids) is not warned
         assert ("its other arguments" in capsys.readouterr().err) is warned
+        with pytest.raises(UserError, match="of another template") if warned else nullcontext():
+            require_answers_of(opened, DataConfig(**data, **options))
+        trained = SimpleNamespace(result=SimpleNamespace(steps=1), metrics={}, step=1)
+        config: Any = SimpleNamespace(data=DataConfig(**data, **options), out_dir="o", target="t")
+        with patch.object(drafter, "write_card") as written:
+            drafter.write_drafters_card(config, "", {}, cast("Trained", trained), ())
+        assert ("'thinking': False" in str(written.call_args.args[3])) is not warned
     assert keys[0] != keys[1]
-    trained = {"settings": {"data": DataConfig(**data, **given).deciding()}}
-    (target / "finetune_drafter.json").write_text(json.dumps(trained))
+    with pytest.raises(UserError, match=r"^data.chat_template_kwargs.x=1: expected style, thinking"):
+        load_top_k_rows(DataConfig(**data, chat_template_kwargs={"x": 1}), opened.tokenizer, 64)
+    steps = options_of(AutoConfig(target="t", **given), Choice(("early_exit",), {}, {}), Look("cpu", 1))
+    assert [steps[name]["chat_template_kwargs"] for name in ("prompts", "report")] == [*given.values()] * 2
+    assert [steps[name]["data.chat_template_kwargs"] for name in ("responses", "eesd")] == [*given.values()] * 2
+    record = {"settings": {"data": DataConfig(**data, **given).deciding()}}
+    (target / "finetune_drafter.json").write_text(json.dumps(record))
     for options, warned in ((given, False), ({}, True)):
         config = EvaluateConfig(
             target=str(target), small_lm=str(target), methods={"m": MethodConfig("small_lm")}, **options
         )
-        (target / "finetune_drafter.json").write_text(json.dumps(trained))
+        (target / "finetune_drafter.json").write_text(json.dumps(record))
         find_setup(config)
         said = "kwargs={}: the conversations that the small_lm drafter learned from had {'thinking': False}"
         assert (said in capsys.readouterr().err) is warned
@@ -183,6 +207,22 @@ def test_options_take_any_name() -> None:
             config: Any = config_for(script, [*given, "target=.", *words])
             assert (config.data if key else config).chat_template_kwargs == arguments
     assert config_for("inference/compare_reports.py", ["compare=[a,b]", "pairs={x: y}"]).pairs == {"x": "y"}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_every_run_has_a_clock(target: Path, resume: bool) -> None:
+    options: Any = {"target": str(target), "out_dir": str(target.parent / "out"), "resume": resume}
+    evaluation = EvaluateConfig(**options, prompt_text=["a"], methods={"m": MethodConfig("prompt_lookup")})
+    audited = AuditConfig(**options, answers=str(target.parent / "talk.jsonl"))
+    for module, run in (
+        (generate, lambda: generate.generate_responses(GenerateConfig(data=DataConfig(), **options))),
+        (own_prompts, lambda: own_prompts.write_prompts(PromptsConfig(**options))),
+        (compare, lambda: compare.evaluate(evaluation)), (audit, lambda: audit.audit(audited)),
+        (driver, lambda: driver.run_training(RunConfig(out_dir=options["out_dir"], resume=resume), lambda _: 1 / 0)),
+    ):  # fmt: skip
+        with patch.object(module, "only_run_of", side_effect=EOFError) as locked, pytest.raises(EOFError):
+            run()
+        assert locked.call_args.args[3] is resume
 
 
 @pytest.mark.parametrize("template", CLOCKS)
