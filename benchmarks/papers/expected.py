@@ -32,7 +32,7 @@ from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.shaped import bare
 from outrider.inference.drafters.small_lm import fit_vocabulary
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
-from outrider.inference.sizing.policy import level_sizes
+from outrider.inference.shapes.shapes import level_sizes
 from papers.claims import Row
 from papers.measuring import Asked, Bench, answer_of
 
@@ -110,7 +110,6 @@ class Expected:
         if asked != self._asked:
             self._asked, self._known, self._outputs = asked, {}, None
         shape = row.method.structure
-        assert shape.widths != "auto"
         replace, naive = shape.draw == "with_replacement", row.method.verify == "naive"
         rule = (row.sampling.temperature == 0, replace, naive)
         if rule not in self._known:

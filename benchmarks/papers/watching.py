@@ -8,8 +8,8 @@ from torch import Tensor
 from outrider.inference.core.decode import cut
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree, depths
 from outrider.inference.shapes.factory import Structure
+from outrider.inference.shapes.shapes import outcomes_at_nodes
 from outrider.inference.shapes.token_graph import GraphTree
-from outrider.inference.sizing.policy import outcomes_at_nodes
 from outrider.inference.stopping.interface import Source
 
 LONGEST_GRAM, BANDS = 4, 5

@@ -39,7 +39,6 @@ NEW_TOKENS, PLAIN_TOKENS = 192, 12  # maximum lengths of a measured generation, 
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
 SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
-WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
 
 
 def probes(method: MethodConfig) -> list[MethodConfig]:
@@ -47,12 +46,9 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
     tree = method.structure
     if tree.kind == "chain":
         return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
-    if tree.kind == "k_config":
-        shapes = [replace(tree, widths=widths) for widths in WIDTHS]
-    else:
-        sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
-        levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
-        shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
+    sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
+    levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
+    shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
     plain = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
     return [replace(plain, structure=shape) for shape in shapes]  # no stop rule: all levels are drafted
 

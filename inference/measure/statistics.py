@@ -68,7 +68,7 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 
 def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]:
-    """Per "auto" size: the value chosen most often, its share of the rounds and, for numbers, the mean."""
+    """Per "auto" size: the value chosen most often, its share of the rounds, and the mean."""
     counts: dict[str, Counter[str]] = {}
     for generation in generations:
         for name, count in generation.totals.items():
@@ -78,9 +78,8 @@ def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]
     found: dict[str, dict[str, Any]] = {}
     for size, values in sorted(counts.items()):
         [(mode, times)] = values.most_common(1)
-        found[size] = {"mode": mode, "share": times / values.total()}
-        if all(value.isdecimal() for value in values):
-            found[size]["mean"] = sum(int(value) * count for value, count in values.items()) / values.total()
+        mean = sum(int(value) * count for value, count in values.items()) / values.total()
+        found[size] = {"mode": mode, "share": times / values.total(), "mean": mean}
     return found
 
 

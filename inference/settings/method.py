@@ -124,8 +124,7 @@ class StructureConfig(Settings):
     max_depth: Annotated[Size, only(kind=_GROWN)] = opt(10, "drafting steps at most; auto with opt_tree")
     nodes: Annotated[Size, only(kind=(*_GROWN, "static"))] = 25
     """budget; the size of shape=binary; auto with opt_tree"""
-    widths: Annotated[Literal["auto"] | tuple[Count, ...], only(kind="k_config")] = (4, 2, 2)
-    """children per node, level by level, e.g. [4,2,2]; or auto"""
+    widths: Annotated[tuple[Count, ...], only(kind="k_config")] = opt((4, 2, 2), "children per node, level by level")
     draw: Annotated[Draw, only(kind="k_config")] = opt("without_replacement", "how children come about when sampling")
     width: Annotated[Count | None, only(kind="opt_tree")] = None
     """most nodes of a level that are extended, the likeliest first; null: all that are in the best tree so far"""
@@ -153,7 +152,7 @@ class StructureConfig(Settings):
         for key in ("max_depth", "nodes"):
             sized = getattr(self, key) != AUTO or self.kind == "opt_tree"
             self.require(key, sized, "an integer ≥ 1, or auto with kind=opt_tree")
-        self.require("widths", len(self.widths) > 0, "integers ≥ 1, e.g. [4,2,2], or auto")
+        self.require("widths", len(self.widths) > 0, "integers ≥ 1, e.g. [4,2,2]")
         if self.kind == "static" and self.shape != "binary":
             require_default(self, "nodes", f"shape={self.shape} does not read it")
         require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
@@ -235,7 +234,7 @@ class MethodConfig(Settings):
         chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
         expected = f"a number or null: auto chooses the length of a chain {chains}"
         self.require("stop.max_draft", sized, expected)
-        rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth, tree.widths)
+        rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth)
         self.require("stop.rule", rigid, "fixed where sizes are auto, which decide how deep a tree goes")
         counted = self.stop.rule != "survival" or shape == "chain"
         self.require("stop.rule", counted, "another rule for a tree: survival counts the tokens of a chain")
@@ -263,7 +262,7 @@ class MethodConfig(Settings):
     def adapts(self) -> bool:
         """Whether something is chosen by costs measured here."""
         tree, sizes = self.structure, (self.stop.max_draft, self.ngrams.nodes)
-        return self.stop.rule == "survival" or AUTO in (tree.nodes, tree.max_depth, tree.widths, *sizes)
+        return self.stop.rule == "survival" or AUTO in (tree.nodes, tree.max_depth, *sizes)
 
     @property
     def lacks_delta(self) -> bool:

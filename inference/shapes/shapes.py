@@ -1,7 +1,9 @@
 """Chains, trees of fixed shape, and MCSD's k-config trees."""
 
+import itertools
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,20 +18,11 @@ from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from outrider.inference.core.ops import largest
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
-from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.method import Draw, StructureConfig, number
 from outrider.inference.shapes.structure import Structure, Tree, cat_levels, plain_probs
-from outrider.inference.sizing.policy import (
-    BestWidths,
-    Trials,
-    Tuning,
-    level_sizes,
-    outcomes_at_nodes,
-    trials_at_nodes,
-    trials_in_chain,
-)
+from outrider.inference.sizing.policy import Trials, Tuning, trials_in_chain
 from outrider.inference.stopping.by_costs import BestLength
-from outrider.inference.stopping.interface import Source, StopRule, required
+from outrider.inference.stopping.interface import Source, StopRule
 
 
 class Chain(Structure):
@@ -265,19 +258,13 @@ class KConfig(Ranked):
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
         self.generator = generator
         self.mode: Draw = "top_k" if generator is None else settings.draw
-        self.widths: tuple[int, ...] = () if isinstance(settings.widths, str) else settings.widths
-        if not self.widths:
-            self.sizes = BestWidths(required(tuning))
-            super().__init__(settings, MOST_NODES, self.sizes.max_depth)
-        else:
-            super().__init__(settings, sum(level_sizes(self.widths)), len(self.widths))
+        super().__init__(settings, sum(level_sizes(settings.widths)), len(settings.widths))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
-        steps, sizes, generator = self.steps(limit), self.sizes, self.generator
-        widths = sizes.widths(steps) if isinstance(sizes, BestWidths) else self.widths
+        generator, widths = self.generator, self.settings.widths
         if generator is None or self.mode == "top_k":
             return self.ranked(source, root, full_shape(widths), limit)
-        widths = widths[: max(steps, 0)]
+        widths = widths[: max(self.steps(limit), 0)]
         to_probs = self.ranking(source) or plain_probs
         replacement = self.mode == "with_replacement"
         levels: list[Tensor] = []
@@ -320,8 +307,18 @@ class KConfig(Ranked):
             if place is not None:
                 self.totals[f"{CANDIDATE}{place + 1}"] += 1
 
-    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
-        return trials_at_nodes(tree, accepted)
+
+def level_sizes(widths: Sequence[int]) -> list[int]:
+    """Nodes on every level of a k-config tree."""
+    return list(itertools.accumulate(widths, operator.mul))
+
+
+def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
+    """For every node with candidates on the target's path: their number, and the index of the accepted one."""
+    for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
+        candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
+        if candidates:
+            yield len(candidates), None if child is None else list(candidates).index(child)
 
 
 def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import StructureConfig
-from outrider.inference.sizing.policy import BestWidths, TreeSizes, Trials
+from outrider.inference.sizing.policy import TreeSizes, Trials
 from outrider.inference.stopping.interface import FixedLength, Source, Step, StopRule, ToProbs
 
 
@@ -31,8 +31,7 @@ class Structure(ABC):
     totals: sums over the rounds observed, most of which the papers report. expected_tau: OPT-Tree's E(A).
     drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds in which a copy was accepted. For a
     k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw was accepted. For chosen sizes, the
-    rounds with each choice: for example `CHOSEN`max_depth=3 rounds of 3 levels, or `CHOSEN`widths=[4,2] rounds of such
-    trees.
+    rounds with each choice: for example `CHOSEN`max_depth=3 rounds of 3 levels.
     """
 
     reads_root = False
@@ -70,7 +69,7 @@ class Structure(ABC):
 class Tree(Structure):
     """A structure with `settings`. sizes: if some of them are "auto", chooses these and learns from their outcomes."""
 
-    sizes: TreeSizes | BestWidths | None = None
+    sizes: TreeSizes | None = None
 
     def __init__(self, settings: StructureConfig, max_rows: int, max_depth: int):
         super().__init__(max_rows, max_depth)

@@ -9,30 +9,24 @@ A choice never depends on the tokens sampled in this round. It depends on earlie
 most likely tokens, so the distribution of sampled text stays exact. Greedy text does not depend on these choices.
 """
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-
-import numpy as np
 
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.settings import LONGEST_CHAIN, MOST_NODES
 from outrider.inference.sizing.costs import LOSS, TRIALS, Allowance, Costs, Sharing
 
 DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
-WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
 # Weights, in trials, of the prior and of the previous index's estimate. The acceptance of a chain depends on the text;
-# the reliability of a q, or of a further candidate, depends more on the drafter.
+# the reliability of a q depends more on the drafter.
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
 SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
-INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # most indices of trials
+INDICES = max(LONGEST_CHAIN, BANDS)  # most indices of trials
 KEEP = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
-FADE = 0.5  # prior ratio of the acceptance of a node's candidate to that of the previous candidate
 
 Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number of right ones
 
@@ -41,8 +35,8 @@ Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number o
 class Tuning:
     """Measured costs, and a prior: per index, the number of trials and of right ones.
 
-    An index is a position in a chain, the rank of a node's candidate in a k-config tree, or a band of q. The trials of
-    a band are Σ q over the candidates at nodes on the target's path: the number of acceptances that q predicts.
+    An index is a position in a chain, or a band of q. The trials of a band are Σ q over the candidates at nodes on the
+    target's path: the number of acceptances that q predicts.
     """
 
     costs: Costs
@@ -69,9 +63,9 @@ class Tuning:
 class Evidence:
     """The estimated share of right trials per index 0 … count − 1, from this generation's trials and a prior.
 
-    The estimate of an index weighs its own trials, `own` trials at the prior's share, and `neighbour` trials at `fade`
-    times the previous index's estimate: an untried index follows the last tried one. start: the share of the first
-    index without a prior. Texts that share passes share the prior, which learns from each of them.
+    The estimate of an index weighs its own trials, `own` trials at the prior's share, and `neighbour` trials at the
+    previous index's estimate: an untried index follows the last tried one. start: the share of the first index without
+    a prior. Texts that share passes share the prior, which learns from each of them.
     """
 
     def __init__(
@@ -79,13 +73,12 @@ class Evidence:
         count: int,
         tuning: Tuning,
         *,
-        fade: float = 1.0,
         own: float = OWN,
         neighbour: float = NEIGHBOUR,
         start: float = 0.5,
     ):
         self.tried, self.right = [0.0] * count, [0.0] * count
-        self._own, self._neighbour, self._fade, self._start = [own] * count, neighbour, fade, [start] * count
+        self._own, self._neighbour, self._start = [own] * count, neighbour, [start] * count
         self._shared = tuning.shared is not None
         self._all = tuning.shared().trials if tuning.shared is not None else ([*tuning.tried], [*tuning.right])
         for counts in self._all:
@@ -110,7 +103,7 @@ class Evidence:
     ) -> list[float]:
         found: list[float] = []
         for trials, hits, base, weight in zip(tried, right, prior, own, strict=False):
-            near, before = (self._neighbour, self._fade * found[-1]) if found else (0.0, 0.0)
+            near, before = (self._neighbour, found[-1]) if found else (0.0, 0.0)
             found.append((hits + weight * base + near * before) / (trials + weight + near))
         return found
 
@@ -255,87 +248,3 @@ class TreeGrowth:
             if rate > best:
                 best, feed = rate, rows
         return feed, best
-
-
-# --- k-config trees --------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def all_widths() -> tuple[tuple[int, ...], ...]:
-    """The k-config trees that widths=auto considers: at most MOST_NODES nodes, widths non-increasing with depth."""
-    found: list[tuple[int, ...]] = []
-    growing: list[tuple[int, ...]] = [()]
-    while growing:
-        widths = growing.pop()
-        for width in WIDTHS:
-            longer = (*widths, width)
-            fits = len(longer) <= DEEPEST and sum(level_sizes(longer)) <= MOST_NODES
-            if fits and (not widths or width <= widths[-1]):
-                growing.append(longer)
-        found += [widths] if widths else []
-    return tuple(sorted(found))
-
-
-def level_sizes(widths: Sequence[int]) -> list[int]:
-    """Nodes on every level of a k-config tree."""
-    return list(itertools.accumulate(widths, lambda nodes, width: nodes * width))
-
-
-def round_seconds(widths: Sequence[int], costs: Costs) -> float:
-    """Seconds of a round with a k-config tree."""
-    sizes = level_sizes(widths)
-    drafting = math.fsum(costs.step[fed] for fed in [1, *sizes[:-1]])
-    return drafting + costs.verify[sum(sizes) + 1] + costs.rest
-
-
-class BestWidths:
-    """widths=auto of a k-config tree, chosen before every round from the acceptance at nodes of earlier rounds.
-
-    Candidate i of a node is right with probability h_i if the earlier ones are wrong. So one of k is right with
-    probability α_k = 1 − Π_{i≤k} (1 − h_i). A tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + …
-    tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
-    """
-
-    def __init__(self, tuning: Tuning, shapes: Sequence[tuple[int, ...]] = ()):
-        """shapes: the widths to choose among; those of `all_widths` if there are none."""
-        self._shapes = tuple(shapes) or all_widths()
-        self.max_depth = max(map(len, self._shapes))
-        self._tuning, self._costs, self._seconds = tuning, tuning.costs, np.empty(0)
-        self._depths = np.array([len(widths) for widths in self._shapes])
-        self._places = np.zeros((len(self._shapes), DEEPEST), dtype=np.intp)  # widths, 0 beyond the last level
-        for row, widths in zip(self._places, self._shapes, strict=True):
-            row[: len(widths)] = widths
-        self._evidence = Evidence(WIDEST_FAMILY, tuning, fade=FADE, own=TREE_OWN, neighbour=TREE_NEIGHBOUR)
-
-    def widths(self, limit: int) -> tuple[int, ...]:
-        """The best tree of at most `limit` levels."""
-        if self._costs is not self._tuning.now or not len(self._seconds):
-            self._costs = costs = self._tuning.now
-            self._seconds = np.array([round_seconds(widths, costs) for widths in self._shapes])
-        missed = np.cumprod([1.0] + [1.0 - share for share in self._evidence.shares()])
-        accepted = (1.0 - missed)[self._places].cumprod(1).sum(1)
-        rates = np.where(self._depths <= limit, (1.0 + accepted) / self._seconds, 0.0)
-        self._chosen = self._shapes[int(rates.argmax())]
-        return self._chosen
-
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        self._evidence.add(trials_at_nodes(tree, accepted))
-
-    def chosen(self, tree: DraftTree) -> list[str]:
-        """The widths chosen for the last round, for the report."""
-        return [f"widths=[{','.join(map(str, self._chosen))}]"]
-
-
-def trials_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Trials:
-    """One trial per tested candidate at the nodes on the target's path."""
-    for count, place in outcomes_at_nodes(tree, accepted):
-        for index in range(count if place is None else place + 1):
-            yield index, 1.0, index == place
-
-
-def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-    """For every node with candidates on the target's path: their number, and the index of the accepted one."""
-    for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
-        candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
-        if candidates:
-            yield len(candidates), None if child is None else list(candidates).index(child)

@@ -72,7 +72,7 @@ def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
     costs = Costs((0.1, 0.2), (1 / 3, 0.4), 1e-9, 0.5)
     chain = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
     tree = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=6))
-    adaptive = MethodConfig(structure=StructureConfig(kind="k_config", widths="auto"))
+    adaptive = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes="auto", max_depth="auto"))
     prepared = bench.Prepared(
         {"chain": chain, "tree": tree, "auto": adaptive}, {"auto": Tuning(costs, (4.0, 2.0), (1.5, 0.0))}
     )

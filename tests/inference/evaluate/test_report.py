@@ -372,15 +372,15 @@ def test_acceptance_by_candidates_by_hand() -> None:
 
 
 def test_totals_of_structures_by_hand() -> None:
-    chosen = {"chosen_nodes=4": 1, "chosen_nodes=6": 1, "chosen_widths=[2,1]": 2}
+    chosen = {"chosen_nodes=4": 1, "chosen_nodes=6": 1, "chosen_max_depth=2": 2}
     made = [
         replace(generation([(6, 1), (6, 2)], 1.0), totals={"expected_tau": 5.0, "nodes_tried": 4, **chosen}),
         replace(generation([(6, 1)], 1.0), totals={"chosen_nodes=6": 1}),
     ]
     assert structure_statistics(made) == {"expected_tau": pytest.approx(5 / 3)}
     assert chosen_sizes(made) == {
+        "max_depth": {"mode": "2", "share": 1.0, "mean": 2.0},
         "nodes": {"mode": "6", "share": pytest.approx(2 / 3), "mean": pytest.approx(16 / 3)},
-        "widths": {"mode": "[2,1]", "share": 1.0},
     }
 
 

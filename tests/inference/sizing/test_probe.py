@@ -47,13 +47,11 @@ from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prom
 
 CHAIN = MethodConfig(stop=StopConfig(max_draft=AUTO))
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=AUTO, max_depth=AUTO))
-WIDTHS = MethodConfig(structure=StructureConfig(kind="k_config", widths=AUTO))
 METHODS = {
     "chain": CHAIN,
     "opt_tree": TREE,
     "opt_tree, nodes": replace(TREE, structure=replace(TREE.structure, max_depth=3)),
     "opt_tree, depth": replace(TREE, structure=replace(TREE.structure, nodes=9)),
-    "k_config": WIDTHS,
 }
 
 PAIRS = typical_where(
@@ -121,13 +119,13 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
         assert costs.step[4] == pytest.approx(0.104, rel=0.1)
     assert sum(tuning.tried) > 10
     assert sum(tuning.right) > 1
-    if name in ("chain", "k_config"):
+    if name == "chain":
         assert all(right <= tried for right, tried in zip(tuning.right, tuning.tried, strict=True))
 
 
 @pytest.mark.parametrize(
     ("name", "levels", "parallel"),
-    [("chain", None, 5), ("opt_tree", None, 5), ("opt_tree", 1, 5), ("chain", None, 1), ("k_config", None, 1)],
+    [("chain", None, 5), ("opt_tree", None, 5), ("opt_tree", 1, 5), ("chain", None, 1)],
 )
 def test_a_pass_for_all_tokens_costs_once(
     models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, levels: int | None, parallel: int
@@ -230,7 +228,7 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         assert list(generation.tokens) == expected[:24]
         assert [r.drafted for r in again.rounds] == [r.drafted for r in generation.rounds]  # from the prior again
         sizes = chosen_sizes([generation])
-        drafting = {"chain": ["max_draft"], "opt_tree": ["max_depth", "nodes"], "k_config": ["widths"]}
+        drafting = {"chain": ["max_draft"], "opt_tree": ["max_depth", "nodes"]}
         names = {"opt_tree, nodes": ["nodes"], "opt_tree, depth": ["max_depth"], **drafting}[name]
         assert sorted(sizes) == (names if sizes or not step else [])  # where steps are dear, nothing need be drafted
         chosen.append(sum(r.drafted for r in generation.rounds) / len(generation.rounds))
@@ -275,7 +273,7 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
     generations = {name: arm(PROMPT, Streams(0)) for name, arm in arms.items()}
     results = [PromptResult("p", "text", tuple(PROMPT), generations, AUTOREGRESSIVE)]
     facts = {
-        "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30, "temperature": 0.0,
+        "target": "T", "model": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30, "temperature": 0.0,
         "processes": 1, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
     }  # fmt: skip
     reports = {name: build_report(name, results, facts, 0, tunings[name]) for name in METHODS}
@@ -284,8 +282,8 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
         assert report["auto"]["costs"]["target_pass"]["4"] == pytest.approx(1.04)
         assert report["break_even_acceptance"] is not None
         assert set(report["structure"]) <= {"expected_tau", "drafter_passes"}
-    chain, tree, widths = (reports[name]["auto"]["chosen"] for name in ("chain", "opt_tree", "k_config"))
+    chain, tree = (reports[name]["auto"]["chosen"] for name in ("chain", "opt_tree"))
     assert 1 <= chain["max_draft"]["mean"] <= LONGEST_CHAIN
     assert 0 < tree["nodes"]["share"] <= 1
-    assert widths["widths"]["mode"] in markdown([*reports.values()])
+    assert tree["nodes"]["mode"] in markdown([*reports.values()])
     assert build_report("chain", results, facts, 0)["auto"] is None

@@ -1,11 +1,10 @@
 """Choices of size against brute force; evidence by hand; what drafting may lose; distributions under chosen sizes."""
 
-import functools
 import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,46 +16,29 @@ from hypothesis import strategies as st
 
 from outrider.base.streams import Streams
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
-from outrider.inference.core.verify import Rejection, verify_sampled
 from outrider.inference.drafters.shaped import copies_of
 from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
-from outrider.inference.shapes.shapes import full_shape
+from outrider.inference.shapes.shapes import outcomes_at_nodes
 from outrider.inference.sizing.costs import LOSS, MEMORY, TRIALS, WIDEST, Allowance, Costs, curve
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
 from outrider.inference.sizing.policy import (
     BANDS,
-    DEEPEST,
     TREE_NEIGHBOUR,
     TREE_OWN,
-    BestWidths,
     Evidence,
     TreeSizes,
     Tuning,
-    all_widths,
     band,
     best_count,
     best_length,
-    round_seconds,
-    trials_at_nodes,
     trials_by_band,
     trials_in_chain,
 )
 from outrider.inference.stopping.by_costs import BestLength
 from outrider.inference.stopping.interface import Source, Step
 from outrider.inference.stopping.rules import make_rule
-from tests.exact_distributions import (
-    Chance,
-    Distribution,
-    Text,
-    distribution,
-    distribution_of,
-    paths,
-    plain,
-    random_model,
-    sampled,
-)
 from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.tiers import as_many
@@ -98,13 +80,12 @@ def test_evidence_starts_at_the_prior_and_ends_at_the_counts() -> None:
     assert evidence.shares()[2] == pytest.approx(evidence.shares()[1], abs=0.05)  # never tried: follows its neighbour
 
 
-def test_evidence_forgets_slowly_and_fades_where_asked() -> None:
-    evidence = Evidence(2, Tuning(costs()), fade=0.5)
+def test_evidence_forgets_slowly() -> None:
+    evidence = Evidence(1, Tuning(costs()))
     for right in (False, True):
         for _ in range(200):
             evidence.add(iter([(0, 1.0, right)]))
     assert evidence.shares()[0] > 0.9  # what was wrong long ago counts no more
-    assert evidence.shares()[1] == pytest.approx(evidence.shares()[0] / 2, abs=0.1)
 
 
 def test_texts_that_share_passes_share_what_they_learn() -> None:
@@ -121,10 +102,10 @@ def test_trials_by_hand() -> None:
     assert list(trials_in_chain(4, 2)) == [(0, 1, True), (1, 1, True), (2, 1, False)]
     assert list(trials_in_chain(2, 2)) == [(0, 1, True), (1, 1, True)]
     tree = DraftTree(torch.arange(5), (ROOT, ROOT, 0, 0, 0), (-1,) * 5)
-    assert list(trials_at_nodes(tree, [0, 3])) == [(0, 1, True), (0, 1, False), (1, 1, True)]
-    assert list(trials_at_nodes(tree, [])) == [(0, 1, False), (1, 1, False)]
+    assert list(outcomes_at_nodes(tree, [0, 3])) == [(2, 0), (3, 1)]
+    assert list(outcomes_at_nodes(tree, [])) == [(2, None)]
     repeated = DraftTree(torch.arange(2), (ROOT, ROOT), (-1, -1), draws={ROOT: (0, 0, 1)})
-    assert list(trials_at_nodes(repeated, [1])) == [(0, 1, False), (1, 1, False), (2, 1, True)]
+    assert list(outcomes_at_nodes(repeated, [1])) == [(3, 2)]
     optimal = OptimalTree(torch.arange(4), (ROOT, ROOT, 0, 1), (-1,) * 4, steps=(0.8, 0.2, 0.6, 0.4))
     assert list(trials_by_band(optimal, [1])) == [(0, 0.8, False), (4, 0.2, True), (2, 0.4, False)]
     assert [band(q) for q in (1.0, 0.72, 0.7, 0.49, 1e-9, 0.0)] == [0, 0, 1, 2, BANDS - 1, BANDS - 1]
@@ -242,99 +223,20 @@ def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
 
 
 def test_sizes_follow_acceptance() -> None:
-    """An OPT-Tree, a k-config tree and a chain, told of chains that were right or wrong throughout."""
+    """An OPT-Tree and a chain, told of chains that were right or wrong throughout."""
     tuning = Tuning(costs())
-    sizes, widths, rule = TreeSizes(tuning, None, None), BestWidths(tuning), BestLength(tuning)
-    told = OptimalTree(torch.arange(4), (ROOT, 0, 1, 2), (-1,) * 4, steps=(0.9,) * 4)
+    sizes, rule = TreeSizes(tuning, None, None), BestLength(tuning)
     wide = OptimalTree(torch.arange(32), (ROOT, 0, 1, 2, *[ROOT] * 28), (-1,) * 32, steps=(0.9,) * 4 + (0.0,) * 28)
-    drafted, depths, lengths = [], [], []
+    drafted, lengths = [], []
     for accepted in ([0, 1, 2, 3], [], [0, 1, 2, 3]):
         for _ in range(60):
             sizes.observe(wide, accepted)
-            widths.observe(told, accepted)
             rule.observe(rule.length, rule.length if accepted else 0)
         lengths.append(rule.length)
         source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
         drafted.append(len(tree_of(sizes, source)))
-        depths.append(len(widths.widths(99)))
     assert min(drafted[0], drafted[2]) > drafted[1]
-    assert min(depths[0], depths[2]) > 2 * depths[1]
     assert lengths == [BestLength.max_draft, 1, BestLength.max_draft]
-
-
-# --- k-config trees --------------------------------------------------------------------------------------------------
-
-
-def test_all_widths_are_all() -> None:
-    every = all_widths()
-    assert len(set(every)) == len(every)
-    for widths in itertools.product((1, 2, 3, 4, 6, 8), repeat=3):
-        fits = len(full_shape(widths)) <= MOST_NODES and list(widths) == sorted(widths, reverse=True)
-        assert (widths in every) == fits
-    assert all(len(full_shape(widths)) <= MOST_NODES and len(widths) <= DEEPEST for widths in every)
-
-
-def accepted_nodes(widths: Sequence[int], chances: Sequence[float]) -> float:
-    """Expected accepted tokens of a tree whose i-th candidate of a node is right, if none before, with chances[i]."""
-    if not widths:
-        return 0.0
-    one = 1 - math.prod(1 - chance for chance in chances[: widths[0]])
-    return one * (1 + accepted_nodes(widths[1:], chances))
-
-
-@given(right=st.lists(st.integers(0, 30), min_size=8, max_size=8), seconds=some_costs, limit=st.integers(1, 20))
-@settings(deadline=None, max_examples=as_many(40))
-def test_best_widths_are_the_best(right: list[int], seconds: Costs, limit: int) -> None:
-    tuning = Tuning(seconds, (30.0,) * 8, tuple(map(float, right)))
-    chances = Evidence(8, tuning, fade=0.5, own=TREE_OWN, neighbour=TREE_NEIGHBOUR).shares()
-    rates = {}
-    for widths in all_widths():
-        shape = full_shape(widths)
-        levels = [sum(len(path) == depth for path in shape.paths) for depth in range(len(widths))]
-        levels[0] = 1  # the root
-        spent = sum(seconds.step[level] for level in levels) + seconds.verify[len(shape) + 1] + seconds.rest
-        assert round_seconds(widths, seconds) == pytest.approx(spent)
-        if len(widths) <= limit:
-            rates[widths] = (1 + accepted_nodes(widths, chances)) / spent
-    found = BestWidths(tuning).widths(limit)
-    assert rates[found] == pytest.approx(max(rates.values()))
-
-
-def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chosen: set, *, peek: bool) -> Distribution:
-    """The distribution of the first `length` tokens when every round's tree is chosen from what earlier ones accepted.
-
-    peek: the wrong way, where a second candidate is withdrawn once one has seen it.
-    """
-
-    def run(chance: Chance) -> Text:
-        sizes, text = BestWidths(tuning, [(1,), (2,), (1, 1), (2, 1)]), ()
-        while len(text) < length:
-            widths = sizes.widths(length - len(text))
-            chosen.add(widths)
-            after = functools.partial(lambda prefix, path: q((*prefix, *path)), text)
-            tokens, parents, rows = sampled(after, widths, replace=False)(chance)
-            if peek and len(tokens) > 1 and parents[1] == ROOT and tokens[1] == 1 and len(widths) == 1:
-                del tokens[1:], parents[1:]
-            target = np.stack([p((*text, *path)) for path in paths(tokens, parents)])
-            nodes, bonus = verify_sampled(tokens, parents, rows, target, Rejection(replace=False), chance)
-            sizes.observe(DraftTree(torch.tensor(tokens), tuple(parents), (-1,) * len(tokens)), nodes)
-            text = (*text, *(tokens[node] for node in nodes), bonus)
-        return text[:length]
-
-    return distribution_of(run)
-
-
-@pytest.mark.slow
-def test_the_distribution_is_exact_under_chosen_widths() -> None:
-    """Every branch of three tokens' rounds, with rational weights; sizes that peek at this round's draws fail."""
-    tuning = Tuning(costs(step=0.02, verify=0.5, node=0.04, rest=0.0))
-    for seed in range(3):
-        p, q = random_model(seed, 3), random_model(seed + 100, 3)
-        chosen: set = set()
-        assert text_under_auto(p, q, 3, tuning, chosen, peek=False) == plain(p, 3)
-        assert len(chosen) > 1
-    everywhere = [functools.partial(lambda row, _: row, distribution(row)) for row in ([1, 5, 2], [4, 1, 1])]
-    assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain(everywhere[0], 2)
 
 
 FLAT = costs(node=0.0, rest=0.2)
