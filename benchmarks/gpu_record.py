@@ -52,7 +52,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     work, tiny, chat = options.work, options.rehearse, options.target
     drafters = {kind: options.drafters / kind for kind in ("eesd", "small_lm", "trigrams")}
     if tiny:
-        save_tiny_models(work / "models", "llama")
+        save_tiny_models(work / "models")
         drafters = dict(zip(drafters, (work / "models" / n for n in ("early_exit", "small_lm", "table")), strict=True))
         chat = shutil.copytree(work / "models/target", work / "models/chat", dirs_exist_ok=True)
         (chat / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}: {% endfor %}")

@@ -58,7 +58,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from outrider.draft_models.tiny.models import save_tiny_models
 
     folder = tmp_path_factory.mktemp("models")
-    save_tiny_models(folder, "llama")
+    save_tiny_models(folder)
     return folder
 
 

@@ -16,13 +16,19 @@ from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.tiny import models as tiny_models
-from outrider.draft_models.tiny.models import TINY_ARCHITECTURES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_models.VOCABULARY
 WINDOW = 12  # of sliding attention: shorter than the tests' texts
-ARCHITECTURES = tuple(TINY_ARCHITECTURES)
+_FIELDS: dict[str, dict[str, Any]] = {  # further fields of the config, by transformers' `model_type`
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {"head_dim": 16},
+}
+ARCHITECTURES = tuple(_FIELDS)
 # one small draft of every kind
 STRUCTURES = {
     "chain": StructureConfig(),
@@ -47,10 +53,7 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
         "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
         "tie_word_embeddings": tied, "bos_token_id": 256, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    own = dict(TINY_ARCHITECTURES[architecture])
-    if "sliding_window" in own:
-        own["sliding_window"] = WINDOW
-    config = AutoConfig.for_model(architecture, **{**settings, **own, **changes})
+    config = AutoConfig.for_model(architecture, **{**settings, **_FIELDS[architecture], **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

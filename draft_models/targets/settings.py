@@ -8,7 +8,6 @@ from annotated_types import Ge
 from outrider.base.places import Place
 from outrider.base.settings import Positive, RunConfig, Settings, free, opt
 
-Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
 RunDtype = Literal["auto", "fast", FloatDtype]  # see `pick_dtype`
@@ -41,7 +40,6 @@ class RehearsedConfig(RunConfig):
     debug: bool = free(False)
     """a rehearsal in <out_dir>-debug: it checks the target, data and prompts on the command line, then runs everything
     on tiny random models and little data"""
-    debug_architecture: Architecture = free("llama", "of the tiny models, if no target is given")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,10 @@
 import copy
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from outrider.base.errors import reason
@@ -27,33 +26,22 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
 WINDOW = 48  # of sliding attention: shorter than the texts of a rehearsal
-# Further fields of the config, by transformers' `model_type`; all have `_SIZES`.
-TINY_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": WINDOW},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
-    "qwen3": {"head_dim": 16},
-}
-
-
 VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
-
-_SIZES = {
+_SIZES = {  # of a config, where it has them
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "ffn_dim": 96, "word_embed_proj_dim": 64,
+    "sliding_window": WINDOW, "max_window_layers": 2, "moe_intermediate_size": 96, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
 }  # fmt: skip
-_OTHER_SIZES = {  # further sizes of some architectures
-    "head_dim": 16, "sliding_window": WINDOW, "max_window_layers": 2, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
-}  # fmt: skip
+LLAMA = LlamaConfig(pad_token_id=0)
 
 
-def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | None = None) -> str:
+def save_tiny_models(folder: Path, like: PreTrainedConfig | None = None) -> str:
     """Write random models, always the same, to `folder`: `TARGET` and its drafters. Returns their architecture.
 
-    like: the config of a model whose architecture is used if it can be made tiny and run layer by layer.
+    like: the config of a model whose architecture is used if it can be made tiny and run layer by layer; else, and for
+    None, it is a Llama's.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with the same tokenizer. `EARLY_EXIT` holds an early
     exit, `EAGLE3` an EAGLE-3 head, `TABLE` an n-gram table. Each drafter but the table has a calibration head.
@@ -61,18 +49,16 @@ def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | N
     transformers_logging.disable_progress_bar()
     if like is not None:
         try:
-            _save_tiny_models(folder, like.model_type, shrunk(like))
-            return str(like.model_type)
+            return _save_tiny_models(folder, shrunk(like))
         except Exception as error:  # any error of an architecture for sizes that its authors did not expect
             print(f"debug architecture={like.model_type} cannot be made tiny: {reason(error)}", flush=True)
-    _save_tiny_models(folder, architecture, None)
-    return architecture
+    return _save_tiny_models(folder, shrunk(LLAMA))
 
 
-def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of `config` with tiny sizes; its other fields are unchanged."""
+def shrunk(config: PreTrainedConfig, context: int = 256) -> PreTrainedConfig:
+    """A copy of `config` with tiny sizes and this context length; its other fields are unchanged."""
     small = copy.deepcopy(config)
-    for name, value in {**_SIZES, **_OTHER_SIZES, **TINY_ARCHITECTURES.get(config.model_type, {})}.items():
+    for name, value in {**_SIZES, "max_position_embeddings": context}.items():
         if getattr(small, name, None) is not None:
             setattr(small, name, value)
     for name, value in vars(config).items():
@@ -85,10 +71,10 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _save_tiny_models(folder: Path, architecture: str, config: PreTrainedConfig | None) -> None:
+def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     for seed, name in enumerate((TARGET, SMALL_LM)):
-        save_tiny_model(folder / name, architecture, seed, config=config)
+        save_tiny_model(folder / name, config, seed)
     target = open_target(str(folder / TARGET))
     config, tokenizer = target.config, target.tokenizer
     layers = target.layers(exit_layers(config, 1), dtype=torch.float32)
@@ -105,29 +91,17 @@ def _save_tiny_models(folder: Path, architecture: str, config: PreTrainedConfig 
     text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
     TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
+    return str(config.model_type)
 
 
-def save_tiny_model(
-    path: Path,
-    architecture: str,
-    seed: int = 0,
-    *,
-    context: int = 256,
-    template: str | None = None,
-    config: PreTrainedConfig | None = None,
-) -> None:
-    """Write a causal LM of 4 layers with random weights and a byte-level tokenizer as a Hugging Face directory.
+def save_tiny_model(path: Path, config: PreTrainedConfig, seed: int = 0, template: str | None = None) -> None:
+    """Write a causal LM with random weights and a byte-level tokenizer as a Hugging Face directory.
 
-    context: its context length. template: the tokenizer's chat template. config: a tiny config to use instead.
+    config: a `shrunk` one. template: the tokenizer's chat template.
     """
-    settings = {**_SIZES, "max_position_embeddings": context, "tie_word_embeddings": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config or AutoConfig.for_model(architecture, **{**settings, **TINY_ARCHITECTURES[architecture]}),
-            dtype=torch.float32,
-            trust_remote_code=False,
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     save_parts(path, model, tokenizer)

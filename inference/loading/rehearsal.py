@@ -77,8 +77,8 @@ def _rehearsal(config: Config) -> Iterator[Config]:
     """The small settings of `config`, after making the models that they need.
 
     First the inputs given on the command line are checked (see `read_some`). The tiny models have the architecture of
-    the given target. Everything is written to `<out_dir>-debug`, which is locked against other runs and, unless
-    resume=true, emptied first. The run's out_dir is `run` in it. All processes of a launcher call this.
+    the given target, else a Llama's. Everything is written to `<out_dir>-debug`, which is locked against other runs
+    and, unless resume=true, emptied first. The run's out_dir is `run` in it. All processes of a launcher call this.
 
     Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
     """
@@ -93,8 +93,7 @@ def _rehearsal(config: Config) -> Iterator[Config]:
         target = read_some(config, config.gives)
         if not config.resume:
             clear(folder)
-        like = None if config.gives("debug_architecture") else target
-        architecture = save_tiny_models(models, config.debug_architecture, like)
+        architecture = save_tiny_models(models, target)
         print(f"debug target={models / TARGET} architecture={architecture} out_dir={out_dir}", flush=True)
 
     with only_run_of(state, require_writable(folder), "a debug run"):

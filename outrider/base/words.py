@@ -39,6 +39,7 @@ GONE = {  # names of earlier versions, and why they are gone
     "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,
     **dict.fromkeys(("compile", "sample_tokens"), "a toy target is trained as it is; `outrider serve` shows its text"),
     **dict.fromkeys(("overrides", "more", "expected_minutes"), _STEP),
+    "debug_architecture": "a rehearsal has the architecture of the target that its line gives, else a Llama's",
     "chat": "the page of `outrider serve` is the place to talk, and shows who said each token",
     "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip

@@ -23,7 +23,7 @@ from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.tiny.models import save_tiny_model, save_tiny_models
+from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, save_tiny_models, shrunk
 from outrider.inference.loading.targets import load_drafters
 from outrider.inference.report.facts import trained_seconds
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -45,7 +45,7 @@ METHODS = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline's directory with a target and, in float32, a drafter of each kind."""
     folder = tmp_path_factory.mktemp("run")
-    save_tiny_models(folder, "llama")
+    save_tiny_models(folder)
     for made, name in ((EARLY_EXIT, "eesd"), (SMALL_LM, "small_lm"), (TABLE, "trigrams")):
         (folder / made).rename(folder / name)
     (folder / "eesd/README.md").write_text("evaluate-checkpoint checkpoint=eesd\n")
@@ -86,7 +86,7 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
     assert not (out_dir / "eesd/checkpoint-3").exists()
 
-    save_tiny_model(tmp_path / "other", "llama", seed=7)
+    save_tiny_model(tmp_path / "other", shrunk(LLAMA), seed=7)
     refusal(r"was trained for another target .*Give the target it was trained for", load, out_dir, tmp_path / "other")
     shutil.copy(run / "eesd" / CALIBRATION_FILE, out_dir / "eesd" / CALIBRATION_FILE)  # of the weights in float32
     refusal("its calibration head belongs to an earlier training", load, out_dir, run / TARGET)
