@@ -273,8 +273,8 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
     generations = {name: arm(PROMPT, Streams(0)) for name, arm in arms.items()}
     results = [PromptResult("p", "text", tuple(PROMPT), generations, AUTOREGRESSIVE)]
     facts = {
-        "target": "T", "model": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30, "temperature": 0.0,
-        "processes": 1, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
+        "target": "T", "model": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30,
+        "temperature": 0.0, "processes": 1, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
     }  # fmt: skip
     reports = {name: build_report(name, results, facts, 0, tunings[name]) for name in METHODS}
     for report in reports.values():
