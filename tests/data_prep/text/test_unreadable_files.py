@@ -1,13 +1,21 @@
 """Files of records that cannot be read: each reader names the file, the line, what is wrong and what to do."""
 
+import bz2
 import gzip
 import json
+import lzma
+import re
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
+from outrider.base.errors import UserError
+from outrider.data_prep.text import data_files
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
@@ -94,3 +102,44 @@ def test_a_file_that_cannot_be_read_is_named(
 ) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert str(tmp_path / name) in refusal(words, read, str(tmp_path / name))
+
+
+def zstd(content: bytes) -> bytes:
+    stream = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(stream, "zstd") as packed:
+        packed.write(content)
+    return bytes(stream.getvalue())
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": partial(lzma.compress, preset=0), ".zst": zstd,
+}  # fmt: skip
+# Files of a long text, which in some has many lines.
+LONG: dict[str, Callable[[str], bytes]] = {
+    "a.jsonl": lambda text: f'{{"text": "{text}"}}\n'.encode(),
+    "b.jsonl": lambda text: b"\xff\xfe" + f'{{"text": "{text}"}}\n'.encode("utf-16-le"),
+    "a.csv": lambda text: f"text\n{text}\n".encode(),
+    "b.csv": lambda text: f'text\n"{text.replace("aa", "a" + chr(10))}"\n'.encode(),  # one field
+    "a.json": lambda text: f'[{{"text": "{text}"}}]'.encode(),
+    "a.txt": str.encode,
+    "b.txt": lambda text: text.replace("aa", "a\n").encode(),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("suffix", PACKED)
+def test_no_more_of_a_record_is_unpacked_than_one_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
+) -> None:
+    monkeypatch.setattr(data_files, "MOST_BYTES", 2**14)
+    monkeypatch.setattr(data_files, "_LONGEST", 2**14)
+    file = tmp_path / (name + suffix)
+    file.write_bytes(PACKED[suffix](LONG[name]("a" * 2**22)))
+    tracemalloc.start()
+    with pytest.raises(UserError, match=rf"{re.escape(str(file))}.* of more than 16384 bytes: .*split it"):
+        list(data_files.read_file(file))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+    file.write_bytes(PACKED[suffix](LONG[name]("a" * 2**12)))
+    assert len(list(data_files.read_file(file))) == 1
