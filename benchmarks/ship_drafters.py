@@ -22,14 +22,14 @@ from safetensors.torch import load, save
 from transformers.utils import logging as transformers_logging
 
 from outrider.base.errors import UserError
-from outrider.base.files import is_local, read_json, read_mapping, require_writable, save_parts, write_json
+from outrider.base.files import is_local, read_json, read_mapping, require_writable, save_parts
 from outrider.commands import reported
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.calibration import drafter_digest, load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.card import CARD_FILE, TITLE
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
-from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta, write_meta
 from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import TRAINING_FILE
@@ -69,7 +69,7 @@ def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
         meta, dtype=str(dtype).removeprefix("torch."), weights_sha256=hashlib.sha256(blob).hexdigest()
     )
     (require_writable(to) / WEIGHTS_FILE).write_bytes(blob)
-    write_json(to / META_FILE, dataclasses.asdict(written))
+    write_meta(to, written)
     if (source / CALIBRATION_FILE).exists():
         ship_head(load_calibration(source, meta.weights_sha256), source, to, written.weights_sha256)
 

@@ -8,7 +8,6 @@ import glob
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import lzma
 import os
@@ -31,7 +30,7 @@ RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-respo
 _ABOUT = re.compile(  # files that describe a data set: of a repository, and as `datasets` saves it
     r"(readme|licen[cs]e|copying|notice|citation|changelog)(\W.*)?|(dataset_(infos?|dict)|state)\.json", re.IGNORECASE
 )
-_LONGEST = 2**30  # bytes of a file that is one text or one JSON value; a line, or a record of CSV, has `MOST_BYTES`
+_LONGEST = 2**30  # bytes of a file that is one text or one JSON value; a line, or a field of CSV, has `MOST_BYTES`
 
 
 def matching(pattern: str) -> list[Path]:
@@ -119,19 +118,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(MOST_BYTES)
-    record_bytes = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal record_bytes
-        for number, line in enumerate(_lines(path, MOST_BYTES), 1):
-            record_bytes += len(line)
-            _require_size(record_bytes, MOST_BYTES, f"{path}:{number}: a record")
-            yield _decoded(line, path, number)
-
-    rows = csv.DictReader(lines(), delimiter="," if _kind(path) == ".csv" else "\t", strict=True)
+    lines = (_decoded(line, path, number) for number, line in enumerate(_lines(path, MOST_BYTES), 1))
+    rows = csv.DictReader(lines, delimiter="," if _kind(path) == ".csv" else "\t", strict=True)
     try:
         for raw in rows:
-            record_bytes = 0
             count = len(rows.fieldnames or ())
             if None in raw or None in raw.values() or len(raw) < count:
                 raise csv.Error(f"expected the {count} fields of the first line, each of another name")
@@ -199,22 +189,23 @@ _PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
 
 
-def _lines(path: Path, most: int) -> Iterator[bytes]:
+def _lines(path: Path, most: int, *, whole: bool = False) -> Iterator[bytes]:
     """The lines of a file, unpacked; converted to UTF-8 if it begins with the byte-order mark of another encoding.
 
-    Of a line no more than `most` bytes are unpacked: packed ones may be a thousand times smaller. Raises `UserError`.
+    A packed file may be a thousand times as large as it looks. Raises `UserError` for a line, or with `whole` for a
+    file, of more than `most` bytes, and reads no more.
     """
     try:
         with _open(path) as file:
             begin = file.peek(4)
             mark = next((mark for mark in _MARKS if begin.startswith(mark)), b"")
             file.read(len(mark))
-            encoding = _MARKS.get(mark)
+            encoding, size = _MARKS.get(mark), 0
             lines = io.TextIOWrapper(file, encoding, newline="\n") if encoding else file
-            for number in itertools.count(1):
-                if not (line := lines.readline(most + 1)):
-                    return
-                _require_size(len(line), most, f"{path}:{number}: a line")
+            while line := lines.readline(most + 1):
+                size = len(line) + size * whole
+                if size > most:
+                    raise UserError(f"{path}: a line, or a text, of more than {most} bytes: expected no more; split it")
                 yield line.encode() if isinstance(line, str) else line
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
         raise _unreadable(path, error) from error
@@ -222,20 +213,8 @@ def _lines(path: Path, most: int) -> Iterator[bytes]:
 
 def _text_of(path: Path) -> str:
     """A whole file. Raises `UserError` naming the line."""
-    text, size = [], 0
-    for number, line in enumerate(_lines(path, _LONGEST), 1):
-        size += len(line)
-        _require_size(size, _LONGEST, f"{path}: a text or JSON value")
-        text.append(_decoded(line, path, number))
-    return "".join(text)
-
-
-def _require_size(size: int, most: int, what: str) -> None:
-    """Raise `UserError` if `what` has more than so many bytes."""
-    if size > most:
-        raise UserError(
-            f"{what} of more than {most} bytes: expected no more; split it, or write a record a line (.jsonl)"
-        )
+    lines = enumerate(_lines(path, _LONGEST, whole=True), 1)
+    return "".join(_decoded(line, path, number) for number, line in lines)
 
 
 def _decoded(line: bytes, path: Path, number: int) -> str:

@@ -13,30 +13,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from outrider.base.errors import UserError, warn
-from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
+from outrider.base.errors import UserError, require, warn
+from outrider.base.files import (
+    digest_of,
+    package_version,
+    read_mapping,
+    require_writable,
+    write_atomically,
+    write_json,
+)
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import Count, construct
 from outrider.base.words import listed
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from outrider.draft_models.formats.gguf_file import MOST_LAYERS
 from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
 from outrider.draft_models.targets.narrowed import require_tokens, whole_rows
 from outrider.draft_models.targets.proof import SHORT
+from outrider.draft_models.targets.settings import FloatDtype
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 
 if TYPE_CHECKING:
     from outrider.draft_models.targets.open_target import OpenTarget
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
-FORMAT = 1
+FORMAT = 2  # format 1 has no seal
+
+
+PassTokens = Annotated[int, Ge(2), Le(2**10)]
 
 
 @dataclass(frozen=True)
@@ -46,17 +58,18 @@ class DrafterMeta:
     kind: str
     exit_layer: Count
     own_head: bool
-    dtype: str
+    dtype: FloatDtype
     fingerprint: Fingerprint
     trained_on: dict[str, str]  # see `parts_below`
     training: dict[str, Any] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head directly on the target's first layers
-    exit_depth: Count = 1  # transformer layers of the exit
+    exit_depth: Annotated[int, Ge(1), Le(MOST_LAYERS)] = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
-    parallel: Annotated[int, Ge(2)] | None = None  # tokens that it drafts in one pass; null: one
+    parallel: PassTokens | None = None  # tokens that it drafts in one pass; null: one
+    sealed: str = ""  # see `seal_of`
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
@@ -100,7 +113,7 @@ def save_pretrained(
         exit_depth=len(drafter.layers),
         draft_vocabulary=None if drafter.draft_tokens is None else len(drafter.draft_tokens),
         parallel=drafter.parallel or None,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=construct(FloatDtype, str(dtype).removeprefix("torch."), "dtype"),
         fingerprint=fingerprint,
         training=dict(training),
         made_with=provenance(),
@@ -109,22 +122,37 @@ def save_pretrained(
     )
     require_writable(path)
     write_atomically(path / WEIGHTS_FILE, blob)
-    write_json(path / META_FILE, dataclasses.asdict(meta))
+    write_meta(path, meta)
+
+
+def write_meta(path: Path, meta: DrafterMeta) -> None:
+    """Write drafter.json with its seal."""
+    values = dataclasses.asdict(dataclasses.replace(meta, format=FORMAT))
+    write_json(path / META_FILE, values | {"sealed": seal_of(values)})
+
+
+def seal_of(values: Mapping[str, Any]) -> str:
+    """The digest of all in a drafter.json that decides what is drafted, and for which target, wherever that is."""
+    sealed = {key: values[key] for key in values.keys() - {"training", "made_with", "sealed"}}
+    return digest_of(sealed | {"fingerprint": {**values["fingerprint"], "target": "", "revision": None}})
 
 
 def read_meta(path: Path | str) -> DrafterMeta:
-    """drafter.json of a checkpoint directory; raises `UserError` if missing, unreadable or of another format."""
+    """drafter.json of a checkpoint directory; raises `UserError` if missing, damaged, altered or of another format."""
     file = Path(path) / META_FILE
     if not file.is_file():
         raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (outrider eesd)")
     what, remedy = "drafter description", "restore it, or train the drafter again"
     values = read_mapping(file, what, remedy)
-    if values.get("format", FORMAT) != FORMAT:
+    if values.get("format", FORMAT) not in (1, FORMAT):
         raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
     try:
-        return construct(DrafterMeta, values)
+        meta = construct(DrafterMeta, values)
     except UserError as error:
         raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
+    if meta.format == FORMAT and meta.sealed != seal_of(values):
+        raise UserError(f"{file}: altered after it was written (sealed={meta.sealed!r} is not its digest); {remedy}")
+    return meta
 
 
 def from_pretrained(
@@ -144,11 +172,14 @@ def from_pretrained(
         raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
     require_target(meta, fingerprint, path)
     weights = _read_weights(path, meta)
+    depth = 1 + len({name.split(".")[1] for name in weights if name.startswith("deeper.")})
+    require(depth == meta.exit_depth, f"{path}: exit_depth", meta.exit_depth, f"{depth}, as it has layers")
     drafter = empty_drafter(meta, config)
-    expected, found = (
-        {name: ("floats" if one.is_floating_point() else "integers", *one.shape) for name, one in state.items()}
-        for state in (drafter.state_dict(), weights)
-    )
+    expected = {
+        name: (f"torch.{meta.dtype}" if one.is_floating_point() else str(one.dtype), *one.shape)
+        for name, one in drafter.state_dict().items()
+    }
+    found = {name: (str(one.dtype), *one.shape) for name, one in weights.items()}
     if differing := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
         raise UserError(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "

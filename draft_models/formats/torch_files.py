@@ -7,7 +7,7 @@ import hashlib
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -236,11 +236,7 @@ class FolderModel:
     @property
     def quantised(self) -> bool:
         """Whether its weights are fp8 with scales, according to its description."""
-        return self._suffix is not None
-
-    @property
-    def _suffix(self) -> str | None:
-        return fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
+        return fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) is not None
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
@@ -251,16 +247,15 @@ class FolderModel:
             elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
             held = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
             found |= {name: held[name] for name in names or held if name in held}
-        suffix = self._suffix or SCALES
+        suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
         scaled = {name for name in found if name + suffix in found}
         block = self._block() if scaled and suffix == SCALES else None
         for name in scaled:
             weight, scales = found[name], found[name + suffix]
             read = partial(unscaled, weight, scales, block, f"{self.source}: {name}")
             found[name] = Stored(torch.float32, weight.shape, read)
-        unused = {name + suffix for name in scaled}
-        unused |= {name for name in found if suffix == SCALE and name.endswith(_UNUSED)}
-        weights = {name: stored for name, stored in found.items() if name not in unused}
+        unused = {SCALES: (SCALES,), SCALE: (f".weight{SCALE}", *_UNUSED)}[suffix]
+        weights = {name: stored for name, stored in found.items() if not name.endswith(unused)}
         require_weights(self.source, weights, config=self.folder / CONFIG_FILE)
         return weights
 
@@ -301,24 +296,10 @@ class FolderModel:
         return block[0], block[1]
 
 
-def require_plain(source: str, names: Iterable[str]) -> None:
-    """Raise `UserError` if `names` of unconverted tensors contain scales of fp8 weights."""
-    if any(name.endswith(SCALES) for name in names):
-        raise UserError(f"{source}: has scales of fp8 weights, of which its config.json does not speak; fetch it again")
-
-
-def require_weights(
-    name: str, held: Mapping[str, Stored], weights: Collection[str] = (), config: Path | str | None = None
-) -> None:
-    """Raise `UserError` if a weight is `held` as codes, which need scales: as integers, or as floats of 8 bits.
-
-    name: the model. weights: names that are weights besides those that look so; of other names, as of masks and maps of
-    tokens, integers are none. config: the path of its config.json, if transformers reads it: it may know the codes.
-    """
-    codes = [
-        one for one, stored in held.items()
-        if (stored.dtype.itemsize == 1 if stored.dtype.is_floating_point else one in weights or _is_weight(one, stored))
-    ]  # fmt: skip
+def require_weights(name: str, held: Mapping[str, Stored], config: Path | str | None = None) -> None:
+    """Raise `UserError` if a weight of the model `name` is `held` as codes, which need scales: integers, or floats of
+    8 bits. config: the path of its config.json, if transformers reads it: it may know the codes."""
+    codes = [tensor for tensor, stored in held.items() if _is_code(tensor, stored)]
     if codes and not _is_read_by_transformers(config):
         kind = next(kind for kind, dtype in TYPES.items() if dtype == held[codes[0]].dtype)
         raise UserError(
@@ -327,7 +308,9 @@ def require_weights(
         )
 
 
-def _is_weight(name: str, stored: Stored) -> bool:
+def _is_code(name: str, stored: Stored) -> bool:
+    if stored.dtype.is_floating_point:
+        return stored.dtype.itemsize == 1
     return name.endswith(("weight", "_proj")) or (name.endswith("bias") and len(stored.shape) == 1)  # a mask has 4
 
 
@@ -342,26 +325,21 @@ def _is_read_by_transformers(config: Path | str | None) -> bool:
 
 
 def fp8_scales(config: Path, quant: Path) -> str | None:
-    """The suffix of the scales of a model with fp8 weights, according to its descriptions; None if it is no such."""
-    try:
-        quantised = quantisation_of(config, quant)
-    except UserError:  # a later read reports what is wrong with it
-        return None
+    """The suffix of the scales of a model with fp8 weights; None if it is no such. Raises `UserError`."""
+    quantised = quantisation_of(config, quant)
     if quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size"):
         return SCALES
     return SCALE if quantised.get("quant_algo") == "FP8" else None
 
 
-def quantisation_of(config: Path, quant: Path | None = None) -> Mapping[str, object]:
+def quantisation_of(config: Path, quant: Path = Path()) -> Mapping[str, object]:
     """What config.json says of a quantisation, else ModelOpt's `QUANT_FILE`; empty: nothing. Raises `UserError`."""
     for file, key in (config, "quantization_config"), (quant, "quantization"):
-        if file is None or not file.is_file():
-            continue
-        described = read_mapping(file, "description of a model", "fetch the model again")
-        quantised = described.get(key) or {}
-        if not isinstance(quantised, dict):
+        here = file.is_file()
+        quantised = read_mapping(file, "description of a model", "fetch the model again").get(key) if here else None
+        if not isinstance(quantised or {}, dict):
             raise UserError(f"{file}: {key}={quantised!r}: expected a mapping; fetch the model again")
-        if quantised:
+        if isinstance(quantised, dict) and quantised:
             return quantised
     return {}
 

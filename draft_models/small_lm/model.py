@@ -7,7 +7,7 @@ from annotated_types import Ge, Lt
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.settings import Count, construct
+from outrider.base.settings import construct
 from outrider.draft_models.card import serving
 from outrider.draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
 from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
@@ -68,7 +68,8 @@ def passes_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
     known, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
     mask = construct(known, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
-    return mask, construct(Count | None, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
+    known = Annotated[int, Ge(1), Lt(2**10)] | None
+    return mask, construct(known, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
 
 
 def last_id(lm: Target) -> int:

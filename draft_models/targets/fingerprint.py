@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.files import OLDER_ROPE, digest_of, with_older_rope
+from outrider.base.files import digest_of, with_older_rope
 from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described
@@ -102,9 +102,9 @@ def deciding_config(source: str, revision: str | None) -> dict[str, object]:
     without those that repeat its `rope_parameters` for older readers."""
     place, revision = as_described(source, revision)
     values, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
-    once = {key: value for key, value in values.items() if key not in OLDER_ROPE}
-    values = once if with_older_rope(once) == values else values
-    return {key: value for key, value in values.items() if key not in NOT_DECIDING}
+    rope = dict[str, object]((key, values[key]) for key in ("model_type", "rope_parameters") if key in values)
+    older = [(key, value) for key, value in with_older_rope(rope).items() if key not in rope]
+    return {key: value for key, value in values.items() if key not in NOT_DECIDING and (key, value) not in older}
 
 
 def model_differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

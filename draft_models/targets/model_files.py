@@ -127,7 +127,7 @@ def load_causal_lm(
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
-    held = dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
+    dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.place
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as place:
@@ -136,7 +136,6 @@ def load_causal_lm(
             revision=revision, use_safetensors=True, **renamed, **options,
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
-    files.require_weights(f"{role}={source}", held, {name for name, _ in model.named_parameters()})
     if renamed:  # else saving the model would restore the prefix
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [one for one in conversions if one.target_patterns != [""]]

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,6 @@ from outrider.draft_models.formats.torch_files import (
     Stored,
     open_safetensors,
     readable,
-    require_plain,
     require_weights,
 )
 
@@ -150,12 +149,8 @@ class TensorFiles:
         others = (self._stored(name) for name, one in self.file_of.items() if one != file)
         held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), others)
         tensors = {name: held[stored[name]] for name in names}
-        self.require_weights(self.source, tensors)
+        require_weights(self.source, tensors, self._path(CONFIG_FILE))
         return tensors
-
-    def require_weights(self, name: str, held: Mapping[str, Stored], weights: Collection[str] = ()) -> None:
-        """Raise `UserError` if weights are `held` as codes that transformers would not read either."""
-        require_weights(name, held, weights, self._path(CONFIG_FILE))
 
     def _stored(self, name: str) -> str:
         return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
@@ -187,7 +182,6 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
             "pytorch_model.bin, or a GGUF file (convert other formats with model.save_pretrained)"
         )
-    require_plain(source, file_of)
     wrapped = min((found[0] for name in file_of if (found := _WRAPPED.match(name))), key=len, default="")
     wrapped = wrapped if all(name.startswith(wrapped) for name in file_of) else ""
     if wrapped:

@@ -17,7 +17,8 @@ from torch import LongTensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.base.settings import construct
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE
 from outrider.draft_models.targets.model_files import load_generation_config
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
@@ -105,7 +106,7 @@ def inherit(
                 raise ValueError("there is no end token that it could favour")
             for step in make_processors(alone, [0], torch.device("cpu")):
                 step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        except Exception as error:  # any error of a processor for an unexpected value
             raise _unusable(source, name, value, f"which transformers cannot use ({reason(error)})") from None
     return Inherited(own, taken, {})
 
@@ -119,19 +120,18 @@ def _unusable(source: str, name: str, value: object, why: str) -> UserError:
 
 def read_generation_config(source: str, revision: str | None) -> GenerationConfig:
     """The generation config that transformers would load with the target. Raises `UserError`."""
-    stored = load_generation_config(source, revision)
-    if stored is not None:
-        return stored
-    try:  # older models have such fields in config.json
-        return GenerationConfig.from_pretrained(
-            source,
-            config_file_name=CONFIG_FILE,
-            revision=revision or "main",
-            trust_remote_code=False,
-            _from_model_config=True,
-        )
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"target={source}: no usable generation config in {CONFIG_FILE} ({reason(error)})") from None
+    config, file = load_generation_config(source, revision), GENERATION_FILE
+    if config is None:  # older models have such fields in config.json
+        file = CONFIG_FILE
+        try:
+            config = GenerationConfig.from_pretrained(
+                source, file, revision=revision or "main", trust_remote_code=False, _from_model_config=True
+            )
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"target={source}: no usable generation config in {file} ({reason(error)})") from None
+    for name, kind in ("eos_token_id", int | list[int] | None), ("stop_strings", str | list[str] | None):
+        construct(kind, getattr(config, name, None), f"target={source}: {file}: {name}")
+    return config
 
 
 def acting(config: GenerationConfig) -> dict[str, Any]:

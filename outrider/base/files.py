@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,36 +137,25 @@ def save_parts(
 def for_older_readers(folder: Path) -> None:
     """Add to a model's descriptions in `folder` what transformers 4 reads, and version 5 writes otherwise."""
     for name, older in ("config.json", with_older_rope), ("tokenizer_config.json", _with_older_names):
-        if (file := folder / name).exists():
-            write_json(file, older(read_mapping(file, "description", "save the model again")))
-
-
-OLDER_ROPE = {
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "rope_local_base_freq",
-    "rotary_emb_base",
-    "rotary_pct",
-}
+        with suppress(UserError):  # missing, or damaged: a later read says so
+            write_json(folder / name, older(read_mapping(folder / name, "description", "save the model again")))
 
 
 def with_older_rope(config: dict[str, object]) -> dict[str, object]:
-    """`config` with the rotary positions of its `rope_parameters` in the keys of transformers 4 too; version 5 reads
-    either. Those of layers with a window have a base of their own there (Gemma 3)."""
+    """`config` with its `rope_parameters` in the keys of transformers 4 too; version 5 reads either. There layers with
+    a window have a base of their own (Gemma 3)."""
     config = {key: with_older_rope(value) if isinstance(value, dict) else value for key, value in config.items()}
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict):
+    rope, kind = config.get("rope_parameters"), str(config.get("model_type"))
+    nested = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or (nested and not kind.startswith(("gemma3", "olmo3"))):  # new since version 5
         return config
-    full, sliding = rope.get("full_attention") or rope, rope.get("sliding_attention") or {}
-    names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-    if config.get("model_type") == "gpt_neox":
-        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    older = {older: full[key] for key, older in names.items() if key in full}
-    older |= {"rope_local_base_freq": sliding["rope_theta"]} if "rope_theta" in sliding else {}
-    scaling = {key: value for key, value in full.items() if key not in names}
-    plain = scaling.get("rope_type", "default") == "default"
-    return {"rope_scaling": None if plain else scaling, **older, **config}
+    base, part = ("rotary_emb_base", "rotary_pct") if kind == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    scaling = dict(rope.get("full_attention") or rope)
+    older = {base: scaling.pop("rope_theta", None), part: scaling.pop("partial_rotary_factor", None)}
+    if kind.startswith("gemma3"):
+        older["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta")
+    older["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    return {**{key: value for key, value in older.items() if value is not None}, **config}
 
 
 def _with_older_names(config: dict[str, object]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.card import write_card
 from outrider.draft_models.draft_vocabulary import narrow
-from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta, write_meta
 from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
@@ -147,8 +148,7 @@ def test_ids_of_tokens_stay_what_they_are(run: Path, tmp_path: Path) -> None:
     source, ids = shutil.copytree(run / "eesd", tmp_path / "eesd"), torch.tensor([1, 49151])
     save_file({**load_file(source / WEIGHTS_FILE), "ids": ids}, source / WEIGHTS_FILE)
     digest = hashlib.sha256((source / WEIGHTS_FILE).read_bytes()).hexdigest()
-    meta = json.loads((source / META_FILE).read_text())
-    (source / META_FILE).write_text(json.dumps(meta | {"weights_sha256": digest}))
+    write_meta(source, replace(read_meta(source), weights_sha256=digest))
     (source / CALIBRATION_FILE).unlink()
     ship_early_exit(source, tmp_path / "out", torch.bfloat16)
     assert load_file(tmp_path / "out" / WEIGHTS_FILE)["ids"].tolist() == ids.tolist()

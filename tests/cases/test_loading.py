@@ -20,7 +20,13 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import open_head
-from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_draft_tokens
+from outrider.draft_models.early_exit.checkpoint import (
+    WEIGHTS_FILE,
+    from_pretrained,
+    read_draft_tokens,
+    read_meta,
+    write_meta,
+)
 from outrider.draft_models.small_lm.model import load_small_lm, load_whole_lm
 from outrider.draft_models.targets import open_target as opening
 from outrider.draft_models.targets.model_files import load_causal_lm
@@ -357,9 +363,8 @@ def test_of_a_large_target_the_shapes_of_all_layers_are_known(plain: Path, tmp_p
 def spoilt(folder: Path, name: str, tensors: State) -> None:
     """Replace the file `name` of an early exit by `tensors`, with the digest that its description then has."""
     save_file(tensors, folder / name)
-    meta = json.loads((folder / META_FILE).read_text())
-    meta["weights_sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / META_FILE).write_text(json.dumps(meta))
+    digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    write_meta(folder, replace(read_meta(folder), weights_sha256=digest))
 
 
 @pytest.mark.parametrize("ids", [[0, 7, 10**6], [-1, 3, 9], [9, 3, 7], [3, 3, 7], [3, 7], None, [0.0, 3.0, 7.0]])
@@ -384,13 +389,14 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
         refusal("expected 3 ascending token ids below 260", read_draft_vocabulary, str(tmp_path), None, config)
 
 
-def test_an_early_exit_of_integers_is_refused(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float64])
+def test_an_early_exit_of_codes_is_refused(plain: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     """The codes of a quantisation, with the digest that they then have."""
     target = open_target(str(plain))
     save_exit(tmp_path, plain, 1)
     state = load_file(tmp_path / WEIGHTS_FILE)
-    spoilt(tmp_path, WEIGHTS_FILE, state | {"head.weight": state["head.weight"].to(torch.int8)})
-    with pytest.raises(UserError, match=r"head\.weight.*integers"):
+    spoilt(tmp_path, WEIGHTS_FILE, state | {"head.weight": state["head.weight"].to(dtype)})
+    with pytest.raises(UserError, match=rf"head\.weight.*{dtype}"):
         from_pretrained(tmp_path, load_config(str(plain)), target.fingerprint, dtype=FLOAT)
 
 

@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.base.errors import UserError
 from outrider.draft_models.early_exit import checkpoint as exports
-from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
+from outrider.draft_models.early_exit.checkpoint import (
+    META_FILE,
+    WEIGHTS_FILE,
+    from_pretrained,
+    read_meta,
+    save_pretrained,
+)
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import additive
@@ -133,9 +139,7 @@ def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
     short = weights[:-10]
     weights[-1] ^= 1
     for file, bad, message in (
-        (META_FILE, meta.replace('"format": 1', '"format": 99'), "format 99"),
-        (META_FILE, meta.replace('"kind": "early_exit"', '"kind": "small_lm"'), "a 'small_lm' drafter"),
-        (META_FILE, meta.replace('"own_head": true', '"own_head": false'), "tensors do not fit"),
+        (META_FILE, meta.replace('"format": 2', '"format": 99'), "format 99"),
         (WEIGHTS_FILE, weights, "drafter.safetensors: truncated or altered"),
         (WEIGHTS_FILE, short, "drafter.safetensors: truncated or altered"),
         (WEIGHTS_FILE, None, "drafter.safetensors: missing"),
@@ -145,6 +149,38 @@ def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
             (folder / file).write_bytes(bad.encode() if isinstance(bad, str) else bad)
         refusal(message, from_pretrained, folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
         (folder / META_FILE).write_text(meta)
+
+
+WRONG: dict[str, tuple[object, str]] = {  # what is hand-edited, and what is said of it where nothing is sealed
+    "kind": ("small_lm", "a 'small_lm' drafter"),
+    "own_head": (False, "tensors do not fit"),
+    "dtype": ("float16", "tensors do not fit"),
+    "exit_depth": (4000, "exit_depth=4000: expected 1, as it has layers"),
+    "parallel": (3, "tensors do not fit"),
+    "draft_vocabulary": (7, "expected 7 ascending token ids"),
+    "trained_on": ({}, ""),
+    "fingerprint": ({"vocab_size": 261}, "vocab_size: drafter 261, target 260"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_description_that_was_edited_is_refused(tmp_path: Path, field: str) -> None:
+    """By its seal; an older one, without a seal, where it does not fit weights or target, before anything is built."""
+    path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
+    save_exit(folder, path, 2)
+    values, (value, message) = json.loads((folder / META_FILE).read_text()), WRONG[field]
+    edited = {**values, field: values[field] | value if isinstance(value, dict) and value else value}
+    for sealed, said in ((values["sealed"], "altered after it was written"), (None, message)):
+        older = {"format": 1} if sealed is None else {}
+        (folder / META_FILE).write_text(json.dumps({**edited, **older}))
+        if said:
+            refusal(said, from_pretrained, folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
+    for harmless in ({"training": {"x": 1}}, {"made_with": {}}, {"format": 1, "sealed": ""}):
+        (folder / META_FILE).write_text(json.dumps({**values, **harmless}))
+        from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
+    for huge in ({"exit_depth": 10**6}, {"parallel": 10**9}, {"dtype": "evil"}):
+        (folder / META_FILE).write_text(json.dumps({**values, **huge, "format": 1}))
+        refusal("drafter.json: damaged drafter description .*: expected", read_meta, folder)
 
 
 def test_a_save_on_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from outrider.data_prep.settings import ConvertConfig
 from outrider.data_prep.targets import convert_target
 from outrider.draft_models.targets.fingerprint import NOT_DECIDING, deciding_config
 from outrider.draft_models.targets.open_target import load_tokenizer
-from tests.families import family_config, save_family
+from tests.families import FAMILIES, family_config, save_family
 from tests.tiny import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", PLAIN), "linear": ("llama", LINEAR), "yarn": ("qwen3", YARN), "llama3": ("llama", LLAMA3),
     "partial": ("phi", {**PLAIN, "partial_rotary_factor": 0.25}),
     "neox": ("gpt_neox", {**LINEAR, "partial_rotary_factor": 0.5}),
+    "both kinds": ("gemma3_text", {"full_attention": PLAIN, "sliding_attention": LOCAL}),
     "by kind of layer": ("gemma3_text", {"full_attention": LINEAR, "sliding_attention": LOCAL}),
 }  # fmt: skip
 READ = """
@@ -62,7 +63,7 @@ def test_version_5_reads_what_it_read(tmp_path: Path, case: str) -> None:
     assert {key: described[key] for key in plain} == plain
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
     whole = rope.get("full_attention", rope)
-    kind = (described["rope_scaling"] or PLAIN)["rope_type"]
+    kind = described.get("rope_scaling", PLAIN)["rope_type"]
     theta = described["rotary_emb_base" if family == "gpt_neox" else "rope_theta"]
     assert (theta, kind) == (whole["rope_theta"], whole["rope_type"])
     (tmp_path / "config.json").write_text(
@@ -97,3 +98,11 @@ def test_version_4_reads_the_same_model(tmp_path: Path, written: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         same = torch.allclose(model(ids).logits, logits, atol=1e-3)
         assert same == (name != "fault"), name
+
+
+def test_no_family_is_another_by_the_older_keys(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        family_config(family).save_pretrained(tmp_path / family)
+        before = AutoConfig.from_pretrained(tmp_path / family).to_dict()
+        for_older_readers(tmp_path / family)
+        assert AutoConfig.from_pretrained(tmp_path / family).to_dict().items() >= before.items()

@@ -315,6 +315,13 @@ def test_fields_of_an_older_model_are_in_its_config(bare: Path, tmp_path: Path) 
     ({"forced_eos_token_id": 999}, "forced_eos_token_id=999, which transformers cannot use"),
     ({"forced_bos_token_id": 999}, "forced_bos_token_id=999, which transformers cannot use"),
     ({"suppress_tokens": "abc"}, "suppress_tokens='abc', which transformers cannot use"),
+    ({"stop_strings": 5}, "generation_config.json: stop_strings=5: expected a valid string or a valid (list|array)"),
+    ({"stop_strings": ["a", 5]}, r"stop_strings\[1\]=5: expected a valid string"),
+    ({"eos_token_id": "2"}, "eos_token_id='2': expected a valid integer or a valid (list|array)"),
+    ({"eos_token_id": [[2]]}, r"eos_token_id\[0\]=\[2\]: expected a valid integer"),
+    ({"min_new_tokens": [3]}, r"min_new_tokens=\[3\], which transformers cannot use"),
+    ({"sequence_bias": "x"}, "sequence_bias='x', which transformers cannot use"),
+    ({"exponential_decay_length_penalty": [3], "eos_token_id": 2}, r"penalty=\[3\], which transformers cannot use"),
     ({"stop_strings": ["ß"], "eos_token_id": 3}, None),
     ({"cache_implementation": "unheard of"}, "damaged generation config"),
 ])  # fmt: skip
