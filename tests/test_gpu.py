@@ -176,7 +176,7 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
         assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)
 
 
-@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+@pytest.mark.parametrize("objective", ["cross_entropy", "forward_kl"])
 def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str) -> None:
     path = save_target(tmp_path / "target", kv_heads=2)
     text = tmp_path / "text.jsonl"

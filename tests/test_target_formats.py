@@ -51,7 +51,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow
 def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str) -> None:
     target = targets[form]
-    train_early_exit(distilling(target, corpus, tmp_path / "eesd", objective="kl", train_head=False))
+    train_early_exit(distilling(target, corpus, tmp_path / "eesd", objective="forward_kl", train_head=False))
     finetune_drafter(finetuning(target, corpus, tmp_path / "small", objective="forward_kl"))
     stop = StopConfig(max_draft=3)
     config = EvaluateConfig(

@@ -63,7 +63,7 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     training = {**_ANSWERS, **of_data, **_TRAINING, **heldout}
     trained: dict[str | None, dict[str, object]] = {
         EARLY_EXIT.step: {
-            "objective": "kl", "train_head": False, "eval_rows": 16, "fit.epochs": 3, "fit.batch_rows": 2,
+            "objective": "forward_kl", "train_head": False, "eval_rows": 16, "fit.epochs": 3, "fit.batch_rows": 2,
             **_SHORT, **size,
         },
         SMALL_LM.step: {

@@ -147,7 +147,7 @@ def _start(
     if path.exists():
         require_free(folder, config.leaves, config.resume)
         start = read_as(Start, path, "record of a run", _REMEDY)
-        check_identity(start.made_of, made_of, path, config)
+        check_identity(start.made_of, made_of, path)
         return start
     look = _look(config, folder, unseen, began, config_for)
     start = Start(made_of, look, auto_choice.choose(config, look, unfit))

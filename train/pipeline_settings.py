@@ -9,7 +9,6 @@ from typing import ClassVar
 from outrider.base.errors import require, require_choice
 from outrider.base.run_dirs import rehearsal_folder
 from outrider.base.settings import Positive, RunConfig, free, opt
-from outrider.base.words import gone
 from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +61,6 @@ LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
 TIME = "minutes"  # the commands' option for their time limit
 BACK = "~"  # the value of an option that is taken back
-_GONE = ("overrides", "more", "expected_minutes")  # what steps had in earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,6 @@ class PipelineConfig(RunConfig):
                 require_choice("steps", name, tuple(known))
                 for key in options:
                     require(key not in OWN, f"steps.{name}", key, f"none of {', '.join(OWN)}: the pipeline gives them")
-                    require(key not in _GONE, f"steps.{name}", key, f"an option of its command{gone(key)}")
         both = set(MAKERS) <= set(self.steps)
         require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         if self.minutes is not None:

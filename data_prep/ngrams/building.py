@@ -11,7 +11,6 @@ from pathlib import Path
 from outrider.base.errors import UserError, require, warn
 from outrider.base.files import require_writable
 from outrider.base.run_dirs import check_identity, only_run
-from outrider.base.settings import default_at
 from outrider.data_prep.ngrams.counting import count_order, kept_from, merged
 from outrider.data_prep.ngrams.token_shards import PIECE, SHARD_CHARACTERS, Shards, passages, tokenise, whole_documents
 from outrider.data_prep.settings import TrigramConfig
@@ -211,5 +210,4 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
     }
     wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
     wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
-    was = {key: found.get(key, default_at(config, key)) for key in wanted}
-    check_identity(was, wanted, Path(config.out_dir), config)
+    check_identity({key: found[key] for key in wanted if key in found}, wanted, Path(config.out_dir))

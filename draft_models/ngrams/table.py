@@ -49,7 +49,6 @@ ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # of a `Le
 ORDERS = (2, 3, 4)
 TABLE_FILE = "table.safetensors"
 _FORMAT = 3
-_FORMER = "table.json"  # of formats 1 and 2
 _AGAIN = "build it again with outrider build-trigrams"
 _TYPES: dict[str, np.dtype] = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64)}
 Arrays = Mapping[str, np.ndarray]  # by name
@@ -279,8 +278,6 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
     Raises `UserError` for a file that is missing, cut off, of another format or without usable metadata.
     """
     file = path / TABLE_FILE
-    if (path / _FORMER).exists() and not file.exists():
-        raise UserError(f"{path}: n-gram table of a former format ({_FORMER}); {_AGAIN}")
     try:
         with safe_open(file, "np") as stored:  # compares its header with the length of the file
             metadata = stored.metadata() or {}
@@ -346,7 +343,7 @@ def write_table(path: Path, vocabulary: int, tokenizer: str, facts: Mapping[str,
 def require_no_table(path: Path) -> None:
     """Raise `UserError` if `path` exists as a table, a file or a non-empty directory."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        what = "an n-gram table" if any((path / name).exists() for name in (TABLE_FILE, _FORMER)) else "other things"
+        what = "an n-gram table" if (path / TABLE_FILE).exists() else "other things"
         raise UserError(f"{path}: holds {what} already; choose another directory or remove it")
 
 

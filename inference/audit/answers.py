@@ -89,7 +89,7 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
     kept: list[ServedAnswer] = []
     if file.exists():
         made = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
-        check_identity(made, identity, folder, asked)
+        check_identity(made, identity, folder)
         kept = [*read_answers(str(file), target).values()]
     write_json(folder / RUN_FILE, identity)
     answered = {tuple(one.prompt_ids) for one in kept}

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_atomically, write_json
 from outrider.base.run_dirs import check_identity, require_free
-from outrider.base.settings import Settings, read_as
+from outrider.base.settings import read_as
 from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
 from outrider.data_prep.text.documents import Document, encode, written_by
 from outrider.data_prep.text.records import Counts, find_layout, to_record
@@ -152,15 +152,15 @@ def open_run(folder: Path, identity: Mapping[str, object]) -> None:
     write_json(folder / RUN_FILE, identity)
 
 
-def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> None:
+def check_run(folder: Path, identity: Mapping[str, object], resume: bool) -> None:
     """Raise `UserError` if the directory holds responses and resume is off, or responses with another identity.
 
-    identity: everything that determines the responses; config: its source, for options newer than the responses.
+    identity: everything that determines the responses.
     """
     require_free(folder, (RESPONSES,), resume)
     path = folder / RUN_FILE
     if resume and path.exists():
-        check_identity(read_mapping(path, "record of a run", "give another out_dir"), identity, folder, config)
+        check_identity(read_mapping(path, "record of a run", "give another out_dir"), identity, folder)
 
 
 def summarise(folder: Path) -> dict[str, object]:

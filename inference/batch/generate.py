@@ -143,7 +143,7 @@ def generate(
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
     if (first := identity["kernels"]) != kernels:
         raise UserError(f"one process multiplies by kernels {first!r}, another by {kernels!r}: use like machines")
-    check_run(folder, identity, config.resume, config)
+    check_run(folder, identity, config.resume)
     identity["code"] = code_version()
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
     first += state.process_index

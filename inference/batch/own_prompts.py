@@ -48,7 +48,7 @@ def write_prompts(config: PromptsConfig) -> None:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)
         whole = file is not None or len(answered(folder / "written")) >= config.count  # or `minutes` ended it
-        if finished(folder / "prompts.json", identity, config.resume, config) and whole:
+        if finished(folder / "prompts.json", identity, config.resume) and whole:
             print(f"{folder}: finished already")
             return
         if file is None:

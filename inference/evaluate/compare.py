@@ -158,7 +158,7 @@ def _evaluate(
     settings = run_settings(config, setup, prompts) | ({"peers": dict(peers.identity)} if peers else {})
 
     def open_results() -> tuple[Any, list[int], float, int]:
-        earlier = open_run(out_dir, settings, config.resume, config)
+        earlier = open_run(out_dir, settings, config.resume)
         done = _finished(out_dir, each)
         return earlier, list(done), max((one.spent for one in done.values()), default=0.0), next_number(out_dir)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.files import digest_of, parse_json, read_json, write_json
 from outrider.base.run_dirs import check_identity
-from outrider.base.settings import Settings, construct
+from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.core.token_selector import TokenSelector
@@ -157,10 +157,8 @@ class Measured:
     load: float | None = None
 
 
-def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config: Settings | None = None) -> object:
+def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> object:
     """The `prepared` data (see `begin_run`) of the run to continue in `folder`; None for a new run.
-
-    config: the current settings, for options that are newer than the run (see `check_identity`).
 
     Raises `UserError` if `folder` holds results that must not be continued, or were made with other settings.
     """
@@ -179,7 +177,7 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config:
         run = unsealed(before)
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
-    check_identity(run["settings"], settings, folder, config)
+    check_identity(run["settings"], settings, folder)
     return run["prepared"]
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from outrider.base.errors import UserError
 from outrider.base.files import lock, package_version, read_mapping, require_writable, write_json
-from outrider.base.settings import ABSENT, Settings, default_at, differences, read_as
+from outrider.base.settings import ABSENT, differences, read_as
 from outrider.base.words import listed, shown
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
@@ -134,28 +134,17 @@ def _held_by(holder: Path) -> str:
         return f"a process that {holder.name} does not name"
 
 
-def changes(
-    before: Mapping[str, object], now: Mapping[str, object], config: Settings | None = None
-) -> list[tuple[str, object, object]]:
-    """The `differences` of two identities, without options of `config` that only one of them knows.
-
-    An option newer than `before` must have its default now; an option that is gone must have been unset.
-    """
-    found = differences(before, json.loads(json.dumps(now)))
-    kept = [one for one in found if one[1] is not ABSENT or differences(default_at(config, one[0]), one[2])]
-    return [(key, old, new) for key, old, new in kept if not (config and new is ABSENT and old in ([], {}, None))]
-
-
-def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
+def check_identity(before: object, now: Mapping[str, object], where: Path) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    config: the settings of this run. An option that `before` lacks is new, and must have its default now. "code", the
-    version that wrote the record, may differ: a run of a week must survive a fix of code that it does not use.
+    "code", the version that wrote the record, may differ: a run of a week must survive a fix of code that it does not
+    use.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
     before = {key: value for key, value in before.items() if key != "code"}
-    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes(before, now, config)]
+    changes = differences(before, json.loads(json.dumps(now)))
+    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
     if wrong:
         raise UserError(
             f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
@@ -163,10 +152,10 @@ def check_identity(before: object, now: Mapping[str, object], where: Path, confi
         )
 
 
-def finished(record: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> bool:
+def finished(record: Path, identity: Mapping[str, object], resume: bool) -> bool:
     """Whether a run of the same `identity` is finished, as its `record` shows.
 
-    record: the JSON file that a run writes last, whose "made_of" is its identity. config: as for `check_identity`.
+    record: the JSON file that a run writes last, whose "made_of" is its identity.
 
     Raises `UserError` if a finished run was another one, or `resume` is off.
     """
@@ -174,7 +163,7 @@ def finished(record: Path, identity: Mapping[str, object], resume: bool, config:
         return False
     require_free(record.parent, (record.name,), resume)
     made = read_mapping(record, "report of a run", "remove it, or give another out_dir")
-    check_identity(made.get("made_of"), identity, record, config)
+    check_identity(made.get("made_of"), identity, record)
     return True
 
 

@@ -11,7 +11,6 @@ import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
-from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
@@ -173,18 +172,6 @@ def require_default(config: Settings, name: str, why: str, prefix: str = "") -> 
     require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
 
 
-def default_at(config: object, key: str) -> object:
-    """The default, as JSON, of the field of `config` at the dotted `key`, if it affects results; else `ABSENT`."""
-    *outer, last = key.split(".")
-    for part in outer:
-        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
-    for field in dataclasses.fields(config) if isinstance(config, Settings) else ():
-        if field.name == last and decides(field):
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            return ABSENT if default is dataclasses.MISSING else _decided(default)
-    return ABSENT
-
-
 @overload
 def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
 
@@ -258,7 +245,7 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
             raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     messages = dict.fromkeys(error["msg"].removeprefix("Input should be ") for own, _, error in found if own == key)
     said = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", one)) for one in messages)
-    expected = " or ".join(said) + import_module("outrider.base.words").gone(given)  # nothing that decodes needs it
+    expected = " or ".join(said)
     raise UserError(f"{key}={given!r}: expected {expected}" if key else f"found {given!r}: expected {expected}")
 
 

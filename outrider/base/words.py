@@ -17,32 +17,6 @@ from outrider.base.errors import UserError
 
 Columns = Mapping[str, tuple[str, str]]  # of a table: by a title, the template of its cells and what it says
 _BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
-_FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
-_KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
-_DOCS = (
-    "a target writes its prompts itself: `outrider write-prompts target=MODEL`, then data=local "
-    "data.path=runs/prompts/train.jsonl data.layout=prompts"
-)
-_ENGINES = "`outrider measure-engine` measures drafters in an engine, with the same options"
-_HEADS = (
-    "EAGLE-3 heads are written for vLLM (dialect speculators) and SGLang (specforge); those of all trainers are read"
-)
-_STEP = (
-    "a step is a mapping of its command's options, in YAML {fit.steps: 900}, on a command line "
-    "steps.NAME.fit.steps=900; its minutes are expected_minutes.NAME"
-)
-GONE = {  # names of earlier versions, and why they are gone
-    "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
-    **dict.fromkeys(("python_docs", "per_object", "quoted_chars"), _DOCS),
-    **dict.fromkeys(("engine", "engine_plain", "engine_python", "engine_options", "draft_tokens"), _ENGINES),
-    "transcripts": "`outrider replay` replays recorded answers, with the same options but target=replay",
-    "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,
-    **dict.fromkeys(("compile", "sample_tokens"), "a toy target is trained as it is; `outrider serve` shows its text"),
-    **dict.fromkeys(("overrides", "more", "expected_minutes"), _STEP),
-    "debug_architecture": "a rehearsal has the architecture of the target that its line gives, else a Llama's",
-    "chat": "the page of `outrider serve` is the place to talk, and shows who said each token",
-    "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
-}  # fmt: skip
 _LONGEST, _END = 4000, 1000  # characters of a message, and of each end of a longer one
 _NEAR = 2**16  # characters at each end of a text that are searched for secrets; the others are not shown
 _FEWEST = 6  # characters of a secret: shorter values of such variables are switches
@@ -84,15 +58,10 @@ def shown(text: str) -> str:
     return text if size <= _LONGEST else f"{text[:_END]} … ({size} characters) … {text[-_END:]}"
 
 
-def gone(name: object) -> str:
-    """Why `name` is no longer an option, a choice or a command; empty if it never was one."""
-    return f"; {name} is gone: {GONE[name]}." if isinstance(name, str) and name in GONE else ""
-
-
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Why `given` is gone, or the word of `known` most similar to it; empty if none is similar."""
+    """The word of `known` most similar to `given`; empty if none is similar."""
     close = difflib.get_close_matches(given, known, n=1)
-    return gone(given) or (f"; did you mean {close[0]!r}?" if close else "")
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def in_words(seconds: float) -> str:

@@ -364,7 +364,7 @@ def _formula(kind: str, log_p: torch.Tensor, log_q: torch.Tensor, labels: torch.
 # ----------------------------------------------------------------------------------------------- trainings
 
 
-@pytest.mark.parametrize(("objective", "name"), [("kl", "tau_analytic"), ("cross_entropy", "tau_text")])
+@pytest.mark.parametrize(("objective", "name"), [("forward_kl", "tau_analytic"), ("cross_entropy", "tau_text")])
 def test_the_card_of_a_useless_early_exit_says_so_without_decoding(
     objective: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

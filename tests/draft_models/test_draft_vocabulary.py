@@ -149,7 +149,7 @@ def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sa
         options |= {"decode_prompts": 2, "decode_tokens": 8}
         data = jobs.save_responses(target, tmp_path / "responses")
     else:
-        options, data = {"objective": "kl"}, jobs.write_corpus(tmp_path)
+        options, data = {"objective": "forward_kl"}, jobs.write_corpus(tmp_path)
     train_early_exit(jobs.distilling(target, data, tmp_path / "drafter", draft_vocabulary=24, **options))
     tokens = read_draft_tokens(tmp_path / "drafter")
     assert tokens is not None

@@ -1,11 +1,10 @@
-"""`outrider COMMAND`: the list of commands, any of them run by its name, and why names are gone."""
+"""`outrider COMMAND`: the list of commands, and any of them run by its name."""
 
 import sys
 
 import pytest
 
 from outrider import cli
-from outrider.base.words import GONE, did_you_mean
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *typed: str) -> int:
@@ -52,8 +51,3 @@ def test_a_mistyped_command_gets_what_was_likely_meant(
     error = capsys.readouterr().err
     assert "did you mean 'evaluate-checkpoint'" in error
     assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_the_suggestion_for_a_name_that_is_gone_is_why(name: str) -> None:
-    assert GONE[name] in did_you_mean(name, [name[:-1], f"{name}s"])

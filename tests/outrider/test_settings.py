@@ -2,8 +2,7 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -11,7 +10,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.base import settings as base
 from outrider.base.errors import UserError
-from outrider.base.run_dirs import check_identity
 from tests.refusals import refusal
 
 
@@ -99,26 +97,3 @@ def test_what_is_not_marked_decides() -> None:
         "exact": True, "inner": {"size": 1}, "by_name": {"a": {"size": 1}},
     }  # fmt: skip
     assert [own.name for own in dataclasses.fields(Outer) if not base.decides(own)] == ["log"]
-
-
-def test_what_decides_nothing_has_no_default() -> None:
-    assert base.default_at(Outer(), "rate") == 1.0
-    assert base.default_at(Outer(), "log") is base.default_at(Outer(inner=Inner(2)), "inner.where") is base.ABSENT
-
-
-def test_an_option_newer_than_a_run_had_its_default_then(tmp_path: Path) -> None:
-    made = Outer(by_name={"a": Inner()})
-    now = made.deciding()
-    older = {key: value for key, value in now.items() if key not in ("rate", "inner")} | {"by_name": {"a": {}}}
-    check_identity(older, now, tmp_path, made)
-    for changed, name in (
-        (replace(made, rate=2.0), "rate=2.0 (was absent)"),
-        (replace(made, by_name={"a": Inner(size=2)}), "by_name.a.size=2 (was absent)"),
-        (replace(made, inner=Inner(size=2)), "inner=given (was absent)"),
-        (replace(made, by_name={"a": Inner(), "b": Inner()}), "by_name.b=given (was absent)"),
-    ):
-        with pytest.raises(UserError) as refused:
-            check_identity(older, changed.deciding(), tmp_path, changed)
-        assert f"other settings: {name};" in str(refused.value)
-    with pytest.raises(UserError, match=r"rate=1\.0 \(was absent\)"):
-        check_identity(older, now, tmp_path)  # whose options these are is not said

@@ -1,8 +1,6 @@
 """What an early exit learns from: every objective, by the whole target or its cached top-k; what is then known of τ."""
 
 import itertools
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +18,9 @@ from outrider.draft_models.losses import DIVERGENCES, IGNORE
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.recipes.early_exit import evaluation_of, train_early_exit
-from outrider.train.settings.drafters import EesdConfig
-from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
-from tests.train.jobs import FIT, by_document, distilling, exit_student, same, save_responses
+from tests.train.jobs import FIT, by_document, distilling, exit_student, save_responses
 
 K = 5
 
@@ -153,22 +149,3 @@ def test_an_exit_that_nothing_decoded_with_has_the_tau_of_its_right_guesses(
     metrics = evaluation_of(run, opened, rows, student)(student, 1)
     assert metrics["tau_text"] == pytest.approx(expected)
     assert "tau_analytic" not in metrics
-
-
-def test_a_run_of_kl_goes_on_as_forward_kl(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
-    """As one that was recorded before the objective had that name, and before there was a choice of teachers."""
-
-    def run(folder: str, **changes: object) -> EesdConfig:
-        return distilling(target, corpus, tmp_path / folder, **{"objective": "kl", **changes})
-
-    train_early_exit(run("whole", objective="forward_kl"))
-    train_early_exit(run("cut"))
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
-    record = tmp_path / "cut" / "checkpoint-4" / "run.json"
-    before = json.loads(record.read_text())
-    assert before["objective"] == "kl"
-    del before["teacher"]
-    record.write_text(json.dumps(before))
-    train_early_exit(run("cut", objective="forward_kl", resume=True))
-    assert same(*(load_file(tmp_path / name / WEIGHTS_FILE) for name in ("cut", "whole")))
-    refusal(r'objective="reverse_kl" \(was "kl"\)', train_early_exit, run("cut", objective="reverse_kl", resume=True))

@@ -181,7 +181,7 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
     )  # fmt: skip
     finetune_drafter(adapters)
     exits = distilling(
-        target, corpus, folder / "early_exit-alone", decode_prompts=2, decode_tokens=8, objective="kl",
+        target, corpus, folder / "early_exit-alone", decode_prompts=2, decode_tokens=8, objective="forward_kl",
         fit=replace(FIT, steps=6, lr=2e-2, eval_every=3, log_every=1),
     )  # fmt: skip
     train_early_exit(exits)

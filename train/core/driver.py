@@ -98,7 +98,7 @@ def _run(config: RunConfig, training: Training[Student], state: PartialState) ->
     if state.is_main_process and not run_dir.checkpoints(out_dir):
         shutil.rmtree(out_dir / BEST_FOLDER, ignore_errors=True)  # of a run that was killed before its first checkpoint
     evaluated = replace(training, evaluate=_evaluation(training, best))
-    result = fit(evaluated, out_dir, resume=config.resume, settings=config)
+    result = fit(evaluated, out_dir, resume=config.resume)
     if training.saved_whole is not None:
         sharding.make_whole(training.saved_whole, frozen=True)
     if not state.is_main_process:

@@ -21,7 +21,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import write_json
 from outrider.base.processes import join_processes, say
 from outrider.base.run_dirs import code_version
-from outrider.base.settings import Settings, read_as
+from outrider.base.settings import read_as
 from outrider.data_prep.text.records import HELDOUT_BY
 from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.inference.core.rounds import Clock
@@ -62,15 +62,13 @@ def fit(
     out_dir: Path,
     *,
     resume: bool = False,
-    settings: Settings | None = None,
     clock: Clock = time.perf_counter,
 ) -> FitResult:
     """Train the student of `training` in place on its rows. Every process calls it.
 
     A resumed run must match `training.identity`, but may be longer: its learning rates are then those of the longer
     schedule, from the next step on. Every checkpoint records the version of the code that wrote it.
-    settings: the config that the identity was built from (see `run_dir.open_run`). clock: measures seconds for the time
-    limit (see `StepBudget`).
+    clock: measures seconds for the time limit (see `StepBudget`).
 
     Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
     with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
@@ -87,7 +85,7 @@ def fit(
     config.micro_rows(state.num_processes)  # raises before anything is written
     limits = {"steps": most, "minutes": training.minutes}
     run = limits | {"rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **training.identity}
-    start, longer = run_dir.open_run(out_dir, run, resume, settings)
+    start, longer = run_dir.open_run(out_dir, run, resume)
     run["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from outrider.base import run_dirs
 from outrider.base.files import read_mapping, require_writable
-from outrider.base.settings import Settings, construct
+from outrider.base.settings import construct
 from outrider.train.settings.fit import CHECKPOINTS
 
 RUN_FILE = "run.json"  # in every checkpoint: the run's identity
@@ -46,14 +46,11 @@ def require_free(out_dir: Path, resume: bool) -> None:
     run_dirs.require_free(require_writable(out_dir), (CHECKPOINTS,), resume)
 
 
-def open_run(
-    out_dir: Path, identity: Mapping[str, object], resume: bool, settings: Settings | None = None
-) -> tuple[Path | None, bool]:
+def open_run(out_dir: Path, identity: Mapping[str, object], resume: bool) -> tuple[Path | None, bool]:
     """Create `out_dir` and return the run's starting point: its newest checkpoint, or None for the beginning; and
     whether the run is longer than before: it may have more minutes, steps or epochs.
 
     identity: JSON-able, everything that determines the result: configs, data, seeds.
-    settings: the config that it was built from, for options newer than the run (see `check_identity`).
 
     Raises `UserError` if the directory is not writable, if it holds another run's checkpoints and `resume` is off, and
     if the run to resume has another identity; the message names each difference.
@@ -67,7 +64,7 @@ def open_run(
     longer = (minutes, steps) != (more_minutes, more_steps) and minutes <= more_minutes and steps <= more_steps
     if longer:
         before, identity = map(_without_limits, (before, identity))
-    run_dirs.check_identity(before, identity, newest, settings)
+    run_dirs.check_identity(before, identity, newest)
     return newest, longer
 
 

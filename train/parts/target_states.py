@@ -27,7 +27,7 @@ from outrider.base.errors import UserError, warn
 from outrider.base.files import read_mapping, require_writable, write_json
 from outrider.base.processes import from_main, only_run_of
 from outrider.base.progress import counted
-from outrider.base.run_dirs import changes
+from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.data_prep.text.rows import PackedRows
 from outrider.train.core.training import Batch
@@ -177,7 +177,7 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     """
     made_from, done, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
     record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
-    other = changes(record, identity)
+    other = differences(record, identity)
     if record and other and not done.exists():
         wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in other]
         raise UserError(

@@ -174,7 +174,7 @@ def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str |
     """Write the card of the saved `drafter` of a target of so many layers, and say that it is saved."""
     names, tokens = ("exit_layer", "exit_depth", "train_head", "seq_len"), drafter.draft_tokens
     facts: dict[str, object] = {name: getattr(config, name) for name in names}
-    facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
+    facts |= {"objective": config.objective} | ({"teacher": config.teacher} if config.distils else {})
     facts |= {} if start is None else {"went on from": Path(start).name}
     facts |= {"tokens a pass": config.parallel} if config.parallel else {}
     facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {drafter.vocabulary}"}

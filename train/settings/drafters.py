@@ -37,7 +37,7 @@ class DrafterTraining(TargetConfig):
     leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
     data: DataConfig
     fit: FitConfig
-    objective: Literal[Objective, "kl"]
+    objective: Objective
     draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all")
     seq_len: Width = opt(2048, "tokens of a row")
     minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
@@ -102,9 +102,9 @@ class EesdConfig(TaughtTraining):
     """tokens that it predicts, the text's most frequent; null: all"""
     train_layer: Annotated[bool, _NEW] = True
     """a layer of its own; false: norm and head sit on the first N layers (the paper's ablation)"""
-    objective: Literal[Objective, "kl"] = "cross_entropy"
+    objective: Objective = "cross_entropy"
     """cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
-    draft_models/losses.py; kl: forward_kl by its first name"""
+    draft_models/losses.py"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
     eval_rows: Count = free(64, "held-out rows that give eval_top1, eval_tau_text and eval_tau_analytic")
@@ -121,19 +121,10 @@ class EesdConfig(TaughtTraining):
         self.require("fit.optimizer", self.train_layer or plain, why)
         self.require("exit_depth", self.train_layer or self.exit_depth == 1, "1 with train_layer=false")
 
-    @property
-    def loss(self) -> str:
-        """The objective by the one name that `draft_models.losses` has for it."""
-        return "forward_kl" if self.objective == "kl" else self.objective
-
     def deciding(self) -> dict[str, object]:
-        """As of all settings; what chooses among the weights on the way decides only where they are chosen from.
-
-        forward_kl is recorded by its first name, so that a run may go on under either.
-        """
-        decided = super().deciding() | {"objective": "kl" if self.loss == "forward_kl" else self.objective}
-        chosen = ("decode_prompts", "decode_tokens", "eval_every")
-        return {key: value for key, value in decided.items() if self.decode_prompts or key not in chosen}
+        """As of all settings; what chooses among the weights on the way decides only where they are chosen from."""
+        chosen = () if self.decode_prompts else ("decode_prompts", "decode_tokens", "eval_every")
+        return {key: value for key, value in super().deciding().items() if key not in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)

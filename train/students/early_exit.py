@@ -60,7 +60,7 @@ class ExitOnFrozenLayers(DraftStudent):
     def __init__(self, model: PreTrainedModel, config: EesdConfig, draft_tokens: Tensor | None = None):
         super().__init__()
         assert config.exit_layer is not None
-        self.objective, self.online = config.loss, config.online
+        self.objective, self.online = config.objective, config.online
         self.drafter = EarlyExit(
             model, config.exit_layer, own_head=config.train_head, own_layer=config.train_layer, depth=config.exit_depth,
             draft_tokens=draft_tokens, parallel=config.parallel,

@@ -194,7 +194,6 @@ def without(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(("damage", "message"), [
     (truncate, "no readable n-gram table"),
     (lambda table: (table / TABLE_FILE).unlink(), r"no readable n-gram table .*outrider build-trigrams"),
-    (lambda table: (table / TABLE_FILE).rename(table / "table.json"), r"former format .*outrider build-trigrams"),
     (change("format", 99), "format=99"),
     (change("vocabulary", 2**22), "vocabulary=4194304"),
     (change("vocabulary", 2**17), "order 2: tokens are .* of uint16"),

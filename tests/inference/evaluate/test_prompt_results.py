@@ -10,7 +10,6 @@ from outrider.base.settings import construct
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure import bench, results
 from outrider.inference.measure.lossless import Deviation
-from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
@@ -78,15 +77,3 @@ def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
     )
     results.begin_run(tmp_path, {}, asdict(prepared))
     assert construct(bench.Prepared, results.open_run(tmp_path, {}, resume=True)) == prepared
-
-
-def test_an_option_that_is_gone_and_had_no_value_changes_nothing(tmp_path: Path) -> None:
-    """As draft_tokens of evaluate-checkpoint, which is one of measure-engine now."""
-    config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")})
-    for value in ([], [3]):
-        results.begin_run(tmp_path, {**config.deciding(), "draft_tokens": value}, {})
-        results.append_result(tmp_path, 0, measured(0))
-        if value:
-            refusal(r"draft_tokens=absent \(was \[3\]\)", results.open_run, tmp_path, config.deciding(), True, config)
-        else:
-            assert results.open_run(tmp_path, config.deciding(), True, config) == {}

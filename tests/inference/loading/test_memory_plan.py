@@ -204,7 +204,7 @@ def test_experiments_of_13_billion_fit_a_gpu_of_80_gb(name: str, context: int, m
     assert sum(parts.values()) < 80e9
 
 
-@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+@pytest.mark.parametrize("objective", ["cross_entropy", "forward_kl"])
 def test_the_loss_of_a_large_vocabulary_is_in_the_plan(objective: str) -> None:
     """A chunk of logits over 262,144 tokens is half a gigabyte; the loss and the program are no more than 2."""
     target = llama_2(13, vocab_size=262_144, tie_word_embeddings=True, num_hidden_layers=2, hidden_size=640)
@@ -249,7 +249,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("train_head", [True, False])
-@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+@pytest.mark.parametrize("objective", ["cross_entropy", "forward_kl"])
 @pytest.mark.slow
 def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bool, tied: bool) -> None:
     """With both optimizers, without a layer, with two, with a draft vocabulary, of several tokens in one pass."""
@@ -273,7 +273,7 @@ def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> No
     """Learned positions, heads with a bias, layers of several sizes, experts."""
     path = save_family(tmp_path / "target", family)
     config = replace(CONFIG, frozen_dtype="float32")  # in 16 bits transformers keeps a few routers in 32
-    for objective, train_head in (("cross_entropy", True), ("kl", False)):
+    for objective, train_head in (("cross_entropy", True), ("forward_kl", False)):
         require_allocated(path, replace(config, objective=objective, train_head=train_head))
 
 
