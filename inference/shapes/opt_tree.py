@@ -5,10 +5,10 @@ import random
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.inference.core.ops import likeliest_children
+from outrider.inference.core.sampling import largest
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.settings.method import AUTO, StructureConfig, number
 from outrider.inference.shapes.structure import Tree, cat_levels, plain_probs
@@ -118,9 +118,11 @@ def _children(
         found, places, tokens = compiled
         return found, tokens, found.tolist(), places.tolist()
     probs = plain_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
-    found, places, tokens = _largest(probs, weights, count)
-    values, place_list = torch.stack([found, places.to(found.dtype)]).tolist()
-    return found, tokens, values, [int(place) for place in place_list]
+    if weights is not None:
+        probs = probs * weights[:, None]
+    found, places = largest(probs.flatten(), min(count, probs.numel()))
+    values, parent_list = torch.stack([found, (places // probs.shape[-1]).to(found.dtype)]).tolist()
+    return found, places % probs.shape[-1], values, [int(parent) for parent in parent_list]
 
 
 def _assemble(
@@ -154,26 +156,3 @@ def _assemble(
         masses=tuple(masses),
         steps=tuple(step for level, count in zip(steps, counts, strict=True) for step in level[:count]),
     )
-
-
-def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
-
-    They lie in the `count` chunks with the largest maxima. One pass over probs finds these chunks; the following steps
-    read count · chunk numbers. V is padded with zeros, which sort last.
-    """
-    if probs.shape[-1] % chunk:
-        probs = F.pad(probs, (0, -probs.shape[-1] % chunk))
-    chunks = probs.unflatten(-1, (-1, chunk))  # [m, V / chunk, chunk]
-    per_row = chunks.shape[1]
-    maxima = chunks.amax(-1)
-    if weights is not None:
-        maxima = maxima * weights[:, None]
-    best = maxima.flatten().topk(min(count, maxima.numel())).indices
-    rows = best // per_row
-    candidates = chunks.flatten(0, 1)[best]
-    if weights is not None:
-        candidates = candidates * weights[rows, None]
-    top = candidates.flatten().topk(min(count, candidates.numel()))
-    at = top.indices // chunk
-    return top.values, rows[at], (best - rows * per_row)[at] * chunk + top.indices % chunk
