@@ -3,17 +3,19 @@
 import itertools
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from annotated_types import Ge, Len
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_json
+from outrider.base.settings import read_as
 from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from outrider.inference.core.ops import largest
 from outrider.inference.core.sampling import invert
@@ -69,6 +71,9 @@ class Chain(Structure):
 # --- fixed shapes ---
 
 
+RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
+
+
 @dataclass(frozen=True)
 class Shape:
     """A fixed tree as rank paths: (0, 2) is the third most probable child of the most probable first token.
@@ -87,35 +92,29 @@ class Shape:
         return len(self.paths[-1])
 
 
-def parse_shape(paths: object, name: str = "shape") -> Shape:
+def parse_shape(paths: Collection[tuple[int, ...]], name: str = "shape") -> Shape:
     """Check rank paths and put them in level order; raises `UserError` naming `name` and the offending path."""
-    if not isinstance(paths, Sequence) or isinstance(paths, str) or not paths:
+    if not paths:
         raise UserError(f"{name}: expected a non-empty list of rank paths such as [[0], [1], [0, 0]]")
-    known: set[tuple[int, ...]] = set()
-    for path in paths:
-        if not isinstance(path, Sequence) or isinstance(path, str) or not path:
-            raise UserError(f"{name}: {path!r} is not a rank path; expected a non-empty list such as [0, 0]")
-        for rank in path:
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-                raise UserError(f"{name}: rank {rank!r} in {list(path)}; ranks are integers from 0 (most probable) up")
-        if tuple(path) in known:
+    counts = Counter(paths)
+    for path, count in counts.items():
+        if count > 1:
             raise UserError(f"{name}: {list(path)} is listed twice; remove one of them")
-        known.add(tuple(path))
-    for path in known:
-        if len(path) > 1 and path[:-1] not in known:
+        if len(path) > 1 and path[:-1] not in counts:
             raise UserError(f"{name}: {list(path)} has no parent; add {list(path[:-1])}")
-    return Shape(tuple(sorted(known, key=lambda path: (len(path), path))))
+    return Shape(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
 def read_shape(path: str | Path) -> Shape:
     """A shape from a JSON file: a list of rank paths. Raises `UserError`."""
-    return parse_shape(read_json(path, "list of rank paths", "expected e.g. [[0], [1], [0, 0]]"), str(path))
+    remedy = "expected ranks from 0 (most probable) up, e.g. [[0], [1], [0, 0]]"
+    return parse_shape(read_as(list[RankPath], path, "list of rank paths", remedy), str(path))
 
 
 # EAGLE's published tree: 4 first tokens, 25 nodes, depth 5.
 EAGLE_25 = parse_shape(
     [
-        [int(rank) for rank in path]
+        tuple(map(int, path))
         for path in (
             *("0", "1", "2", "3"),
             *("00", "01", "02", "10", "11", "20", "21", "30"),
