@@ -4,8 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -19,7 +18,7 @@ from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.records import Counts
-from outrider.data_prep.text.settings import DataConfig, MixPart, SourceConfig
+from outrider.data_prep.text.settings import DataConfig, SourceConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 MODELS = "tiny_models"
 Config = TypeVar("Config", bound=RehearsedConfig)
 Small = TypeVar("Small", bound=Settings)
+Source = TypeVar("Source", bound=SourceConfig)
 # By an option's name, in any settings: limits of numbers, replacements of given values, values to set, and options to
 # reset to their defaults.
 _MOST: Mapping[str, float] = {
@@ -55,7 +55,8 @@ _MODELS = {
     "target": TARGET, "tokenizer": TARGET, SMALL_LM: SMALL_LM, "path": SMALL_LM, EAGLE3: EAGLE3, TABLE: TABLE,
     "checkpoint": EARLY_EXIT, "start": EARLY_EXIT,
 }  # fmt: skip
-_RECORDS, _KEPT_RECORDS = 10, 40  # records of a replaced source (files of the standard library), and of a kept one
+_LIBRARY = SourceConfig(layout="code", max_records=10)  # replaces a source
+_STAYING_RECORDS = 40  # of a source that stays
 DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3)  # whose training records may name the prompts' template
 
 
@@ -63,18 +64,14 @@ def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
     """The command `run`; with debug=true it runs `small` settings instead of `config`."""
 
     @functools.wraps(run)
-    def whole(config: Config) -> None:
-        if not config.debug:
-            return run(config)
-        with _rehearsal(config) as reduced:
-            return run(reduced)
+    def run_or_rehearse(config: Config) -> None:
+        return _rehearse(run, config) if config.debug else run(config)
 
-    return whole
+    return run_or_rehearse
 
 
-@contextmanager
-def _rehearsal(config: Config) -> Iterator[Config]:
-    """The small settings of `config`, after making the models that they need.
+def _rehearse(run: Callable[[Config], None], config: Config) -> None:
+    """`run` with the small settings of `config`, after making the models that they need.
 
     First the inputs given on the command line are checked (see `read_some`). The tiny models have the architecture of
     the given target, else a Llama's. Everything is written to `<out_dir>-debug`, which is locked against other runs
@@ -98,7 +95,7 @@ def _rehearsal(config: Config) -> Iterator[Config]:
 
     with only_run_of(state, require_writable(folder), "a debug run"):
         from_main(state, prepare)
-        yield replace(small(config, folder, models), debug=False, out_dir=str(out_dir))
+        run(replace(small(config, folder, models), debug=False, out_dir=str(out_dir)))
 
 
 def small(config: Small, folder: Path, models: Path | None = None) -> Small:
@@ -112,7 +109,7 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
         return config
     changes, data = dict[str, Any](), getattr(config, "data", None)
     most = {**_MOST, **(_OF_STEPS if models is None else {})}
-    if models is None and not (isinstance(data, DataConfig) and any(_stays(part, folder) for part in _parts(data))):
+    if not (models is None and isinstance(data, DataConfig) and _has_answers(data, folder)):
         most["seq_len"] = _MOST["seq_len"]
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -145,40 +142,37 @@ def _model(config: Settings, name: str, value: str | None, folder: Path, models:
     """The replacement of a model that the option `name` gives."""
     if models is None:
         return value if name in ("target", "tokenizer") or _is_in(folder, str(value)) else None
+    if name == "start" and hasattr(config, "draft_steps"):
+        return str(models / EAGLE3)
     held = kind_in(str(value)) if name == "checkpoint" else None
-    if held is not None and held.tiny is not None:
-        return str(models / held.tiny)
-    return str(models / (EAGLE3 if name == "start" and hasattr(config, "draft_steps") else _MODELS[name]))
+    return str(models / _MODELS.get(str(held and held.option), _MODELS[name]))
 
 
 def _some_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
     """`data` with a few library files instead of each source, or a few records of a source that stays."""
-    library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": _RECORDS}
-    kept = models is None and any(_stays(part, folder) for part in _parts(data))
-    given: dict[str, Any] = {"heldout_fraction": 0.5, "cache_dir": str(folder / "cache")}
-    if kept:  # all prompts are answered; some of the answers are held out
-        given["heldout_fraction"] = data.heldout_fraction if asks else 0.3
-    if data.mix:
-        mix = {
-            name: replace(part, max_records=_few(part)) if models is None and _stays(part, folder)
-            else MixPart(**library, weight=part.weight)
-            for name, part in data.mix.items()
-        }  # fmt: skip
-        return DataConfig(source="mix", mix=mix, **given)
-    return replace(data, max_records=_few(data), **given) if kept else DataConfig(**library, **given)
+
+    def reduced(source: Source) -> Source:
+        if models is None and _stays(source, folder):
+            return replace(source, max_records=min(_STAYING_RECORDS, source.max_records or _STAYING_RECORDS))
+        return replace(source, **vars(_LIBRARY))
+
+    heldout = 0.5
+    if models is None and _has_answers(data, folder):  # all prompts are answered; some of the answers are held out
+        heldout = data.heldout_fraction if asks else 0.3
+    mix = {name: reduced(part) for name, part in data.mix.items()}
+    text = replace(data, mix=mix) if mix else reduced(data)
+    return replace(text, heldout_fraction=heldout, cache_dir=str(folder / "cache"))
 
 
-def _parts(data: DataConfig) -> list[SourceConfig]:
-    return [*data.mix.values()] or [data]
+def _has_answers(data: DataConfig, folder: Path) -> bool:
+    """Whether some of it is what earlier steps of the pipeline in `folder` wrote."""
+    sources: list[SourceConfig] = [*data.mix.values()] or [data]
+    return any(_stays(source, folder) for source in sources)
 
 
 def _stays(source: SourceConfig, folder: Path) -> bool:
     """Whether `path` lies in the pipeline's `folder`."""
     return source.source == "local" and all(_is_in(folder, path) for path in source.path)
-
-
-def _few(source: SourceConfig) -> int:
-    return min(_KEPT_RECORDS, source.max_records or _KEPT_RECORDS)
 
 
 def _is_in(folder: Path, path: str) -> bool:
@@ -200,7 +194,9 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     named = getattr(config, "tokenizer", None)
     if named is not None and wanted("tokenizer"):
         open_encoder(named, config.revision)
-    for key, data in _sources(config):
+    corpus: DataConfig | None = getattr(config, "data", None)
+    sources = [] if corpus is None else [(f"data.mix.{name}", part) for name, _, part in corpus.parts()]
+    for key, data in sources or ([] if corpus is None else [("data", corpus)]):
         bound = tokenizer and with_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
         if wanted(f"{key}.path"):
             _read_record(key, data, bound, asking=getattr(config, "asks", False))
@@ -210,14 +206,6 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
         _read_prompt(config, tokenizer)
     return None if target is None else target.config
-
-
-def _sources(config: Any) -> Iterator[tuple[str, DataConfig]]:
-    """(key, data) of each source to read."""
-    data = getattr(config, "data", None)
-    if data is not None:
-        parts = [(f"data.mix.{name}", part) for name, _, part in data.parts()]
-        yield from parts or [("data", data)]
 
 
 def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:

@@ -163,7 +163,7 @@ class Kind:
     directory, so a head for a model in their format needs a separate folder.
     card: whether its directory has a README.md.
     served: the method of vLLM that drafts with it; None: only this runtime does.
-    tiny: its name in `save_tiny_models`. step: of the pipeline, makes its model.
+    step: of the pipeline, makes its model.
     worth: by device, the place in which `outrider auto` trains it; without one it is not trained there by itself.
     measured: the methods that it measures then.
     layers: it drafts with layers of the target, which must run layer by layer.
@@ -181,7 +181,6 @@ class Kind:
     calibration: str | None = None
     card: bool = False
     served: str | None = None
-    tiny: str | None = None
     step: str | None = None
     worth: Mapping[str, int] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
@@ -238,7 +237,6 @@ EARLY_EXIT = register(
         calibration="",
         card=True,
         served="draft_model",
-        tiny=names.EARLY_EXIT,
         step="eesd",
         worth={"cpu": 1, "cuda": 2},
         measured=("eesd_survival", "early_exit/opt_tree_auto"),
@@ -257,7 +255,6 @@ SMALL_LM = register(
         calibration=HEAD_FOLDER,
         card=True,
         served="draft_model",
-        tiny=names.SMALL_LM,
         step=names.SMALL_LM,
         worth={"cpu": 2, "cuda": 3},
         measured=("small_lm/survival", "opt_tree_auto"),
@@ -274,7 +271,6 @@ EAGLE3 = register(
         calibration=HEAD_FOLDER,
         card=True,
         served=names.EAGLE3,
-        tiny=names.EAGLE3,
         step=names.EAGLE3,
         worth={"cuda": 1},
         measured=("eagle3/survival", "eagle3/opt_tree_auto"),
@@ -302,7 +298,6 @@ NGRAMS = register(
         shaped=False,
         own=("ngrams",),
         served="custom_class",
-        tiny=names.TABLE,
         step="trigrams",
     )
 )
