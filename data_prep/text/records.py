@@ -26,13 +26,9 @@ from outrider.data_prep.text.messages import (
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 
 _COLUMNS = {
-    "text": "text",
-    "code": "content",
-    "sharegpt": "conversations",
-    "messages": "messages",
-    "turns": "data",
+    "text": "text", "code": "content", "sharegpt": "conversations", "messages": "messages", "turns": "data",
     "alpaca": "output",
-}
+}  # fmt: skip
 _TEXT_COLUMNS = {"text": "text", "content": "code"}
 # Not "turns": in benchmarks all of them are questions.
 _CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")

@@ -33,6 +33,7 @@ from outrider.base.run_dirs import check_identity, require_free
 from outrider.base.settings import read_as
 from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
 from outrider.data_prep.text.documents import Document, encode, written_by
+from outrider.data_prep.text.messages import SYSTEM
 from outrider.data_prep.text.records import Counts, find_layout, to_record
 from outrider.inference.batch.tasks import TopK, prompt_id
 
@@ -203,7 +204,8 @@ def _asked_id(record: Mapping[str, object], where: str) -> str:
         not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
     ):
         raise UserError(f"{where}: messages: expected a list of mappings with role and content")
-    return prompt_id(messages)
+    system = [record[name] for name in SYSTEM if record.get(name)][:1]
+    return prompt_id([*({"role": "system", "content": text} for text in system), *messages])
 
 
 def _count(record: Mapping[str, object], key: str, where: str) -> int:

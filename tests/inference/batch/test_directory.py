@@ -46,11 +46,14 @@ def test_responses_from_elsewhere_count_as_answers(make):
 
 
 def test_records_from_elsewhere_with_ids_of_their_own_answer_their_prompts(make):
-    config = make([talk(f"question {i}") for i in range(4)])
+    columns = [{"system": "s"} if i == 2 else {} for i in range(4)]
+    config = make([talk(f"question {i}") | columns[i] for i in range(4)])
     folder = Path(config.out_dir)
     folder.mkdir()
-    theirs = [{**talk(f"question {i}", "A"), "id": f"own-{i}"} for i in range(3)]
+    theirs = [{**talk(f"question {i}", "A"), "id": f"own-{i}", **columns[i]} for i in range(3)]
     (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
+    asked = [{"role": "system", "content": "s"}, *talk("question 2")["messages"]]
+    assert prompt_id(asked) in directory.answered(folder)
     generate_responses(replace(config, resume=True))
     assert responses(config).keys() == {"own-0", "own-1", "own-2", prompt_id(talk("question 3")["messages"])}
 
