@@ -1,7 +1,7 @@
 """The target's hidden states for all rows, stored on disk: a head then trains without running the target again.
 
-    states.bin     [rows, T, k + 1, H_t] of the dtype: the aux hidden states, ascending, and the states after the last
-                   norm; in int8 as `pack` makes it
+    states.bin     [rows, T, k + 1, H_t]: the aux hidden states, ascending, and the states after the last norm, in the
+                   dtype that the target computes in
     states.json    what they are made from
     states.done    while rows are missing: a byte for every block of rows, 1 if written
 
@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from outrider.base.errors import UserError, warn
@@ -32,44 +31,6 @@ from outrider.base.words import listed
 from outrider.data_prep.text.rows import PackedRows
 from outrider.train.core.training import Batch
 
-GROUP = 32
-_SCALE_BYTES = 2
-
-
-def packed_width(width: int) -> int:
-    """Bytes of a vector of `width` values."""
-    return -(-width // GROUP) * (GROUP + _SCALE_BYTES)
-
-
-def pack(vectors: Tensor) -> Tensor:
-    """vectors [..., H] as int8 [..., `packed_width(H)`].
-
-    Raises `OverflowError` if a scale exceeds float16, or a value is not finite.
-    """
-    groups = F.pad(vectors.float(), (0, -vectors.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    if not bool(scales.isfinite().all()):
-        raise OverflowError
-    numbers = (groups / scales.float()).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
-    return torch.cat([numbers, scales.view(torch.int8)], -1).flatten(-2)
-
-
-def stored(vectors: Tensor, dtype: torch.dtype) -> Tensor:
-    """vectors [..., H] in `dtype`, or packed by `pack`. Raises `OverflowError` if that cannot represent them."""
-    if dtype == torch.int8:
-        return pack(vectors)
-    if not bool((converted := vectors.to(dtype)).isfinite().all()):
-        raise OverflowError
-    return converted
-
-
-def unpack(packed: Tensor, width: int) -> Tensor:
-    """The vectors of `width` values that `pack` packed, float32 [..., width]."""
-    groups = packed.unflatten(-1, (-1, GROUP + _SCALE_BYTES))
-    scales = groups[..., GROUP:].contiguous().view(torch.float16)
-    return (groups[..., :GROUP] * scales.float()).flatten(-2)[..., :width]
-
-
 STATES_FILE, MADE_FROM_FILE, DONE_FILE = "states.bin", "states.json", "states.done"
 ROWS_AT_ONCE = 8
 
@@ -79,15 +40,13 @@ class RowsWithStates:
     """`PackedRows` whose items also have states [T, k + 1, H_t]."""
 
     rows: PackedRows
-    states: Tensor  # in the stored format
-    width: int  # H_t
+    states: Tensor
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
-        kept = self.states[index]
-        return {**self.rows[index], "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
+        return {**self.rows[index], "states": self.states[index]}
 
 
 def with_states(
@@ -95,32 +54,30 @@ def with_states(
     load: Callable[[], Callable[[Batch], Tensor]],
     item: tuple[int, int, int],
     where: str,
-    kept_as: str,
+    dtype: torch.dtype,
     made_from: Mapping[str, object],
     state: PartialState,
 ) -> RowsWithStates:
     """`rows` with the target's states, read from the folder `where` after computing the missing ones.
 
-    kept_as: the name of their dtype there. load: loads the target and returns the function from a batch of rows to
-    states. item: (T, k + 1, H_t). made_from: JSON-able, what determines the states.
+    dtype: theirs. load: loads the target and returns the function from a batch of rows to states. item: (T, k + 1,
+    H_t). made_from: JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
-    states, is not writable or has too little space, and if that dtype cannot represent the states.
+    states, is not writable or has too little space.
     """
-    folder, dtype = require_writable(where, "features"), getattr(torch, kept_as)
+    folder, shape = require_writable(where, "features"), (len(rows), *item)
     blocks = -(-len(rows) // ROWS_AT_ONCE)
-    width = item[-1]
-    shape = (len(rows), *item[:-1], packed_width(width) if dtype == torch.int8 else width)
-    identity = {**made_from, "dtype": kept_as, "shape": list(shape)}
+    identity = {**made_from, "dtype": str(dtype), "shape": list(shape)}
     size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
         there = from_main(state, lambda: _open(folder, identity, size, blocks))
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
             done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
-            _fill(states, done, rows, load(), folder, state)
+            _fill(states, done, rows, load(), state)
             state.wait_for_everyone()
             from_main(state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
-    return RowsWithStates(rows, states, width)
+    return RowsWithStates(rows, states)
 
 
 @dataclass(frozen=True)
@@ -210,27 +167,12 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
 
 
 def _fill(
-    states: Tensor,
-    done: Tensor,
-    rows: PackedRows,
-    states_of: Callable[[Batch], Tensor],
-    folder: Path,
-    state: PartialState,
+    states: Tensor, done: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
 ) -> None:
     """Compute this process's share of the blocks, except those that are `done`, uint8 [blocks]."""
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
     missing = [begin for begin in shares if not done[begin // ROWS_AT_ONCE]]
     for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
-        batch = default_collate([rows[index] for index in chosen])
-        made = states_of(batch)
-        try:
-            kept = stored(made, states.dtype)
-        except OverflowError:
-            name = str(states.dtype).removeprefix("torch.")
-            raise UserError(
-                f"features={folder}: {name} cannot hold the target's states of rows {chosen.start} to "
-                f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
-            ) from None
-        states[chosen.start : chosen.stop] = kept.cpu()
+        states[chosen.start : chosen.stop] = states_of(default_collate([rows[index] for index in chosen])).cpu()
         done[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed

@@ -85,8 +85,7 @@ def prepare(
     made_by = {**made_from, "frozen_dtype": str(dtype)}
     item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
     if config.features not in (None, "auto"):
-        kept = config.features, config.features_dtype
-        taught = with_states(rows, lambda: build().states_of, item, *kept, made_by, state)
+        taught = with_states(rows, lambda: build().states_of, item, config.features, dtype, made_by, state)
     student = build()
     sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
     whole = state.num_processes == 1 and not sharded  # one process that has all parameters of the target

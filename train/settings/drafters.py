@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Positive, Settings, Share, free, only, opt, require_default
+from outrider.base.settings import Count, Positive, Settings, Share, free, only, opt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import (
     Divergence,
@@ -270,11 +270,10 @@ class Eagle3Config(DrafterTraining):
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
     dialect: Written = "specforge"
     """format of config.json and tensor names; SpecForge's heads have three taps"""
-    features: str | None = "auto"
+    features: str | None = free("auto")
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     auto: in out_dir until the end, if the text is read again and half of the disk's free space suffices; null: it runs
     along"""
-    features_dtype: Literal["int8", FloatDtype] = opt("float16", "of what is kept there; int8: 32 values share a scale")
     eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic")
     eval_batch_rows: Count = free(4, "held-out rows run together")
     plan: bool = free(False, "only say what it would hold and compute; needs no weights")
@@ -287,12 +286,6 @@ class Eagle3Config(DrafterTraining):
         self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
         longest = self.seq_len - 2
         self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
-        if self.features in (None, "auto"):
-            require_default(self, "features_dtype", f"features={self.features or 'null'} does not read it")
-
-    def deciding(self) -> dict[str, object]:
-        """As of all drafters; what auto keeps is what the target makes, so it is recorded as null."""
-        return super().deciding() | {"features": None if self.features == "auto" else self.features}
 
 
 def require_heldout(data: DataConfig, why: str) -> None:
