@@ -37,9 +37,8 @@ def number(value: int | str) -> int:
 
 
 Rule = Literal[
-    "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
-    "bandit",
-]  # fmt: skip
+    "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival"
+]
 # The default of stop.threshold, for the rules that have a threshold.
 THRESHOLDS: Mapping[Rule, float] = {
     "confidence": 0.4,

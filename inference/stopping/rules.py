@@ -1,8 +1,8 @@
 """The stop rules, and how one is made of its settings.
 
 Rules that compare one number with a bound: a length, a probability, an entropy or a risk. EESD's Thompson sampling on
-observed acceptance, alone or combined with a calibration head's estimate. A bandit over rules. Those by
-measured costs have a module of their own.
+observed acceptance, alone or combined with a calibration head's estimate. Those by measured costs have a module of
+their own.
 
 AdaEDL and SVIP read the entropy H(q), in nats, of the drafter's distribution: a drafter with a broad one is rarely
 right. Both bound the acceptance probability from below by 1 − √(c H(q)), and stop when the bound is low.
@@ -10,12 +10,11 @@ right. Both bound the acceptance probability from below by 1 − √(c H(q)), an
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.inference.settings.method import AUTO, THRESHOLDS, StopConfig
+from outrider.inference.settings.method import AUTO, StopConfig
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.by_costs import DRAFT, DRAWN, HEAD, BestLength, Survival, Trust
 from outrider.inference.stopping.interface import FixedLength, Step, StopRule, ask, required, sigmoid
@@ -194,41 +193,6 @@ class CalibratedThompson(PosteriorMean):
         return step.drafted >= self.max_draft or self._random.random() >= theta
 
 
-# --- a bandit ---
-
-
-class UCB(StopRule):
-    """A bandit over stop rules: UCB1 chooses one for every round (as in TapOut, arXiv 2511.02017).
-
-    It uses every rule once, then the rule with the largest mean reward + √(2 ln t / n); t: all rounds, n: the rule's.
-    The reward of a round is the mean of accepted / longest draft, which rewards tokens, and accepted / drafted, which
-    punishes waste. Only the chosen rule decides in a round and observes its outcome.
-    """
-
-    def __init__(self, rules: Sequence[StopRule]):
-        self.rules = rules
-        self.max_draft = max(rule.max_draft for rule in rules)
-        self.rounds, self.rewards = [0] * len(rules), [0.0] * len(rules)
-        self.chosen = 0
-
-    def stop(self, step: Step) -> bool:
-        return self.rules[self.chosen].stop(step)
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        self.rules[self.chosen].observe(drafted, accepted)
-        if drafted:
-            self.rounds[self.chosen] += 1
-            self.rewards[self.chosen] += (accepted / self.max_draft + accepted / drafted) / 2
-        self.chosen = max(range(len(self.rules)), key=self._bound)
-
-    def _bound(self, rule: int) -> float:
-        """The upper confidence bound of a rule's reward; infinite if it was never tried."""
-        count = self.rounds[rule]
-        if not count:
-            return math.inf
-        return self.rewards[rule] / count + math.sqrt(2 * math.log(sum(self.rounds)) / count)
-
-
 # --- all of them ---
 
 
@@ -270,9 +234,5 @@ def make_rule(
         case "survival":
             trust = Trust(DRAWN if drawn else DRAFT)
             return Survival(required(tuning), lambda step: float(step.log_odds), trust, longest)
-        case "bandit":
-            confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
-            bounded = Confidence(longest, confidence), AdaEDL(longest, adaedl, stop.gamma), SVIP(longest, svip)
-            return UCB((*bounded, FixedLength(longest)))
         case "fixed":
             return FixedLength(longest)

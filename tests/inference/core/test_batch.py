@@ -68,8 +68,7 @@ from tests.tiny import LAYERS, STRUCTURES, method_of, open_stack, random_prompt
 COUNT, VOCABULARY = 20, 272  # a head of whole panels
 LENGTHS = (1, 13, 30, 8, 3, 21, 50)  # of prompts: shorter and longer than a window
 COMPILED: dict[str, dict[str, Any]] = {"llama": {"attention_bias": True}, "mistral": {}, "qwen3": {}}
-RULES = ("fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
-         "bandit")  # fmt: skip
+RULES = ("fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival")
 SAMPLERS = {
     "greedy": SamplingConfig(),
     "sampled": SamplingConfig(temperature=0.8),

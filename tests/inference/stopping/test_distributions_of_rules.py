@@ -56,7 +56,7 @@ def shipped(rule: str) -> Callable[[Chance, Step], bool]:
     return lambda _, step: made.stop(step)
 
 
-LOOKING = ("confidence", "adaedl", "svip", "rejection_risk", "posterior_mean", "survival", "bandit")
+LOOKING = ("confidence", "adaedl", "svip", "rejection_risk", "posterior_mean", "survival")
 
 
 def drafted_by(

@@ -21,7 +21,7 @@ from outrider.inference.settings.method import Rule, StopConfig
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
 from outrider.inference.stopping import rules
 from outrider.inference.stopping.by_costs import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
-from outrider.inference.stopping.interface import FixedLength, Step, StopRule
+from outrider.inference.stopping.interface import Step, StopRule
 from tests.inference.priced import costs
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
@@ -89,24 +89,6 @@ def test_rejection_risk_is_of_any_token_of_this_draft() -> None:
             for _ in range(2):  # a draft does not depend on the one before
                 assert draft_length(rule, 4) == expected
             assert (expected == place + 1) == (threshold < 1 - alive)
-
-
-def test_the_bandit_is_ucb1() -> None:
-    rule, chance = rules.UCB([FixedLength(k) for k in (2, 4, 8)]), random.Random(0)
-    counts, rewards = [0, 0, 0], [0.0, 0.0, 0.0]
-    for t in range(60):
-        bounds = [
-            math.inf if not n else total / n + math.sqrt(2 * math.log(t) / n)
-            for n, total in zip(counts, rewards, strict=True)
-        ]
-        expected = bounds.index(max(bounds))
-        drafted = draft_length(rule, 8)
-        assert drafted == (2, 4, 8)[expected]
-        accepted = min(drafted, int(chance.expovariate(0.3)))
-        rule.observe(drafted, accepted)
-        counts[expected] += 1
-        rewards[expected] += (accepted / 8 + accepted / drafted) / 2
-    assert min(counts) > 3
 
 
 # --- survival × cost -------------------------------------------------------------------------------------------------
