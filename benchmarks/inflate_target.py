@@ -6,8 +6,7 @@
 **Every table made with such a target says so in its first line** (`first_line` in OUT/inflated.json): what is accepted
 is the small target's; the cost of a pass is the large shape's. A real 7B may accept another share.
 
-OUT/target, OUT/early_exit and OUT/small_lm are ordinary directories. Calibration heads are left out. N-gram tables need
-no change.
+OUT/target, OUT/early_exit and OUT/small_lm are ordinary directories. Calibration heads are left out.
 
 - Width: the residual stream is the narrow one, followed by zeros. A norm over more numbers sees a mean square that is
   d/D as large, so its weights are scaled by √(d/D) and its epsilon by d/D.
@@ -21,7 +20,6 @@ no change.
   the embedding and the output of attention are padded with zeros.
 
 In float32 the logits differ by rounding. In 16 bits every scaled weight (norms, queries) is rounded once more.
-
 The shape 7b is Llama-2-7B's. No known 1B model has the 30 layers of SmolLM2-135M, so 1b is 32 layers of width 2048.
 The small LM becomes as large as llama-68m, with which papers draft for Llama-2-7B (--small-shape 68m).
 
@@ -47,11 +45,12 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.base.errors import UserError
-from outrider.base.files import require_writable, save_parts, write_json
+from outrider.base.files import require_writable, write_json
 from outrider.base.words import listed
 from outrider.commands import reported
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE
 from outrider.draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_meta, save_pretrained
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.model_files import empty_model, load_causal_lm
 from outrider.draft_models.targets.model_spec import RESCALING_ROPE, key_heads

@@ -3,8 +3,7 @@
     python benchmarks/ship_drafters.py runs/smollm2 drafters/smollm2 --target HuggingFaceTB/SmolLM2-135M-Instruct
 
 eesd/       an early-exit drafter with its card and, if it has one, its calibration head
-small_lm/   a small LM with its card, tokenizer, record of training and, if it has them, its draft vocabulary and its
-            calibration head
+small_lm/   a small LM with its card, tokenizer and record of training, its draft vocabulary and calibration head
 trigrams/   an n-gram table
 """
 
@@ -22,7 +21,7 @@ from safetensors.torch import load, save
 from transformers.utils import logging as transformers_logging
 
 from outrider.base.errors import UserError
-from outrider.base.files import is_local, read_json, read_mapping, require_writable, save_parts
+from outrider.base.files import is_local, read_json, read_mapping, require_writable
 from outrider.commands import reported
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.calibration import drafter_digest, load_calibration, save_calibration
@@ -30,6 +29,7 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.card import CARD_FILE, TITLE
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta, write_meta
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import TRAINING_FILE

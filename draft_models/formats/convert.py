@@ -29,6 +29,7 @@ from outrider.base.errors import UserError, reason, warn
 from outrider.base.files import is_local, lock, read_mapping, require_writable, user_cache, write_atomically, write_json
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
+from outrider.draft_models.formats.save_model import for_older_readers
 from outrider.draft_models.formats.torch_files import (
     CONFIG_FILE,
     DESCRIPTIONS,
@@ -227,7 +228,7 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
         try:
             if described:
                 part.mkdir()
-                original.describe(part)
+                describe(original, part)
             else:
                 write_safetensors(original, part, remedy=_REMEDY)
             if _stamp(original.files) != stamp.removesuffix(_DESCRIBED):
@@ -243,6 +244,12 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
     return entry
 
 
+def describe(original: Original, folder: Path) -> None:
+    """Write everything except the weights to the empty `folder`, as transformers' versions 4 and 5 read it."""
+    original.describe(folder)
+    for_older_readers(folder)
+
+
 def write_safetensors(
     original: Original, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 2 * 10**9, remedy: str
 ) -> int:
@@ -255,7 +262,7 @@ def write_safetensors(
     shutil.rmtree(parts, ignore_errors=True)
     try:
         parts.mkdir(parents=True)
-        original.describe(parts)  # an unsupported model is refused before its weights are read
+        describe(original, parts)  # an unsupported model is refused before its weights are read
         tensors = original.tensors()
         if dtype is not None:
             described = read_mapping(parts / CONFIG_FILE, "description of a model", "fetch the model again")

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider.base.errors import UserError, reason
-from outrider.base.files import save_parts
 from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
 from outrider.draft_models.formats.gguf_file import PLAIN, GgufFile, TensorPlace, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.formats.torch_files import HEAD, Stored
 
 if TYPE_CHECKING:

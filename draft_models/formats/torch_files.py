@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.base.errors import UserError, reason
-from outrider.base.files import for_older_readers, read_mapping, write_json
+from outrider.base.files import read_mapping, write_json
 from outrider.base.words import listed
 
 CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
@@ -268,7 +268,6 @@ class FolderModel:
             described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
             described.pop("quantization_config", None)
             write_json(folder / CONFIG_FILE, described)
-        for_older_readers(folder)
 
     def _descriptions(self) -> list[Path]:
         files = [path for path in self.folder.iterdir() if path.is_file()]

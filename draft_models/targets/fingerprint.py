@@ -8,10 +8,11 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.files import digest_of, with_older_rope
+from outrider.base.files import digest_of
 from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described
+from outrider.draft_models.formats.save_model import with_older_rope
 from outrider.draft_models.targets.model_files import model_spec
 from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.draft_models.targets.vocabulary import tokenizer_digest

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outrider.base.files import save_parts
 from outrider.draft_models.early_exit.checkpoint import (
     as_causal_lm,
     empty_drafter,
@@ -19,6 +18,7 @@ from outrider.draft_models.early_exit.checkpoint import (
     require_target,
 )
 from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Target

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
-from outrider.base.files import save_parts
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.small_lm.model import (
     MASK_TOKEN,
     PASS_TOKENS,

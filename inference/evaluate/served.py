@@ -18,11 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import save_parts, write_atomically
+from outrider.base.files import write_atomically
 from outrider.base.progress import counted
 from outrider.base.streams import Streams
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.formats.convert import as_safetensors
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.audit.answers import ServedAnswer

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.files import save_parts, write_json
+from outrider.base.files import write_json
 from outrider.base.processes import say
 from outrider.draft_models.acceptance import FLOAT32_BYTES
 from outrider.draft_models.card import write_card
 from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
 from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.losses import loss_bytes
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of

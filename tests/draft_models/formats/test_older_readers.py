@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.base.files import for_older_readers, save_parts
 from outrider.data_prep.settings import ConvertConfig
 from outrider.data_prep.targets import convert_target
+from outrider.draft_models.formats.save_model import for_older_readers, save_parts
 from outrider.draft_models.targets.fingerprint import NOT_DECIDING, deciding_config
 from outrider.draft_models.targets.open_target import load_tokenizer
 from tests.families import FAMILIES, family_config, save_family

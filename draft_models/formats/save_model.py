@@ -1,0 +1,63 @@
+"""Models, tokenizers and configs saved as transformers' versions 4 and 5 read them."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError, reason
+from outrider.base.files import REMEDY, read_mapping, write_json
+
+
+def save_parts(
+    folder: Path,
+    *parts: PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig,
+    remedy: str = REMEDY,
+) -> None:
+    """Save a model, tokenizer or config of transformers to `folder`, for its versions 4 and 5. Files get usual modes;
+    safetensors' own are private. Raises `UserError` if they cannot be written."""
+    try:
+        for part in parts:
+            part.save_pretrained(folder)
+    except Exception as error:  # libraries in Rust raise their own classes, or a bare Exception
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        raise UserError(f"{folder}: cannot be written ({reason(error)}); {remedy}") from None
+    for_older_readers(folder)
+    os.umask(umask := os.umask(0o077))  # the only way to read it
+    for file in folder.iterdir():
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
+
+
+def for_older_readers(folder: Path) -> None:
+    """Add to a model's descriptions in `folder` what transformers 4 reads, and version 5 writes otherwise."""
+    for name, older in ("config.json", with_older_rope), ("tokenizer_config.json", _with_older_names):
+        with suppress(UserError):  # missing, or damaged: a later read says so
+            write_json(folder / name, older(read_mapping(folder / name, "description", "save the model again")))
+
+
+def with_older_rope(config: dict[str, object]) -> dict[str, object]:
+    """`config` with its `rope_parameters` in the keys of transformers 4 too; version 5 reads either. There layers with
+    a window have a base of their own (Gemma 3)."""
+    config = {key: with_older_rope(value) if isinstance(value, dict) else value for key, value in config.items()}
+    rope, kind = config.get("rope_parameters"), str(config.get("model_type"))
+    nested = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or (nested and not kind.startswith(("gemma3", "olmo3"))):  # new since version 5
+        return config
+    base, part = ("rotary_emb_base", "rotary_pct") if kind == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
+    scaling = dict(rope.get("full_attention") or rope)
+    older = {base: scaling.pop("rope_theta", None), part: scaling.pop("partial_rotary_factor", None)}
+    if kind.startswith("gemma3"):
+        older["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta")
+    older["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    return {**{key: value for key, value in older.items() if value is not None}, **config}
+
+
+def _with_older_names(config: dict[str, object]) -> dict[str, object]:
+    """A tokenizer's `config` with the names of transformers 4 for its class and its further special tokens."""
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return config
