@@ -200,8 +200,8 @@ def method_sentence(report: Report) -> str:
         structure += f"; accepted by the first 1, 2, … candidates {shares}"
     if report["auto"]:
         for name, size in report["auto"]["chosen"].items():
-            mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
-            structure += f"; chose {name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
+            structure += f"; chose {name} {size['mean']:.1f} on average, most often {size['mode']} "
+            structure += f"({100 * size['share']:.0f} % of rounds)"
     return (
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
         f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."

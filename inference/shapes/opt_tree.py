@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.core.ops import likeliest_children
 from outrider.inference.core.sampling import largest
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
@@ -30,18 +31,22 @@ class OptTree(Tree):
 
     Nodes are ranked by q after the sampler, or by the softmax of logits / temperature (see `Tree.ranking`).
 
+    sizes: chooses the sizes that are "auto", and learns from their outcomes; None: none is.
+
     width: the most nodes of a level that are fed, most likely first. With it and δ = 0 the tree is EAGLE-2's (arXiv
     2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.
 
     One transfer per level; at most nodes · limit rows.
     """
 
+    sizes: TreeSizes | None
+
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
         nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
         if settings.delta is None and depth is not None:
             raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
         if nodes is not None and depth is not None:
-            fed = min(nodes, settings.width or nodes)  # per level
+            self.sizes, fed = None, min(nodes, settings.width or nodes)  # per level
             super().__init__(settings, max(nodes, fed * depth), depth)
         else:
             self.sizes = sizes = TreeSizes(required(tuning), nodes, depth)
@@ -49,7 +54,7 @@ class OptTree(Tree):
 
     def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
         settings, steps = self.settings, self.steps(limit)
-        growth = self.sizes.begin() if isinstance(self.sizes, TreeSizes) else None
+        growth = None if self.sizes is None else self.sizes.begin()
         nodes = number(settings.nodes) if growth is None else growth.nodes
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
         to_probs = self.ranking(source)
@@ -95,6 +100,10 @@ class OptTree(Tree):
         assert isinstance(tree, OptimalTree)
         super().observe(tree, accepted)
         self.totals["expected_tau"] += tree.expected
+        if self.sizes is not None and len(tree):
+            self.sizes.observe(tree, accepted)
+            for name in self.sizes.chosen(tree):
+                self.totals[CHOSEN + name] += 1
 
     def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
         return trials_by_band(tree, accepted)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import StructureConfig
-from outrider.inference.sizing.policy import TreeSizes, Trials
+from outrider.inference.sizing.policy import Trials
 from outrider.inference.stopping.interface import FixedLength, Source, Step, StopRule, ToProbs
 
 
@@ -67,9 +66,7 @@ class Structure(ABC):
 
 
 class Tree(Structure):
-    """A structure with `settings`. sizes: if some of them are "auto", chooses these and learns from their outcomes."""
-
-    sizes: TreeSizes | None = None
+    """A structure with `settings`."""
 
     def __init__(self, settings: StructureConfig, max_rows: int, max_depth: int):
         super().__init__(max_rows, max_depth)
@@ -78,13 +75,6 @@ class Tree(Structure):
     def ranking(self, source: Source) -> ToProbs | None:
         """The function from logits to the q by which a tree grows; None: the softmax of the logits."""
         return source.to_probs if self.settings.rank == "sampler" else None
-
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        super().observe(tree, accepted)
-        if self.sizes is not None and len(tree):
-            self.sizes.observe(tree, accepted)
-            for name in self.sizes.chosen(tree):
-                self.totals[CHOSEN + name] += 1
 
 
 def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:

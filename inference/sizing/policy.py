@@ -165,13 +165,12 @@ class TreeSizes:
         likely = SPARE * max(FEWEST, *self._submitted) if self.nodes is None else self.nodes
         return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.now)
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def observe(self, tree: OptimalTree, accepted: Sequence[int]) -> None:
         self._evidence.add(trials_by_band(tree, accepted))
         self._submitted.append(len(tree))
 
-    def chosen(self, tree: DraftTree) -> list[str]:
+    def chosen(self, tree: OptimalTree) -> list[str]:
         """The sizes chosen for `tree`, for the report."""
-        assert isinstance(tree, OptimalTree)
         nodes = [f"nodes={len(tree)}"] if self.nodes is None else []
         return nodes + ([f"max_depth={len(tree.masses)}"] if self.depth is None else [])
 
