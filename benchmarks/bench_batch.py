@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "requests_cpu.json")
     parser.add_argument("--entry", default="requests", help="the name in --out, whose other entries stay")
     parser.add_argument("--note", default="", help="of the target; the first line of the table")
-    with reported(resumes=True):
+    with reported("the same command"):
         record(parser.parse_args())
 
 

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="what the entry's name has after its dtype, as float32_LABEL")
     parser.add_argument("--again", action="store_true", help="measure nothing: make the entry of what --work has")
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
-    with reported(resumes=True):
+    with reported("the same command"):
         record(parser.parse_args())
 
 

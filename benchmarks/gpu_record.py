@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
     options = parser.parse_args()
-    with reported(resumes=True):
+    with reported("the same command"):
         found = record(options)
     failed = [name for name, part in found.items() if "state" in part and part["state"] != "done"]
     print(f"gpu_record out={options.work / RECORD} failed={','.join(failed) or 'none'}")

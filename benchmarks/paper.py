@@ -255,7 +255,7 @@ def judge_again(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     given = parse()
-    with reported(resumes=True):
+    with reported("the same command"):
         require(given.judge or not given.shuffle, "shuffle", given.shuffle, "--judge")
         if given.judge:
             print(markdown(judge_again(given)))
