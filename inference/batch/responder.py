@@ -65,7 +65,7 @@ class Responder:
         seconds_left: see `Generator`. Tasks after one that it leaves out do not begin.
         """
         waiting = list(tasks)
-        if isinstance(self.generator, Generator):
+        if not isinstance(self.generator, Server):
             self.generator.seconds_left = seconds_left
         if self.by_layers is not None:
             asked, others = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
