@@ -106,6 +106,8 @@ def with_arguments(
     for name, value in arguments.items():
         expected = f"{', '.join(names) or 'none'}, which the chat template reads{did_you_mean(name, names)}"
         require(name in names, f"{option}.{name}", value, expected)
+        is_json = value == json.loads(json.dumps(value, default=str), parse_constant=str)
+        require(is_json, f"{option}.{name}", value, "what JSON has: texts, numbers, true, false, null, lists, objects")
     values = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in sorted(arguments.items()))
     bound, begun = copy(tokenizer), {name: values + part for name, part in texts.items()}
     bound.chat_template = begun if text is texts else begun[""]

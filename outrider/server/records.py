@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
+HARMLESS |= dict.fromkeys(("enable_thinking", "thinking"))  # no value is: they belong into `chat_template_kwargs`
 HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "detokenize"), True)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of each
+MOST_ARGUMENTS = 2**14  # characters of `chat_template_kwargs`, which are compiled with the template
 MOST_SCORES = 2**21  # log-probabilities of a request: they take some 70 bytes each
 Top = Annotated[int, Ge(0), Le(128)]
 Json = dict[str, object]
@@ -134,6 +136,9 @@ def read(
         raise RefusedError(
             f"stop: {len(stops)} texts, the longest of {max(map(len, stops))}; expected {limits}", "stop"
         )
+    if (size := len(str(request.chat_template_kwargs or ""))) > MOST_ARGUMENTS:
+        limits = f"{size} characters; expected {MOST_ARGUMENTS} at most"
+        raise RefusedError(f"chat_template_kwargs: {limits}", "chat_template_kwargs")
     if strange := {*(request.stop_token_ids or ())} - model.ends:
         raise RefusedError(f"stop_token_ids: {min(strange)} is no end token of the model", "stop_token_ids")
     fields = {field: value for field in SAMPLING if (value := getattr(request, field)) is not None}

@@ -384,6 +384,7 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
      ("stop", ["a"] * 17), ("stop", "a" * 257), ("stream_options.include_usage", {"include_usage": "yes"}),
      ("top_p", 0.0), ("n", 11), ("n", 10**20), ("top_logprobs", 3), ("stop_token_ids", [3]), ("detokenize", False),
      ("chat_template_kwargs", "x"), ("chat_template_kwargs.stile", {"stile": "x"}), ("chat_template_kwargs", [1]),
+     ("chat_template_kwargs", {"style": "x" * 2**14}), ("enable_thinking", False),
      ("stream_options.continuous_usage_stats", {"include_usage": True, "continuous_usage_stats": True})],
 )  # fmt: skip
 def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """Every command renders chat as transformers does with the same arguments, at one time of the whole run."""
 
 import json
+import math
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -110,8 +111,9 @@ def test_what_the_template_does_not_read_is_refused() -> None:
     for template, arguments, said in (
         (THINKS, {"thinkin": False}, r"\.thinkin=False: expected style, thinking, .*did you mean 'thinking'\?$"),
         (THINKS, {"messages": []}, "expected style, thinking"), (LOOP, {"tojson": 1}, "expected opts, skip"),
-        (BRANCH, {"own": 2}, "expected date,"), (None, {"x": 1}, "expected none"), ("{{ strftime_now() }}",
-        {"strftime_now": 1}, "expected none"), ("{{ range(x) }}", {"range": 2}, "expected x"),
+        (BRANCH, {"own": 2}, "expected date,"), (None, {"x": 1}, "expected none"), ("{{ range(x) }}", {"range": 2},
+        "expected x"), ("{{ strftime_now() }}", {"strftime_now": 1}, "expected none"),
+        (THINKS, {"style": [math.inf]}, "what JSON has"), (THINKS, {"style": {1}}, "what JSON has"),
         ("{{ broken", {"broken": 1}, "cannot be read"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"^chat_template_kwargs.*{said}"):
