@@ -271,7 +271,7 @@ def apply_template(
     return str(rendered)
 
 
-def other_template(option: str) -> str:
+def other_template(option: str = TEMPLATE) -> str:
     return f"use {option}=vicuna or {option}=none, or a tokenizer whose chat template reproduces the history"
 
 

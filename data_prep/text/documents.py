@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from outrider.base.files import digest_of
-from outrider.data_prep.text.chat import (
-    MARK,
-    TEMPLATE,
-    name_of,
-    other_template,
-    text_of,
-    tokenize,
-    with_bos,
-    with_known,
-)
+from outrider.data_prep.text.chat import MARK, name_of, other_template, text_of, tokenize, with_bos, with_known
 from outrider.data_prep.text.messages import ABOUT, THOUGHTS, TOOLS, UNLEARNED, Message
 from outrider.data_prep.text.records import Counts, Read, Record, joined, warn_of_text
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows, tokenizer_digest
@@ -193,20 +184,25 @@ def _answers_of(
     if not places:
         return []
     messages = messages[: places[-1] + 1]
-    prompts = [render(messages[:i]) for i in places]
+    prompts, added = [render(messages[:i]) for i in places], _added(tokenizer, len(tokenizer))
+    plain = _try(render, [*messages[: places[0]], {"role": "assistant", "content": MARK}]).rpartition(MARK)
+    closes = not plain[1] or plain[2].rstrip().endswith(added)  # an added token that ends its content does not
     onwards = [*prompts[1:], _try(render, [*messages, {"role": "user", "content": "?"}])]
     end = (tokenizer.eos_token or "") if template == "none" else ""
     for i, prompt, onward in zip(places, prompts, onwards, strict=True):
         through = render(messages[: i + 1]) + end * (i == places[-1])
         if not through.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
-            raise UnusableTextError(f"{record['id']}: the chat template {why}; {other_template(TEMPLATE)}")
-        text = _up_to_end(through[len(prompt) :], onward.removeprefix(prompt), _added(tokenizer, len(tokenizer)))
-        _require_rendered(messages[i], text, record["id"])
+            raise UnusableTextError(f"{record['id']}: the chat template {why}; {other_template()}")
+        text = _up_to_end(through[len(prompt) :], onward.removeprefix(prompt), added, closes)
+        if UNLEARNED not in messages[i]:
+            _require_rendered(messages[i], text, record["id"])
+            _require_arguments(messages[: i + 1], render, record["id"])
         answers.append(_Answer(prompt, text, through[len(prompt + text) :], UNLEARNED not in messages[i]))
     if record.get("truncated"):  # the answer ends where a mark after its text is rendered
-        marked = render([*messages[:-1], messages[-1] | {"content": messages[-1]["content"].rstrip() + MARK}])
-        text = marked[len(prompts[-1]) :].rpartition(MARK)[0]
+        keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
+        marked = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in keys}])
+        text = marked[len(prompts[-1]) : max(0, marked.find(MARK, len(prompts[-1])))]
         answers[-1] = answers[-1]._replace(text=text, after=through[len(prompts[-1] + text) :])
     if counts is not None:
         counts.note(_unread_fields(messages, render), record["id"])
@@ -221,13 +217,13 @@ def _try(render: Callable[[list[Message]], str], messages: list[Message]) -> str
         return ""
 
 
-def _up_to_end(answer: str, onward: str, added: tuple[str, ...]) -> str:
+def _up_to_end(answer: str, onward: str, added: tuple[str, ...], closes: bool) -> str:
     """An answer up to the added token that ends it: the last one that stays where the conversation goes on.
 
-    onward: the same text where it goes on. If no added token ends the answer, its end is the mark of the next turn.
+    onward: the same text where it goes on. closes: false if the mark of the next turn ends every answer instead.
     """
     ends, end = list[int](), len(answer.rstrip())  # line breaks after an end-of-turn token are never generated
-    while answer[:end].endswith(added):
+    while closes and answer[:end].endswith(added):
         ends.append(end)
         end = len(answer[: end - max(len(mark) for mark in added if answer[:end].endswith(mark))].rstrip())
     if ends:
@@ -236,26 +232,39 @@ def _up_to_end(answer: str, onward: str, added: tuple[str, ...]) -> str:
 
 
 def _require_rendered(message: Message, answer: str, where: str) -> None:
-    """Raise `UnusableTextError` unless all that is to be learned of a message is in `answer`, but for white space and
-    the tags around a thought."""
-    for call in message.get("tool_calls", ()):
-        if (name := call["function"]["name"]) not in answer:
-            raise UnusableTextError(f"{where}: it calls tools ({name!r}), which its chat template does not render")
-    for key in ("content", *THOUGHTS):
-        for piece in _TAG.split(message.get(key) or ""):
-            if "".join(piece.split()) not in "".join(answer.split()):
-                why = f"the template leaves {reprlib.repr(piece)} of {key} out"
-                raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
+    """Raise `UnusableTextError` unless each text to be learned of a message has its own place in `answer`, but for
+    white space and the tags around a thought."""
+    calls, rest = [call["function"]["name"] for call in message.get("tool_calls", ())], "".join(answer.split())
+    texts = {key: _TAG.split(message.get(key) or "") for key in ("content", *THOUGHTS)} | {"tool_calls": calls}
+    pieces = {"".join(text.split()): (text, key) for key in texts for text in texts[key]}
+    for squeezed, (text, key) in sorted(pieces.items(), key=lambda item: -len(item[0])):
+        if squeezed not in rest:
+            why = f"the template leaves {reprlib.repr(text)} of {key} out"
+            raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
+        rest = rest.replace(squeezed, MARK, 1)
+
+
+def _require_arguments(messages: list[Message], render: Callable[[list[Message]], str], where: str) -> None:
+    """Raise `UnusableTextError` if the last message is rendered alike without the arguments of its calls."""
+    calls = messages[-1].get("tool_calls", ())
+    bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+    without = [*messages[:-1], messages[-1] | {"tool_calls": bare}]
+    if any(call["function"].get("arguments") for call in calls) and _try(render, without) == render(messages):
+        raise UnusableTextError(f"{where}: it calls tools, whose arguments its chat template leaves out; take another")
 
 
 def _unread_fields(messages: list[Message], render: Callable[[list[Message]], str]) -> Iterator[str]:
-    """The fields without which the messages are rendered alike."""
+    """The fields, and the texts of the system and of tools, without which the messages are rendered alike."""
     read = {"role", "content", UNLEARNED, *ABOUT}
     checked = {"assistant": read | _OF_ANSWERS, "tool": read | _OF_RESULTS}
-    for key in sorted({key for message in messages for key in message.keys() - checked.get(message["role"], read)}):
-        without = [{name: message[name] for name in message if name != key} for message in messages]
+    fields = {(key, "") for message in messages for key in message.keys() - checked.get(message["role"], read)
+              if message[key] not in ("", [], {})}  # fmt: skip
+    texts = {("content", message["role"]) for message in messages if message["role"] in ("system", "tool")}
+    for key, role in sorted(fields | texts):
+        without = [{name: message[name] for name in message if name != key or role} for message in messages]
+        without = [message | {key: MARK} if message["role"] == role else message for message in without]
         if _try(render, without) == render(messages):
-            yield "column 'tools'" if key == TOOLS else f"field {key!r} of a turn"
+            yield "column 'tools'" if key == TOOLS else f"field {key!r} of a {role and f'{role} '}turn"
 
 
 # --------------------------------------------------------------------------------------------------- pieces

@@ -27,6 +27,11 @@ topic meta metadata finish finish_reason written tokens prompt_tokens unanswered
 ABOUT = {*_FACTS.split()}  # columns and fields about a record or a turn, which no target reads
 
 
+def is_empty(value: object) -> bool:
+    """Whether a value of a column says nothing, in any spelling of tables."""
+    return value in (None, [], {}) or (isinstance(value, str) and value.strip() in ("", "null", "None", "[]", "{}"))
+
+
 class SkipRecordError(Exception):
     """A record that cannot be used and is counted under `reason`: empty or malformed. why: what is wrong with it."""
 
@@ -117,7 +122,9 @@ def _require_order(talk: Sequence[Message], first: int) -> None:
 def _message(turn: Raw, number: int) -> Message:
     fields = {key: value for key, value in turn.items() if value is not None and key not in ("content", "tool_calls")}
     message: Message = {"role": turn["role"], "content": _text_of(turn.get("content"), number)}
-    message |= {key: value for key, value in fields.items() if key not in _LEARNED}
+    message |= {
+        key: fields[key] for key in fields if key not in _LEARNED or (fields[key] and turn["role"] != "assistant")
+    }
     for key, value in fields.items() if turn["role"] == "assistant" else ():
         if key in _UNCLEAR or (key in _LEARNED and value not in (0, 1)):
             raise malformed(f"turn {number}: {key}", value, "train, true or false: whether the turn is learned")
@@ -138,7 +145,7 @@ def _text_of(content: object, number: int) -> str:
     parts, texts = items(content, "content") if isinstance(content, dict) else content, list[str]()
     for part in parts if isinstance(parts, list) else [content or ""]:
         kind = str(part.get("type") or "text") if isinstance(part, dict) else type(part).__name__
-        text = part.get("text") if isinstance(part, dict) and kind.endswith("text") else part
+        text = part.get("text") if isinstance(part, dict) and kind in ("text", "input_text", "output_text") else part
         if not isinstance(text, str):
             raise SkipRecordError("malformed", f"turn {number} holds {kind}: expected a text")
         texts.append(text)
@@ -169,7 +176,7 @@ def items(value: object, column: str) -> object:
 
 def listed(value: object, column: str) -> list[object]:
     """A list in any spelling; [] also for none. Raises `SkipRecordError` for another value."""
-    if not value or (isinstance(value, str) and value.strip() in ("", "null", "None", "{}")):
+    if not value or is_empty(value):
         return []
     try:
         content = parse_json(value) if isinstance(value, str) else items(value, column)

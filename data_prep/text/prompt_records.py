@@ -66,20 +66,20 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
         return Prompt(str(number), "text", (prompt_text(raw, where),), False)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
-    counts = Counts() if counts is None else counts
+    raw, counts = {key: raw[key] for key in raw if raw[key] is not None}, Counts() if counts is None else counts
     identity = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
     category = require_encodable(str(raw.get("category") or ""), where)
     column, kind, turns = _column_of(raw, where)
     if kind in ("code", "text"):
         counts.note(unread(raw, {column, *_ANSWERS}, ()), where)
-        if beside := [name for name in (*messages.SYSTEM, "history", "tools") if raw.get(name)]:
+        if beside := [name for name in (*messages.SYSTEM, "history", "tools") if not messages.is_empty(raw.get(name))]:
             why = f"{beside[0]!r} stands beside a text to continue; call the column 'question' if it is one"
             raise SkipRecordError("malformed", why)
         return Prompt(identity, category or kind, turns, False)
     if turns:
         talk = messages.to_messages(raw, messages.turns_of(turns[:1]))
-        read = {column, *(("input", "context", "text") if column == "instruction" else ())}
-        counts.note(unread(raw, {*read, *_ANSWERS, *messages.SYSTEM, "history", "tools"}, ()), where)
+        read = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
+        counts.note(unread(raw, {*read, *_ANSWERS, *messages.SYSTEM}, turns), where)
     else:
         record = records.to_record(raw, FileLayout(kind, column), where, counts)
         assert "messages" in record

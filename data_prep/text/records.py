@@ -18,6 +18,7 @@ from outrider.data_prep.text.messages import (
     Raw,
     SkipRecordError,
     encodable,
+    is_empty,
     items,
     role_turns,
     to_messages,
@@ -188,7 +189,8 @@ def to_record(record: object, layout: FileLayout, identity: str, counts: Counts 
         return _truncated(raw, text, counts, beside)
     turns = _turns(raw, layout, identity)
     messages = to_messages(raw, turns)
-    beside = unread(raw, {layout.column, *_OF_TURNS, *_ALPACA}, [message["content"] for message in messages])
+    read = {layout.column, *_OF_TURNS, *(_ALPACA if layout.name == "alpaca" else ())}
+    beside = unread(raw, read, [message["content"] for message in messages])
     if "assistant" in [turn["role"] for turn in turns if turn["role"] != "system"][:1] and not raw.get("history"):
         beside.append("an answer before the first question")
     return _truncated(raw, {"id": identity, "messages": messages}, counts, beside)
@@ -203,10 +205,13 @@ def _turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
     return turns_of(values) if layout.name == "turns" else role_turns(values, *names)
 
 
-def unread(raw: Raw, read: Collection[str], texts: Collection[object]) -> list[str]:
-    """The columns of a record that are neither read nor known to be about it, nor a copy of one of its `texts`."""
-    beside = [name for name in raw if name not in read and name not in ABOUT and raw[name] not in (None, "", [], {})]
-    return [f"column {str(name)!r}" for name in beside if not (isinstance(raw[name], str) and raw[name] in texts)]
+def unread(raw: Raw, read: Collection[str], texts: Sequence[str]) -> list[str]:
+    """The columns of a record that are neither read nor known to be about it, nor a copy of one of its `texts`, nor
+    Alpaca's `text`, which has them all."""
+    pieces = [piece for text in texts for piece in text.split("\n\n")]
+    copies = [*texts, *([raw.get("text")] if pieces and all(piece in str(raw.get("text")) for piece in pieces) else ())]
+    beside = [name for name in raw if name not in read and name not in ABOUT and not is_empty(raw[name])]
+    return [f"column {str(name)!r}" for name in beside if raw[name] not in copies]
 
 
 def text_record(text: str, identity: str) -> TextRecord:
@@ -240,7 +245,7 @@ def warn_of_text(identity: str, why: str) -> None:
 
 def alpaca_instruction(raw: Raw) -> str:
     """The user turn of an Alpaca record: the instruction, followed by the input or context if there is one."""
-    return "\n\n".join(str(raw[name]) for name in _ALPACA if raw.get(name))
+    return "\n\n".join(str(raw[name]) for name in _ALPACA if raw.get(name) not in (None, ""))
 
 
 HELDOUT_BY = "first turn"  # recorded with a run, since `split_key` decides its held-out records
@@ -261,7 +266,8 @@ def turn_key(text: str) -> str:
 def _truncated(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
     if counts is not None:
         counts.note(beside, record["id"])
-    if "length" in (raw.get("finish"), raw.get("finish_reason")):
+    ends = [raw, *(record["messages"][-2:] if "messages" in record else ())]  # a question may follow the last answer
+    if any("length" in (end.get("finish"), end.get("finish_reason")) for end in ends):
         record["truncated"] = True
     written = raw.get("written")
     if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's

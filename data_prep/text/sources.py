@@ -12,15 +12,7 @@ from outrider.base.errors import UserError, reason
 from outrider.data_prep.text.data_files import file_digest, read_file, resolve_paths, text_rows
 from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.prompt_records import asked_record, asks, to_prompt
-from outrider.data_prep.text.records import (
-    Counts,
-    FileLayout,
-    Record,
-    find_layout,
-    split_key,
-    text_record,
-    to_record,
-)
+from outrider.data_prep.text.records import Counts, FileLayout, Record, find_layout, split_key, text_record, to_record
 from outrider.data_prep.text.settings import DataConfig
 
 Split = Literal["train", "heldout"]

@@ -76,7 +76,7 @@ FAMILIES = {
     "glm4": Family(
         "{{ '[gMASK]<sop>' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-        ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"), "<|user|>", "Seven.", "Eleven.",
+        ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"), "<|user|>", "Seven.", "Eleven.", _THINK,
     ),
     "smollm3": Family(
         _LAST + "{{- '<|im_start|>system\n## Metadata\n\nReasoning Mode: /think\n\n<|im_end|>\n' -}}"

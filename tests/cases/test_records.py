@@ -54,6 +54,7 @@ def talk_of(name: str) -> tuple[Pairs, list[str]]:
     if name in ("qwen3", "smollm3", "exaone4"):  # which write a thought
         texts, opening = [family.first, family.second], "<think>\n" * (name == "exaone4")
         return [("Prime?", opening + texts[0]), ("More?", opening + texts[1])], [text + family.end for text in texts]
+    texts[1] += "</think>" * (name == "glm4")  # an added token that does not end an answer
     begin = {"mistral": " ", "llama2": " ", "gpt_oss": "<|channel|>final<|message|>"}.get(name, "")
     end = "<|end|>" if name == "gpt_oss" else family.end
     return [("Prime?", texts[0]), ("More?", texts[1])], [begin + text + end for text in texts]
@@ -124,12 +125,18 @@ def talk(*roles: tuple[str, object], **columns: object) -> dict[str, object]:
 
 
 S, THOUGHT = "Seven.<|im_end|>", "A prime."
-TWO = [*answer(weight=0), {"role": "user", "content": "More?"}, *answer(train=True)[1:]]
+TEMPLATE = FAMILIES["field"].template.replace("in messages", "in messages if m.role != 'system'")
+TEMPLATE = TEMPLATE.replace("{{ m.content", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{{ m.content")
+CALL = {"function": {"name": "primes", "arguments": {"most": 1}}}
+TWO = [*answer(weight=0, thought=THOUGHT), {"role": "user", "content": "More?"}, *answer(train=True)[1:]]
 PAIR = (("user", "Prime?"), ("assistant", "Seven."))
 CASES: dict[str, tuple[dict[str, object], str, str]] = {  # a record, what is learned of it, what is said
     "thought": ({"messages": answer(reasoning_content=THOUGHT)}, f"<think>A prime.</think>{S}", ""),
     "another name": ({"messages": answer(reasoning=THOUGHT)}, f"<think>A prime.</think>{S}", ""),
     "no name of the template's": ({"messages": answer(thought=THOUGHT)}, "", "leaves 'A prime.' of thought out"),
+    "no place of its own": ({"messages": answer(thought="Seven")}, "", "leaves 'Seven' of thought out"),
+    "arguments": ({"messages": answer(tool_calls=[CALL])}, "", "whose arguments its chat template leaves out"),
+    "unread system": (talk(("system", SYSTEM), *PAIR), S, "not read: field 'content' of a system turn"),
     "no text": ({"messages": answer(thinking=[THOUGHT])}, "", "turn 2: thinking=.*expected a text"),
     "weight": ({"messages": TWO}, S, ""),
     "no answer": ({"messages": answer(weight=0.0)}, "", "no answer of the assistant to learn from"),
@@ -137,11 +144,21 @@ CASES: dict[str, tuple[dict[str, object], str, str]] = {  # a record, what is le
     "mask": ({"messages": answer(mask=1)}, "", "turn 2: mask=1: expected train"),
     "image": (talk(("user", [{"type": "image"}]), PAIR[1]), "", "turn 1 holds image"),
     "cut": (talk(*PAIR, finish_reason="length"), "Seven.", ""),
+    "cut by its own word": ({"messages": answer(finish_reason="length")}, "Seven.", ""),
+    "cut thought": (
+        {"messages": answer(content=None, reasoning_content=THOUGHT), "finish": "length"},
+        "<think>A prime.",
+        "",
+    ),
+    "thought as a part": (talk(PAIR[0], ("assistant", [{"type": "reasoning_text", "text": "A"}])), "", "turn 2 holds"),
+    "question to learn": ({"messages": [ASKED | {"train": 1}, *answer()[1:]]}, S, "not read: field 'train' of a turn"),
+    "nothing in it": ({"messages": answer(annotations=[])}, S, ""),
+    "passage": (talk(*PAIR, context="Of 7."), S, "not read: column 'context'"),
     "tools": (talk(*PAIR, tools="no list"), "", "column 'tools'='no list': expected a list"),
     "unread tools": (talk(*PAIR, tools=[TOOL]), S, "not read: column 'tools'"),
     "field": ({"messages": answer(mood="glad")}, S, "not read: field 'mood' of a turn"),
     "column": (talk(*PAIR, functions=[1]), S, "not read: column 'functions', .*:1 and 2 other"),
-    "facts": (talk(*PAIR, source="here", prompt="Prime?", score=3), S, ""),
+    "facts": (talk(*PAIR, source="here", prompt="Prime?", score=3, text="To Prime?: Seven."), S, ""),
     "opening answer": (talk(PAIR[1], *PAIR), S, "not read: an answer before the first question"),
     "two systems": (talk(("system", "a"), *PAIR, system="b"), "", "system column"),
     "ragged": ({"messages": {"role": ["user"], "content": ["a", "b"]}}, "", "lists of one length"),
@@ -158,6 +175,7 @@ def test_a_field_is_read_or_named_with_its_place_and_count(
     """A record that is left out leaves the others in; what is not read is said again of rows that are there already."""
     row, expected, words = CASES[case]
     tokenizer, path = tokenizer_of(FAMILIES["field"]), tmp_path / "a.jsonl"
+    tokenizer.chat_template = TEMPLATE
     last: dict[str, object] = {"instruction": "Prime?", "text": "Seven.", "messages": answer(), "output": "Seven."}
     last = {name: last[name] for name in last if name in row}
     path.write_text(jsonl([last, *[row] * 3]) if "messages" in last and not expected else jsonl([*[row] * 3, last]))
@@ -165,7 +183,7 @@ def test_a_field_is_read_or_named_with_its_place_and_count(
         errors.warn_once.cache_clear()
         rows = load_rows(data_of(path, cache_dir=str(tmp_path)), tokenizer, 512, "train")
         supervised = torch.cat([row["labels"][row["labels"] >= 0] for row in rows]).tolist()
-        assert tokenizer.decode(supervised) == 3 * expected + (S[3:] if "text" in row else S)
+        assert tokenizer.decode(supervised) == 3 * expected + (S[3:] if expected == S[3:] else S)
         warnings = capsys.readouterr().err
         assert bool(warnings) == bool(words)
         assert re.search(words, warnings)
@@ -184,14 +202,18 @@ def test_prompts_that_cannot_be_asked_are_named(tmp_path: Path, capsys: pytest.C
         {"prompt": "Once", "system": SYSTEM},
         {"messages": answer(), "tools": [TOOL]},
         {"question": "q", "passage": "p"},
+        {"prompt": "Once", "tools": "[]", "turns": None},
+        {"instruction": "Even?", "input": 0, "text": "8", "id": None},
     ]
     errors.warn_once.cache_clear()
     (tmp_path / "p.jsonl").write_text(jsonl(rows))
-    assert len(read_prompts(str(tmp_path / "p.jsonl"))) == 1
+    read = [(prompt.id, *prompt.turns) for prompt in read_prompts(str(tmp_path / "p.jsonl"))]
+    assert read == [("3", "q"), ("4", "Once"), ("5", "Even?\n\n0")]
     said = capsys.readouterr().err
     assert "malformed=2" in said
     assert "'system' stands beside a text to continue" in said
     assert "not read: column 'passage'" in said
+    assert "not read: column 'text'" in said
     (tmp_path / "p.txt").write_text("Who?\nWhy?\n" * 10)
     assert not read_prompts(str(tmp_path / "p.txt"))[0].chat
     assert "a text file is one prompt" in capsys.readouterr().out
