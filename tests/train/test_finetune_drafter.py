@@ -42,6 +42,7 @@ from outrider.train.students.small_lm import drafter_config, start_lm
 from tests.full_disk import largest_file
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
+from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.fit_job import TinyModel, tiny_rows
 from tests.train.fit_runs import trained_weights
@@ -60,13 +61,19 @@ from tests.train.jobs import (
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.parametrize("start", ["new", "finished"])
+@pytest.mark.parametrize(
+    "start",
+    typical_where(
+        {"new", "lora"}.__contains__, quick_where(lambda start: start == "lora", ["new", "finished", "lora"])
+    ),
+)
 @pytest.mark.slow
 def test_the_drafter_is_an_ordinary_directory_that_helps(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, start: str, capsys: pytest.CaptureFixture
 ) -> None:
     """AutoModelForCausalLM loads it, `generate` takes it as assistant, this runtime stays lossless with it."""
     changes = {} if start == "new" else {"drafter": DrafterConfig(path=str(small))}
+    changes |= {"lora_rank": 2} if start == "lora" else {}
     fit = replace(FIT, steps=24, lr=6e-3, log_every=6, eval_every=12, save_every=24)
     run = finetuning(target, corpus, tmp_path / "out", objective="cross_entropy", fit=fit, **changes)
     finetune_drafter(run)
@@ -80,6 +87,7 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
     model, stack = open_stack(target)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.config._attn_implementation == "sdpa"
+    assert not [name for name in weights(tmp_path / "out") if "lora" in name]
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == load_tokenizer(str(target)).get_vocab()
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 16)
@@ -90,6 +98,17 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
     assert out[0, 20:].tolist() == expected
     source = SmallLMSource(load_small_lm(str(tmp_path / "out"), load_tokenizer(str(target)), dtype=torch.float32))
     require_lossless(source, model, stack)
+
+
+def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
+    finetune_drafter(finetuning(target, corpus, tmp_path / "out", drafter=DrafterConfig(path=str(small)), lora_rank=2))
+    stored = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
+    assert stored
+    assert all("lora_" in name for name in stored)
+    before, after = weights(small), weights(tmp_path / "out")
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)  # not embedding, head or norms
 
 
 def trained_tiny(out_dir: Path, taus: list[float], *, resume: bool = False) -> None:
@@ -203,6 +222,11 @@ def test_what_is_started_is_what_was_asked_for(target: Path, small: Path, corpus
         "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 48, "tie_word_embeddings": True, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
     } == shape  # fmt: skip
+    for given, expected in ((None, 4), (7.0, 7)):
+        run = finetuning(target, corpus, Path("out"), lora_rank=2, lora_alpha=given,
+                         drafter=DrafterConfig(path=str(small)))  # fmt: skip
+        lm: Any = start_lm(run, load_config(str(small)), tokenizer, torch.device("cpu"))
+        assert lm.peft_config["default"].lora_alpha == expected
 
 
 def test_a_drafter_must_prove_itself(target: Path, small: Path, corpus: DataConfig) -> None:
@@ -309,12 +333,12 @@ def test_it_samples_the_targets_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finished", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: bool) -> None:
-    """A new one by cached distributions, greedy; a finished one on its own samples, sampled. Rows of both
+    """A new one by cached distributions, greedy; adapters of a finished one on its own samples, sampled. Rows of both
     tables are all that is stored of them. Chain, tree and token graph. The report says what it covers."""
     target, out = save_target(tmp_path / "target", kv_heads=2), tmp_path / "out"
     if finished:
         shape, data = DrafterConfig(path=str(target)), write_corpus(tmp_path)
-        changes: dict[str, Any] = {"objective": "acceptance", "on_policy": 0.5}
+        changes: dict[str, Any] = {"objective": "acceptance", "on_policy": 0.5, "lora_rank": 2}
     else:
         shape = DrafterConfig(layers=1, hidden=32, heads=2, intermediate=48, tied=True)
         data, changes = save_responses(target, tmp_path / "responses"), {"teacher": "cached"}

@@ -112,14 +112,14 @@ RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5}), ("small_lm", {"on_policy"
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [*RUNS, ("small_lm", {"drafter": "finished"}), ("early_exit", {"parallel": 3})]
+    ("name", "more"), [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2}), ("early_exit", {"parallel": 3})]
 )
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:
     """The best weights are those after the stop or before it; another version of the code goes on."""
     recipe = RECIPES[name]
-    more = more | ({"drafter": DrafterConfig(path=str(small))} if "drafter" in more else {})
+    more = more | ({"drafter": DrafterConfig(path=str(small))} if "lora_rank" in more else {})
     fit = replace(FIT, steps=8, save_every=2, eval_every=3)
     stopped, whole = (recipe.run(target, corpus, tmp_path / name, fit=fit, **more) for name in ("stopped", "whole"))
     with pytest.raises(KeyboardInterrupt):
@@ -208,9 +208,9 @@ def test_accumulation_equals_one_batch(
 def test_gradient_checkpointing_changes_nothing(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str
 ) -> None:
-    """Each trained layer runs again in the backward pass."""
+    """Of adapters too, whose layers' inputs need no gradient. Each trained layer runs again in the backward pass."""
     recipe, calls = RECIPES[name], list[int]()
-    more = {"drafter": DrafterConfig(path=str(small))} if name == "small_lm" else {}
+    more = {"drafter": DrafterConfig(path=str(small)), "lora_rank": 2} if name == "small_lm" else {}
 
     def counted(config: Any, state: PartialState) -> Training[Any]:
         training = recipe.prepare(config, state)

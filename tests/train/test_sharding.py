@@ -138,18 +138,18 @@ def test_processes_that_share_equal_one(
     if commands:
         pairs = {name: (tmp_path / name, tmp_path / f"{name}-alone") for name in commands}
         # The frozen weights are shared out as well, which decoding needs while training, and the export at its end.
-        check_same(*pairs["small_lm"], ["eval_tau"])
+        check_same(*pairs["adapters"], ["eval_tau"])
         check_same(*pairs["early_exit"], ["eval_tau", "eval_top1", "eval_top1_target"], WEIGHTS_FILE)
         # An EAGLE-3 head reads embedding and head of the target beside their modules.
         check_same(*pairs["steps"], ["eval_tau", "eval_agree_1", "eval_agree_3"])
         # A head's matrix that is not trained is shared out too, and saved with it.
         check_same(*pairs["frozen"], [])
-        for name in ("small_lm", "early_exit"):
+        for name in ("adapters", "early_exit"):
             assert max(curve(tmp_path / name, "eval_tau").values()) > 1
         head, before = (load_file(path / "model.safetensors")["lm_head.weight"] for path in pairs["frozen"])
         assert torch.equal(head, before)
-        after, start = (load_file(path / "model.safetensors") for path in (tmp_path / "small_lm", target))
-        assert any((after[name] - start[name]).abs().max() > 1e-3 for name in start)
+        after, start = (load_file(path / "model.safetensors") for path in (tmp_path / "adapters", target))
+        assert any((after[name] - start[name]).abs().max() > 1e-2 for name in start)
 
 
 def check_tiny(together: Path, alone: Path) -> None:
@@ -174,12 +174,12 @@ def check_tiny(together: Path, alone: Path) -> None:
 
 
 def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, list[str]]:
-    """Train a small LM and an early exit here, into NAME-alone; the command lines that do the same into NAME."""
-    small = finetuning(
-        target, corpus, folder / "small_lm-alone", fit=replace(FIT, lr=1e-3, eval_every=1, log_every=1),
-        drafter=DrafterConfig(path=str(target)), objective="cross_entropy",
+    """Train adapters and an early exit here, into NAME-alone; the command lines that do the same into NAME."""
+    adapters = finetuning(
+        target, corpus, folder / "adapters-alone", fit=replace(FIT, lr=1.5e-2, eval_every=2, log_every=1),
+        drafter=DrafterConfig(path=str(target)), lora_rank=2, objective="cross_entropy",
     )  # fmt: skip
-    finetune_drafter(small)
+    finetune_drafter(adapters)
     exits = distilling(
         target, corpus, folder / "early_exit-alone", decode_prompts=2, decode_tokens=8, objective="forward_kl",
         fit=replace(FIT, steps=6, lr=2e-2, eval_every=3, log_every=1),
@@ -190,7 +190,7 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
     frozen = replace(steps, train_head=False, fit=replace(FIT, steps=2), out_dir=str(folder / "frozen-alone"))
     train_eagle3(frozen)
     runs = {"frozen": ("eagle3", frozen), "steps": ("eagle3", steps)}
-    runs |= {"small_lm": ("finetune_drafter", small), "early_exit": ("eesd", exits)}
+    runs |= {"adapters": ("finetune_drafter", adapters), "early_exit": ("eesd", exits)}
     return {name: command(module, config, folder / name) for name, (module, config) in runs.items()}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from outrider.draft_models.draft_vocabulary import narrow
@@ -116,6 +117,19 @@ def test_the_teacher_does_not_follow_the_loops_precision(target: Path) -> None:
     taught = one.teach(rows["input_ids"], rows["positions"], rows["documents"])
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(one.teach(rows["input_ids"], rows["positions"], rows["documents"]), taught)
+
+
+def test_adapters_are_merged_before_rounding(target: Path) -> None:
+    lm = get_peft_model(student(target).lm, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    one = SmallLMStudent(lm, "cross_entropy")
+    exact, rounded = one.merged(torch.float32).state_dict(), one.merged(torch.bfloat16).state_dict()
+    assert all(torch.equal(rounded[name], value.bfloat16()) for name, value in exact.items())
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(one.merged(torch.float32)(ids).logits, lm.eval()(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_on_policy_needs_whole_parameters(target: Path) -> None:

@@ -35,20 +35,22 @@ from tests.train.sharded_job import run_command
 def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConfig) -> None:
     drafted = jobs.save_for_calibration(tmp_path / "drafted")
     target, left = drafted / "target", drafted / "drafter" / calibration.WEIGHTS_FILE
-    one = {name: tmp_path / f"{name}-alone" for name in ("fit", "exit", "small", "steps", "head")}
+    one = {name: tmp_path / f"{name}-alone" for name in ("fit", "exit", "adapters", "steps", "head")}
     exits = jobs.distilling(target, corpus, one["exit"], fit=replace(jobs.FIT, steps=6))
     # On-policy steps too: what a row samples depends on the row, not on the process that has it.
-    sampling = jobs.finetuning(target, corpus, one["small"], drafter=DrafterConfig(path=str(small)), on_policy=0.5)
+    adapters = jobs.finetuning(
+        target, corpus, one["adapters"], drafter=DrafterConfig(path=str(small)), on_policy=0.5, lora_rank=2
+    )
     steps = jobs.heading(target, corpus, one["steps"])
     head = jobs.calibrating(drafted, one["head"], fit=replace(jobs.CALIBRATING, epochs=None, steps=8))
     fit_tiny(one["fit"], optimizer="adamw")
     train_early_exit(exits)
-    finetune_drafter(sampling)
+    finetune_drafter(adapters)
     train_eagle3(steps)
     calibrate(head)
     calibrated = load_file(left)
     left.unlink()
-    runs = {"exit": ("eesd", exits), "small": ("finetune_drafter", sampling), "steps": ("eagle3", steps)}
+    runs = {"exit": ("eesd", exits), "adapters": ("finetune_drafter", adapters), "steps": ("eagle3", steps)}
     runs |= {"head": ("calibrate", head)}
     commands = [jobs.command(module, config, tmp_path / name) for name, (module, config) in runs.items()]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
@@ -70,7 +72,7 @@ def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConf
 
     same("fit", f"checkpoint-8/{WEIGHTS_FILE}", 1e-9, 1e-12)
     exit_head = same("exit", checkpoint.WEIGHTS_FILE, 1e-4, 1e-5)["head.weight"]
-    merged = same("small", "model.safetensors", 1e-4, 1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
+    merged = same("adapters", "model.safetensors", 1e-4, 1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
     eagle3 = same("steps", "model.safetensors", 1e-4, 1e-4)
     # They share out what is to be captured, in the order of the texts, and the rows of a step.
     same("head", next((one["head"] / "captured").iterdir()).relative_to(one["head"]).as_posix(), 1e-4, 1e-4)

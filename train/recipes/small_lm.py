@@ -100,6 +100,7 @@ def prepare(
         partial(save, config, target, student, identity),
         finished=TRAINING_FILE,
         keeps_best=True,
+        saved_whole=student,  # adapters are merged into frozen weights
         on_step=student.begin_step,
         minutes=config.minutes,
     )
@@ -138,7 +139,7 @@ class SmallLMStudent(students.SmallLMAndTeacher):
         assert self.teacher is not None
         vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
         given = (input_ids, labels, positions)
-        ids, own, where, documents = self.on_policy.continued(self.lm, self.step, *given, vocabulary)
+        ids, own, where, documents = self.on_policy.continued(students.plain(self.lm), self.step, *given, vocabulary)
         rows = self.rows(ids, own, where, documents)
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
         taught = rows.of(self.teach(ids, where, documents))
@@ -155,7 +156,7 @@ def evaluation_of(
     top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). In addition, real
     decoding (`Decoding`) by the whole target, `stack`, and `MovedNorms`.
     """
-    shape = student.lm.config
+    shape = students.plain(student.lm).config
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, shape)
     text, norms = HeldOutText(heldout, 1, stack), MovedNorms(student, stored_dtype(target.config))
 

@@ -217,6 +217,8 @@ class FinetuneConfig(TaughtTraining):
     draft_vocabulary: Count | None = None
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
     finished drafter"""
+    lora_rank: NotNegative = opt(0, "0: all weights are trained")
+    lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
     frozen_dtype: RunDtype = "auto"
     """of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it"""
     out_dir: str = free("runs/finetune_drafter", "where everything goes")
@@ -229,6 +231,13 @@ class FinetuneConfig(TaughtTraining):
         self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
         steady = on_text or self.minutes is None
         self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
+        whole = not (self.parallel and self.lora_rank)
+        self.require("lora_rank", whole, "0 with parallel: adapters do not train the mask token's embedding")
+        known = self.lora_alpha is None or self.lora_rank > 0
+        self.require("lora_alpha", known, "null, or a positive number with a lora_rank")
+        adapted = self.lora_rank == 0 or self.drafter.path is not None
+        finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
+        self.require("lora_rank", adapted, finished)
 
     def deciding(self) -> dict[str, object]:
         """As of all drafters, and the target's revision."""

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -97,6 +98,7 @@ def start_lm(
     """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
 
     rows: those of the target's embedding, to pad it to (see `fit_rows`); None: leave its size.
+    Exactly the parameters to train require a gradient.
     """
     drafter = config.drafter
     with torch.random.fork_rng(devices=[]):
@@ -126,15 +128,19 @@ def start_lm(
         for name in (MASK_TOKEN, PASS_TOKENS):  # of a finished one, perhaps
             lm.config.__dict__.pop(name, None)
         lm.config.update({} if parallel is None else {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens})
+        if config.lora_rank:
+            alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+            lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
+            lm = get_peft_model(lm, lora)
     return lm.to(device)
 
 
 class SmallLMAndTeacher(DraftStudent):
-    """A float32 small LM: the training module, without the loss.
+    """A float32 small LM, trained whole or through adapters as given: the training module, without the loss.
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
     target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
-    it is not trained, saved or wrapped. stack: the layers of the small LM.
+    it is not trained, saved or wrapped. stack: the layers of the small LM, adapters included.
     """
 
     teacher: LayerStack | None
@@ -151,7 +157,7 @@ class SmallLMAndTeacher(DraftStudent):
         self.lm = lm
         self.objective = objective
         self.on_policy, self.parallel = on_policy, parallel
-        vars(self).update(stack=layer_stack(lm, rotary_dtype=torch.float32), teacher=teacher)  # no submodules
+        vars(self).update(stack=layer_stack(plain(lm), rotary_dtype=torch.float32), teacher=teacher)  # no submodules
 
     def begin_step(self, step: int) -> None:
         """Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling
@@ -161,11 +167,13 @@ class SmallLMAndTeacher(DraftStudent):
         super().begin_step(step)
 
     def gradient_checkpointing_enable(self) -> None:
-        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def merged(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model to serve: a frozen copy in `dtype`."""
+        """The model to serve: a frozen copy in `dtype`, adapters merged in float32."""
         lm = copy.deepcopy(self.lm)
+        if plain(lm) is not lm:
+            lm = lm.merge_and_unload()  # type: ignore[operator]
         return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
 
     def product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,6 +195,11 @@ class SmallLMAndTeacher(DraftStudent):
         assert self.teacher is not None
         with torch.autocast(input_ids.device.type, enabled=False):
             return packed_hidden(self.teacher, input_ids, positions, documents)
+
+
+def plain(lm: PreTrainedModel) -> PreTrainedModel:
+    """The LM itself, without peft's wrapper."""
+    return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]
 
 
 def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
