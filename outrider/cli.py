@@ -94,7 +94,8 @@ def find(typed: str) -> Command:
     name = typed.replace("-", "_")
     if name not in COMMANDS:
         names = [command.typed for command in COMMANDS.values()]
-        raise UserError(f"{typed}: no such command{did_you_mean(typed, names) or '.'} There are {', '.join(names)}")
+        hint = did_you_mean(typed, [*names, "--help"])
+        raise UserError(f"{typed}: no such command{hint or '.'} There are {', '.join(names)}")
     return COMMANDS[name]
 
 

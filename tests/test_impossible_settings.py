@@ -55,8 +55,8 @@ PLAIN: dict[Callable[..., object], dict[str, Any]] = {
 
 REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
     AuditConfig: [
-        ({}, "answers='None server=None': expected a JSONL file of answers, or server"),
-        ({"answers": "a", "server": "http://h"}, "answers='a server=http://h'"),
+        ({}, "server=None answers=None: expected a JSONL file of answers, or server"),
+        ({"answers": "a", "server": "http://h"}, "server=http://h answers='a'"),
         ({"server": "localhost:8000"}, "server='localhost:8000': expected http://"),
         ({"server": "http://h", "top_k": 3}, "top_k=3: .*temperature=1 samples"),
         ({"server": "http://h", "temperature": -1.0}, "temperature=-1"),

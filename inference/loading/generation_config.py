@@ -68,6 +68,7 @@ _IDLE = {
 # Other decoding strategies, off at these values or at None. Fields not listed in this file are off at None.
 _OFF = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
         "use_mtp": False, "token_healing": False, "is_assistant": False}  # fmt: skip
+_LONGEST = 1024  # n-gram of a prompt that is not repeated
 
 
 def inherit(
@@ -104,6 +105,8 @@ def inherit(
         try:
             if name == "exponential_decay_length_penalty" and not eos:
                 raise ValueError("there is no end token that it could favour")
+            if name == "encoder_no_repeat_ngram_size" and value > _LONGEST:
+                raise ValueError(f"expected {_LONGEST} at most: it makes a copy of the prompt for each")
             for step in make_processors(alone, [0], torch.device("cpu")):
                 step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
         except Exception as error:  # any error of a processor for an unexpected value

@@ -100,8 +100,8 @@ class AuditConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = f"{self.answers} server={self.server}"
-        require((self.answers is None) != (self.server is None), "answers", given, "a JSONL file of answers, or server")
+        key, chosen = f"server={self.server} answers", (self.answers is None) != (self.server is None)
+        require(chosen, key, self.answers, "a JSONL file of answers, or server")
         for name in OF_SERVERS if self.server is None else ():
             require_default(self, name, "it is read with server=URL")
         for name in ("top_k", "top_p") if self.temperature == 0 else ():

@@ -156,6 +156,10 @@ class RunConfig(Settings):
     out_dir: str = free("runs", "where everything goes")
     resume: bool = free(False, "go on with what an earlier run left in out_dir")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.out_dir), "out_dir", self.out_dir, "a directory")
+
 
 def decides(field: "dataclasses.Field[object]") -> bool:
     """Whether a field affects results (see `free`)."""

@@ -41,6 +41,11 @@ Config = TypeVar("Config", bound=Settings)
 USER_ERROR_STATUS = 2
 _TEXTS = (str, str | None, list[str], dict[str, str])  # OmegaConf reads a number as a text there
 _ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # (schema, complete) by command
+_MEANINGS = {  # of OmegaConf's errors, by a part of each
+    "is not a ListConfig": "expected a list, as [A,B]", "is not Optional": "null: expected a value",
+    "is not a subclass of": "expected names with values, as {NAME:VALUE}",
+    "DictConfig with ListConfig": "expected the other of a list [A,B] and names with values {NAME:VALUE}",
+}  # fmt: skip
 _STORAGE_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
@@ -144,9 +149,13 @@ def value_of(word: str) -> object:
 
 
 def refuse_flags(name: str, words: Sequence[str]) -> None:
-    """Raise `UserError` for an option of the command that is written as a flag, "--target X" or "-target X"."""
+    """Raise `UserError` for an option of the command that is written as a flag, "--target X" or "-target X", and for a
+    misspelt --help."""
     options = {field.name for field in dataclasses.fields(_ENTRIES[name][0])} | groups_of(name).keys()
     for word in words:
+        hint = did_you_mean(word, ["--help"]) if word[0] == "-" and word != "--hydra-help" else ""
+        if hint:
+            raise UserError(f"{word}: no such flag{hint}")
         key, _, value = word.lstrip("-").partition("=")
         key = key.replace("-", "_")
         if word.startswith("-") and key.partition(".")[0] in options:
@@ -268,7 +277,8 @@ def explain(error: Exception) -> str:
         return f"{key}: no such option{hint or '.'} Allowed here: {', '.join(allowed)}"
     if isinstance(cause, ConfigKeyError):
         return f"{key}: {outer} holds no {leaf!r} in this run; choose it first, or check the name"
-    return f"{key}: {str(cause).strip().splitlines()[0]}"
+    text = str(cause).strip().splitlines()[0]
+    return f"{key}: {next((meaning for part, meaning in _MEANINGS.items() if part in text), text)}"
 
 
 def _no_such_choice(missing: str) -> str:

@@ -30,6 +30,7 @@ MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters 
 MOST_ARGUMENTS = 2**14  # characters of `chat_template_kwargs`, which are compiled with the template
 MOST_SCORES = 2**21  # log-probabilities of a request: they take some 70 bytes each
 Top = Annotated[int, Ge(0), Le(128)]
+BRANCHES = ("str", "bool", "constrained-int")  # of unions, in the places of pydantic's errors
 Json = dict[str, object]
 FIRST = Field(fail_fast=True)  # of the wrong items of a list only the first is an error
 Ids = Annotated[list[int], FIRST]
@@ -119,8 +120,9 @@ def read(
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "str" and "[" not in str(part))
+        errors = error.errors()  # of a union one for each type: that of the type it has says more
+        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
+        field = ".".join(str(part) for part in first["loc"] if part not in BRANCHES and "[" not in str(part))
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
     if request.model not in (None, name):
         raise RefusedError(f"model={request.model!r}: this server has {name!r}", "model", status=404)

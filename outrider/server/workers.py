@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
+from outrider.base.words import shown
 from outrider.data_prep.text.chat import StreamedText
 from outrider.inference.core.logprobs import ScoredRound, TokenScores
 from outrider.inference.core.rounds import Round
@@ -73,7 +74,7 @@ class RefusedError(UserError):
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400):
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status = param and shown(param), status
 
 
 class Answers:

@@ -422,10 +422,15 @@ def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkey
             with pytest.raises(ValidationError) as raised:
                 kind.model_validate_json(body)
             assert raised.value.error_count() < 9
-    for body in (b"{", b"[" * 100_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff\xfe", b"7"):
+    with pytest.raises(openai.BadRequestError, match="- logprobs: Input should be less than"):
+        ask(client, extra_body={"logprobs": 129})
+    unread = b'{"messages": [], "%s": 1}' % (b"x" * 10**6)
+    surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    for body in (b"{", b"[" * 100_000, surrogate, b"\xff\xfe", b"7", unread):
         answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=JSON)
         assert answer.status_code == 400
         assert "message" in answer.json()["error"]
+        assert len(answer.content) < 10**4
     sizes, real = [], chat.tokenize
     monkeypatch.setattr(
         chat, "tokenize", lambda by, texts, **more: sizes.append(len(texts[0])) or real(by, texts, **more)

@@ -319,6 +319,7 @@ def test_fields_of_an_older_model_are_in_its_config(bare: Path, tmp_path: Path) 
     ({"stop_strings": ["a", 5]}, r"stop_strings\[1\]=5: expected a valid string"),
     ({"eos_token_id": "2"}, "eos_token_id='2': expected a valid integer or a valid (list|array)"),
     ({"eos_token_id": [[2]]}, r"eos_token_id\[0\]=\[2\]: expected a valid integer"),
+    ({"encoder_no_repeat_ngram_size": 10**12}, "encoder_no_repeat_ngram_size=.*expected 1024 at most"),
     ({"min_new_tokens": [3]}, r"min_new_tokens=\[3\], which transformers cannot use"),
     ({"sequence_bias": "x"}, "sequence_bias='x', which transformers cannot use"),
     ({"exponential_decay_length_penalty": [3], "eos_token_id": 2}, r"penalty=\[3\], which transformers cannot use"),
