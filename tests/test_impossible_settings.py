@@ -30,7 +30,8 @@ CHAIN, TREE = (MethodConfig("small_lm", StructureConfig(kind)) for kind in ("cha
 CACHED = {"teacher": "cached", "objective": "forward_kl"}
 RECORDED = {"answers": "recorded"}
 PROMPTS = {"source": "local", "path": "prompts.jsonl", "layout": "prompts"}
-TEXTS = {"template": "none", "prompts": "p.jsonl", "server_model": "m", "top_p": 0.5, "temperature": 1.0}
+TEXTS = {"template": "none", "prompts": "p.jsonl", "server_model": "m", "top_p": 0.5, "temperature": 1.0,
+         "chat_template_kwargs": {"a": 1}}  # fmt: skip
 
 
 def mixed(**weights: float) -> DataConfig:
