@@ -77,13 +77,9 @@ def render_prompt(
 
 
 def _render(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    option: str = TEMPLATE,
-    most: int | None = None,
-    where: str = "prompt",
-) -> list[int]:
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, option: str = TEMPLATE,
+    most: int | None = None, where: str = "prompt",
+) -> list[int]:  # fmt: skip
     """Token ids of messages, and of the opening of an answer if the last is the user's."""
     ids = ids_within(text_of(messages, tokenizer, template, where, option), tokenizer, most)
     return with_bos(ids, tokenizer) if template in ("vicuna", "none") else ids

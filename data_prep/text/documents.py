@@ -242,6 +242,9 @@ def _require_rendered(message: Message, answer: str, where: str) -> None:
             why = f"the template leaves {reprlib.repr(text)} of {key} out"
             raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
         rest = rest.replace(squeezed, MARK, 1)
+    for tag in _TAG.findall(message["content"]):
+        if (close := tag.replace("<", "</")) in answer and close not in message["content"]:
+            raise UnusableTextError(f"{where}: the template writes {close} around another thought than the content's")
 
 
 def _require_arguments(messages: list[Message], render: Callable[[list[Message]], str], where: str) -> None:

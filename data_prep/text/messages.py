@@ -29,7 +29,7 @@ ABOUT = {*_FACTS.split()}  # columns and fields about a record or a turn, which 
 
 def is_empty(value: object) -> bool:
     """Whether a value of a column says nothing, in any spelling of tables."""
-    return value in (None, [], {}) or (isinstance(value, str) and value.strip() in ("", "null", "None", "[]", "{}"))
+    return "".join(str(value).split()) in ("", "null", "None", "[]", "{}")
 
 
 class SkipRecordError(Exception):

@@ -135,6 +135,7 @@ CASES: dict[str, tuple[dict[str, object], str, str]] = {  # a record, what is le
     "another name": ({"messages": answer(reasoning=THOUGHT)}, f"<think>A prime.</think>{S}", ""),
     "no name of the template's": ({"messages": answer(thought=THOUGHT)}, "", "leaves 'A prime.' of thought out"),
     "no place of its own": ({"messages": answer(thought="Seven")}, "", "leaves 'Seven' of thought out"),
+    "open thought": ({"messages": answer(content="<think>A", reasoning="B")}, "", "writes </think> around another"),
     "arguments": ({"messages": answer(tool_calls=[CALL])}, "", "whose arguments its chat template leaves out"),
     "unread system": (talk(("system", SYSTEM), *PAIR), S, "not read: field 'content' of a system turn"),
     "no text": ({"messages": answer(thinking=[THOUGHT])}, "", "turn 2: thinking=.*expected a text"),
@@ -202,7 +203,7 @@ def test_prompts_that_cannot_be_asked_are_named(tmp_path: Path, capsys: pytest.C
         {"prompt": "Once", "system": SYSTEM},
         {"messages": answer(), "tools": [TOOL]},
         {"question": "q", "passage": "p"},
-        {"prompt": "Once", "tools": "[]", "turns": None},
+        {"prompt": "Once", "tools": "[ ]", "turns": None},
         {"instruction": "Even?", "input": 0, "text": "8", "id": None},
     ]
     errors.warn_once.cache_clear()
