@@ -24,7 +24,7 @@ from outrider.data_prep.text.sources import Split, content_digest, read_records
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.vocabulary import KWARGS, clock_of, rows_of, tokenizer_digest, with_arguments
 
-FORMAT = 4  # part of every cache key: increment it when rows of the same input change
+FORMAT = 5  # part of every cache key: increment it when rows of the same input change
 # Options that select the content, whose digest is part of the key, or stand in the chat template.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix", KWARGS}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
