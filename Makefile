@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 install: $(STAMP) ## an environment in .venv with everything; all commands below make it first
+	@echo "Outrider is in $(VENV). Next: . $(VENV)/bin/activate && outrider  (lists the commands), or make demo"
 
 kernels: $(STAMP) ## compile the CPU kernels once, so that test workers do not each do it
 	$(RUN)python -m pytest -n0 tests/inference/drafters/test_mixture.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py

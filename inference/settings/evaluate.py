@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Ge
 
-from outrider.base.errors import require
+from outrider.base.errors import missing, require
 from outrider.base.settings import Count, Named, Positive, Settings, free, only, opt, require_default
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.settings import Tokenizer
@@ -49,7 +49,10 @@ class DraftingConfig(Settings):
             if key is not None and using:
                 given_as = key if hasattr(self, key) else f"+drafters.{key}"
                 given = getattr(self, key, None) if key == EARLY_EXIT.option else where
-                require(where is not None, given_as, given, f"{kind.needs} for {using}{self._instead()}")
+                needed = f"{kind.needs} for {using}{self._instead()}"
+                if given is None and where is None:
+                    raise missing(given_as, needed)
+                require(where is not None, given_as, given, needed)
         others = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
         for name, where in self.drafters.items():
             known = ", ".join(others) or "none here: no kind of drafter needs it"
@@ -110,8 +113,8 @@ class DecodingConfig(DraftingConfig):
             once = kind != self.held or super().where(kind) in (None, self.checkpoint)
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
             require(once, str(kind.option), super().where(kind), expected)
-        has_target = self.target is not None or self.early_exit is not None
-        require(has_target, "target", None, f"the model that is to decode{self._instead()}")
+        if self.target is None and self.early_exit is None:
+            raise missing("target", f"the model that is to decode{self._instead()}")
 
     def where(self, kind: Kind) -> str | None:
         """The path of the model of `kind`; None if no path is given, or the kind has no model."""

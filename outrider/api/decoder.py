@@ -103,6 +103,11 @@ class Decoder:
         self._tuning: Tuning | None = None
         self._tuned = False
 
+    def __repr__(self) -> str:
+        dtype = "int8" if self.setup.int8 else str(self.setup.dtype).removeprefix("torch.")
+        said = f"target={self.setup.target.source!r}, method={self.name!r}, dtype={dtype!r}"
+        return f"{type(self).__name__}({said}, device={str(self.setup.device)!r})"
+
     @classmethod
     @knowing_its_options
     def load(

@@ -29,6 +29,11 @@ def require(condition: bool, key: str, given: object, expected: str) -> None:
         raise UserError(f"{key}={given!r}: expected {expected}")
 
 
+def missing(key: str, what: str) -> UserError:
+    """The error for the option `key`, which nobody gave and which must be `what`."""
+    return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
+
+
 def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
     """Raise `UserError` unless `given` is one of `choices`."""
     require(given in choices, key, given, "one of " + ", ".join(choices))

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from outrider.base.errors import UserError
-from outrider.base.files import read_mapping
+from outrider.base.errors import UserError, missing
+from outrider.base.files import read_mapping, write_json
 from outrider.base.progress import command, speaks
 from outrider.base.run_dirs import look_at, made_for_something, rehearsal_folder, require_free
 from outrider.base.settings import Named, RunConfig, Settings, construct
@@ -237,8 +238,8 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         hint = typing.get_type_hints(schema, include_extras=True).get(key)
-        what = [f": {one.what}" for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named)]
-        raise UserError(f"{key}: missing; give it as {key}=VALUE{''.join(what)}") from None
+        what = (one.what for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named))
+        raise missing(key, next(what, "its value")) from None
     config = construct(schema, _at_home(values))
     if overrides:
         keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
@@ -292,7 +293,9 @@ def _no_such_choice(missing: str) -> str:
 
 
 def _fail(message: str) -> typing.NoReturn:
-    print(f"error: {shown(message)}", file=sys.stderr)
+    print(line := f"error: {shown(message)}", file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last lines of a launcher are of it
+        write_json(Path(report), {"message": line, "timestamp": int(time.time())})
     sys.exit(USER_ERROR_STATUS)
 
 

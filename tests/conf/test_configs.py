@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from hydra.errors import HydraException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from outrider import cli
 from outrider.base.errors import UserError
@@ -70,8 +71,9 @@ def compose_and_build(command: str, overrides: Sequence[str]) -> Any:
 
 
 def as_typed(command: str, overrides: Sequence[str]) -> Any:
-    """The settings of a whole command line, with the methods that follow from drafters."""
-    return config_for(cli.COMMANDS[command].script, overrides)
+    """The settings of a whole command line, with the methods that follow from drafters; of a grid, the first ones."""
+    first = [re.sub(r"^([^,[]*),.*", r"\1", word) for word in overrides if word != "--multirun"]
+    return config_for(cli.COMMANDS[command].script, first if "--multirun" in overrides else overrides)
 
 
 @cache  # what is composed is frozen, and no file of conf/ changes meanwhile
@@ -362,8 +364,8 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
 @pytest.mark.parametrize(("command", "message"), [
     ("eesd", r"target: missing; give it as target=VALUE: a Hugging Face model directory, a GGUF file or a Hub"),
     ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: the directory of a drafter"),
-    ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
-    ("serve", "target=None: expected the model that is to decode"),
+    ("evaluate_checkpoint", r"checkpoint: missing; .* an early-exit drafter directory for eesd_survival"),
+    ("serve", "target: missing; give it as target=VALUE: the model that is to decode"),
 ])  # fmt: skip
 def test_missing_mandatory_values(command: str, message: str) -> None:
     refusal(message, compose_and_build, command, [])
@@ -453,6 +455,14 @@ def test_an_interrupt_prints_the_line_that_goes_on_as_it_was_typed(
                 raise error
         assert ended.value.code == (130 if error is KeyboardInterrupt else 143)
         assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_a_launcher_is_told_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own last lines then have it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit), reported():
+        raise UserError("data: none")
+    assert ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message == "error: data: none"
 
 
 def test_a_number_is_a_text_where_one_is_asked_for_and_nothing_else_is_converted() -> None:

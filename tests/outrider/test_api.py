@@ -174,7 +174,10 @@ def test_the_target_says_the_same_with_its_drafter_without_it_and_with_another(m
     assert sum(r.accepted for r in rounds[0]) > 0
     assert {(len(r.tokens), r.accepted) for r in rounds[1]} == {(1, 0)}
     assert other.stack is model.stack
-    for unknown, message in (("nobody", "method=nobody: no such method"), ("vanilla", "small_lm=None: expected")):
+    for unknown, message in (
+        ("nobody", "method=nobody: no such method"),
+        ("vanilla", "small_lm: missing; give it as small_lm=VALUE: a causal"),
+    ):
         refusal(message, model.by, unknown)
 
 
@@ -204,6 +207,7 @@ def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any],
     asked = {"source": target, **given} if "source" not in given else {**given, "target": target}
     model = shown_by_letters(outrider.load(**asked, device="cpu"))
     assert model.name == method
+    assert repr(model) == f"Model(target={target!r}, method={method!r}, dtype='float32', device='cpu')"
     assert {*model.drafters} <= {model.method.source}
     expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=16)
     assert model.generate(PROMPT, max_new_tokens=16) == expected
@@ -230,7 +234,8 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
     target = str(tiny_models / TARGET)
     for source, given, message in (
         (target, {"method": "eesd"}, "method=eesd: no such method; did you mean 'eesd_.*'. There are aded, "),
-        (target, {"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
+        (target, {"method": "eesd_beta"}, "checkpoint: missing; .* an early-exit drafter directory for eesd_beta"),
+        (target, {"method": "ngrams"}, "table: missing; give it as table=VALUE: an n-gram table directory"),
         ("nowhere", {"target": target}, r"target=.*nowhere is no drafter"),
     ):
         refusal(message, outrider.load, source, **given)

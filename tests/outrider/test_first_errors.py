@@ -90,6 +90,7 @@ def test_a_wrong_path_and_an_out_dir_in_use_are_refused_without_torch(tmp_path: 
             (tmp_path / f"{name}{number}" / pattern.replace("*", "7")).touch()
             cases.append(([name, *SOME[name], f"out_dir={name}{number}"], "holds an earlier run"))
     cases.append((["eesd", *SOME["eesd"], "out_dir=some.jsonl"], "cannot be written"))
+    cases.append((["auto", *SOME["auto"], "prompts=some.jsonl"], "expected at least 10"))
     with only_run(tmp_path / "held", "a test"):
         done = subprocess.run(
             [sys.executable, "-c", RUN], input=json.dumps([words for words, _ in cases]),

@@ -1,5 +1,6 @@
 """EESD training end to end on tiny targets: from a config to a drafter that decodes."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from outrider import cli
 from outrider.base.processes import join_processes
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
@@ -24,6 +26,7 @@ from tests.refusals import refusal
 from tests.tiny import open_stack, save_target
 from tests.train import jobs
 from tests.train.jobs import by_document, distilling
+from tests.typed import status_of
 
 FIT = replace(jobs.FIT, steps=6)
 
@@ -95,6 +98,18 @@ def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
     ):
         refusal(message, train_early_exit, replace(on, **changes, out_dir=str(tmp_path / "three")))
     assert not (tmp_path / "three" / WEIGHTS_FILE).exists()
+
+
+def test_the_grid_of_the_page_runs_without_an_account(tmp_path: Path, corpus: DataConfig) -> None:
+    (line,) = [line for line in (jobs.ROOT / "docs/train.md").read_text().splitlines() if "--multirun" in line]
+    target = save_target(tmp_path / "target")
+    values = {"target": target, "exit_layer": "1,2", "decode_prompts": 1, "out_dir": f"{tmp_path}/${{exit_layer}}"}
+    words = [word.partition("=")[0] for word in shlex.split(line)[2:]]
+    small = ["data=local", f"data.path={corpus.path[0]}", f"data.cache_dir={tmp_path}", "seq_len=64", "decode_tokens=4"]
+    small += ["data.heldout_fraction=0.2", "fit.epochs=null", "fit.steps=2", "fit.batch_rows=2", "eval_rows=2"]
+    typed = [f"{word}={values[word]}" if word in values else word for word in words if word != "data"]
+    assert status_of(cli.main, "outrider", "eesd", *typed, *small) == 0
+    assert [read_meta(tmp_path / layer).exit_layer for layer in "12"] == [1, 2]
 
 
 @pytest.mark.parametrize("cached", [False, True])

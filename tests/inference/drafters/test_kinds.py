@@ -108,7 +108,7 @@ def test_it_decodes_and_is_reported(
 
 
 def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"\+drafters\.cycle=None: expected a JSON list of token ids for m"):
+    with pytest.raises(UserError, match=r"\+drafters\.cycle: missing; .* a JSON list of token ids for m"):
         EvaluateConfig(target="t", methods={"m": MethodConfig(source="cycle")})
     with pytest.raises(UserError, match=r"drafters.cicle='x': expected one of cycle"):
         EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, drafters={"cicle": "x"})
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: s
     debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
     assert debug.places == {name: where}
     if name != "early_exit":  # which knows its target
-        refusal(f"target=None: expected the model.*holds {name}, for method=", replace, config, target=None)
+        refusal(f"target: missing; .* the model.*holds {name}, for method=", replace, config, target=None)
         other = next(kind for kind in KINDS.values() if kind.name == name)
         refusal(f"{other.option}='b': expected null where checkpoint=", replace, config, **{str(other.option): "b"})
         with pytest.raises(UserError, match=f"checkpoint=.*: expected an early-exit .*holds {name}, for method="):
@@ -207,7 +207,7 @@ def test_what_is_no_drafter_is_refused(
         if (tmp_path / name).exists():  # or it may be a head's Hub name
             with pytest.raises(UserError, match=expected):
                 export_drafter(ExportConfig(checkpoint=str(tmp_path / name), out_dir=str(tmp_path / "served")))
-    with pytest.raises(UserError, match=r"eagle3=None: expected .* for m; checkpoint=.*other holds no drafter"):
+    with pytest.raises(UserError, match=r"eagle3: missing; .* for m; checkpoint=.*other holds no drafter"):
         config("out", checkpoint=str(tmp_path / "other"), target=target, methods={"m": MethodConfig("eagle3")})
     assert find_target(config("out", checkpoint=str(models / "drafter"), methods=LOOKUP)).source == target
 

@@ -154,7 +154,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(("overrides", "message"), [
     (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
     (["method=ngrams", "table=nowhere"], "nowhere/table.safetensors: no readable n-gram table"),
-    (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (outrider build-trig"),
+    (["method=ngrams", "table=null"], "table: missing; give it as table=VALUE: an n-gram table directory (outrider b"),
     (["method=ngrams_recycled"], "methods.ngrams_recycled.ngrams.recycle=8: expected 0"),
     (["method=ngrams", "tokenizer=none.model"], "tokenizer=none.model: no usable tokenizer"),
     (["method=ngrams", "transcripts=none.jsonl"], "transcripts=none.jsonl: no such file"),
