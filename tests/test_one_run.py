@@ -18,11 +18,11 @@ from tests.typed import status_of
 ENTRIES = {name: f"outrider.{command.module}" for name, command in COMMANDS.items() if name != "serve"}  # no out_dir
 # The options that each command needs to run, besides its out_dir.
 OPTIONS = {
-    "audit": [f"target={TARGET}", f"answers={TARGET}"],
+    "audit": [f"target={TARGET}", f"answers={TARGET}/config.json"],
     "auto": [f"target={TARGET}", "template=vicuna", "train=[]"],
     "build_trigrams": [f"tokenizer={TARGET}"],
     "calibrate": [f"checkpoint={EARLY_EXIT}"],
-    "compare_reports": [f"compare=[{TARGET},{EARLY_EXIT}]"],
+    "compare_reports": ["compare=[report,report]"],
     "convert_target": [f"target={TARGET}"],
     "eagle3": [f"target={TARGET}", "seq_len=64"],
     "eesd": [f"target={TARGET}"],
@@ -45,6 +45,8 @@ def out(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     for name in (TARGET, EARLY_EXIT, EAGLE3, TABLE):
         (tmp_path / name).symlink_to(tiny_models / name)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report/report.json").write_text("{}")
     return tmp_path
 
 

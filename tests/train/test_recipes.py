@@ -169,7 +169,9 @@ def test_a_limit_of_next_to_nothing_is_a_step(
     assert "step=1/1 loss=" in capsys.readouterr().out
     recipe.train(replace(run, resume=True))
     assert "finished already" in capsys.readouterr().out
-    refusal(r"minutes=1 \(was 1e-09\)", recipe.train, replace(run, resume=True, minutes=1))
+    recipe.train(replace(run, resume=True, minutes=1.0))
+    assert f"longer than before; its learning rates go on at step 1 of {run.fit.steps}" in capsys.readouterr().out
+    refusal(r"minutes=1e-09 \(was 1\.0\)", recipe.train, replace(run, resume=True, minutes=1e-9))
 
 
 def test_resume_with_other_settings_text_or_target_is_refused(
