@@ -4,6 +4,7 @@ import bz2
 import codecs
 import csv
 import functools
+import glob
 import gzip
 import hashlib
 import io
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING
 from outrider.base.errors import UserError
 from outrider.base.files import MOST_BYTES, parse_json
 from outrider.base.words import listed
-from outrider.data_prep.text.settings import matching
 
 if TYPE_CHECKING:
     import pyarrow
@@ -31,6 +31,18 @@ _ABOUT = re.compile(  # files that describe a data set: of a repository, and as 
     r"(readme|licen[cs]e|copying|notice|citation|changelog)(\W.*)?|(dataset_(infos?|dict)|state)\.json", re.IGNORECASE
 )
 _LONGEST = 2**30  # bytes of a file that is one text or one JSON value; a line, or a field of CSV, has `MOST_BYTES`
+
+
+def matching(pattern: str) -> list[Path]:
+    """The paths that `pattern` names: itself if it is there, else what it matches as a glob.
+
+    Special characters in the part of the path that exists are not a glob.
+    """
+    path = Path(os.path.expanduser(pattern))
+    if os.path.exists(path):
+        return [path]
+    root = next(filter(os.path.exists, path.parents))
+    return [root / match for match in glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)]
 
 
 def resolve_paths(patterns: Iterable[str]) -> list[Path]:

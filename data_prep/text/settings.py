@@ -1,10 +1,8 @@
 """Settings of text sources and of prompts; light, so that a config error is reported at once."""
 
-import glob
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +12,9 @@ from outrider.base.errors import UserError, reason, require
 from outrider.base.files import user_cache
 from outrider.base.places import Place
 from outrider.base.settings import Count, Named, Settings, free, only, opt
+from outrider.data_prep.text.data_files import matching, read_file, resolve_paths
+from outrider.data_prep.text.prompt_records import to_prompt
+from outrider.data_prep.text.records import Counts
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # The template of a conversation: the tokenizer's own, Vicuna's, or none, the bare texts (for base models).
@@ -38,27 +39,25 @@ _WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMA
 
 @dataclass(frozen=True)
 class Records(Place):
-    """The path of a file of records, or of prompts."""
+    """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number."""
 
     begins: tuple[bytes, ...] = (b"",)
-    prompts: bool = False
+    check: Callable[[object, str, int], object] = lambda *record: record
 
     def require(self, key: str, value: str) -> None:
         """Raise `UserError` also for a file without a record, and if its first one is unusable."""
         super().require(key, value)
         if value in self.besides or not os.path.isfile(value):
             return
-        number, record = next(import_module(_FILES).read_file(Path(value)), (0, None))  # decoding needs none
+        number, record = next(read_file(Path(value)), (0, None))
         if record is None:
             raise UserError(f"{key}={value}: no record in it; give {self.what}")
-        if self.prompts:
-            import_module(_PROMPTS).to_prompt(record, f"{value}:{number}", number)
+        self.check(record, f"{value}:{number}", number)
 
 
-_FILES, _PROMPTS = "outrider.data_prep.text.data_files", "outrider.data_prep.text.prompt_records"
-PromptFile = Annotated[str, Records(_WHAT, besides=tuple(BENCHMARKS), prompts=True)]
+PromptFile = Annotated[str, Records(_WHAT, besides=tuple(BENCHMARKS), check=to_prompt)]
 PromptSource = Annotated[
-    str, Records(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS), prompts=True)
+    str, Records(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS), check=to_prompt)
 ]
 _OF_HUB = only(source="hub")
 
@@ -110,8 +109,7 @@ class SourceConfig(Settings):
             return
         for pattern in self.path:
             require(bool(matching(pattern)), f"{path}.path", pattern, "files that are there")
-        files, counts = import_module(_FILES), import_module("outrider.data_prep.text.records").Counts()
-        records = (record for file in files.resolve_paths(self.path) for record in files.read_file(file, counts))
+        records = (record for file in resolve_paths(self.path) for record in read_file(file, Counts()))
         require(next(records, None) is not None, f"{path}.path", ",".join(self.path), "files with a record in them")
 
 
@@ -161,18 +159,6 @@ class DataConfig(SourceConfig):
                 own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
                 own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
                 yield name, part.weight, DataConfig(**own)
-
-
-def matching(pattern: str) -> list[Path]:
-    """The paths that `pattern` names: itself if it is there, else what it matches as a glob.
-
-    Special characters in the part of the path that exists are not a glob.
-    """
-    path = Path(os.path.expanduser(pattern))
-    if os.path.exists(path):
-        return [path]
-    root = next(filter(os.path.exists, path.parents))
-    return [root / match for match in glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)]
 
 
 def prompt_file(name: str, key: str = "prompts") -> Path:

@@ -94,9 +94,9 @@ def entry(
                 # A warning that DeepSpeed has without a GPU.
                 logging.getLogger("DeepSpeed").addFilter(lambda one: "Setting accelerator" not in one.getMessage())
                 if words[:1] == ["--settings"] and words[1:]:
-                    made = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
-                    sys.argv[1:] = construct(list[str], made["words"])  # the options that its records name
-                    carry_out(construct(schema, made["settings"]))
+                    record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
+                    sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
+                    carry_out(construct(schema, record["settings"]))
                     return
                 refuse_flags(name, words)
                 sys.argv[1:] = complete(words)
@@ -131,12 +131,12 @@ def config_for(script: str, words: Sequence[str]) -> Any:
 
     Raises `UserError`.
     """
-    (found,) = (one for one in COMMANDS.values() if one.script == script)
-    import_module(f"outrider.{found.module}")
-    schema, complete = _ENTRIES[found.name]
+    (listing,) = (entry for entry in COMMANDS.values() if entry.script == script)
+    import_module(f"outrider.{listing.module}")
+    schema, complete = _ENTRIES[listing.name]
     overrides = complete(words)
     try:
-        return build(schema, compose_defaults(found.name, overrides), overrides)
+        return build(schema, compose_defaults(listing.name, overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from None
 
@@ -238,7 +238,7 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         hint = typing.get_type_hints(schema, include_extras=True).get(key)
-        what = (one.what for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named))
+        what = (kind.what for kind in getattr(hint, "__metadata__", ()) if isinstance(kind, Named))
         raise missing(key, next(what, "its value")) from None
     config = construct(schema, _at_home(values))
     if overrides:
@@ -260,8 +260,8 @@ def explain(error: Exception) -> str:
     several = str(error).partition("Ambiguous value for argument '")[2].rpartition("'\n1. To use it as a list")[0]
     if word := error.override if isinstance(error, OverrideParseException) else several:
         key, equals, value = word.partition("=")
-        said = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
-        return f"{word}: not an option; give it, {said}"
+        remedy = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
+        return f"{word}: not an option; give it, {remedy}"
     unread, none, _ = str(error).partition("Could not override '")[2].partition("'. No match in the defaults list")
     if none:
         return f"{unread}: no such option of this command, whose options --help says"
