@@ -176,16 +176,16 @@ def from_pretrained(
     require(depth == meta.exit_depth, f"{path}: exit_depth", meta.exit_depth, f"{depth}, as it has layers")
     drafter = empty_drafter(meta, config)
     expected = {
-        name: (f"torch.{meta.dtype}" if one.is_floating_point() else str(one.dtype), *one.shape)
-        for name, one in drafter.state_dict().items()
+        name: (f"torch.{meta.dtype}" if tensor.is_floating_point() else str(tensor.dtype), *tensor.shape)
+        for name, tensor in drafter.state_dict().items()
     }
-    found = {name: (str(one.dtype), *one.shape) for name, one in weights.items()}
-    if differing := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+    stored = {name: (str(tensor.dtype), *tensor.shape) for name, tensor in weights.items()}
+    if differing := sorted(name for name in {*expected, *stored} if expected.get(name) != stored.get(name)):
         raise UserError(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
-            f"stored {found.get(differing[0])}, expected {expected.get(differing[0])}"
+            f"stored {stored.get(differing[0])}, expected {expected.get(differing[0])}"
         )
-    drafter.load_state_dict({name: placed(one, device, dtype) for name, one in weights.items()}, assign=True)
+    drafter.load_state_dict({name: placed(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()
 
 

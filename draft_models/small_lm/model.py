@@ -66,10 +66,10 @@ def passes_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     """The id that stands for a token to be drafted in one pass with others, None: it drafts one a pass; and how many
     tokens it has learned to draft so, if its config says it. Raises `UserError` for what is neither."""
     rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
-    known, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
-    mask = construct(known, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
-    known = Annotated[int, Ge(1), Lt(2**10)] | None
-    return mask, construct(known, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
+    kind, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
+    mask = construct(kind, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
+    kind = Annotated[int, Ge(1), Lt(2**10)] | None
+    return mask, construct(kind, getattr(config, PASS_TOKENS, None), f"{where}: {PASS_TOKENS}")
 
 
 def last_id(lm: Target) -> int:
