@@ -5,6 +5,7 @@ The files are safetensors or torch's older pickles (.bin), one or several with a
 
 import hashlib
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -334,7 +335,7 @@ def fp8_scales(config: Path, quant: Path) -> str | None:
 def quantisation_of(config: Path, quant: Path = Path()) -> Mapping[str, object]:
     """What config.json says of a quantisation, else ModelOpt's `QUANT_FILE`; empty: nothing. Raises `UserError`."""
     for file, key in (config, "quantization_config"), (quant, "quantization"):
-        here = file.is_file()
+        here = os.path.isfile(file)  # also false for a name that no file can have
         quantised = read_mapping(file, "description of a model", "fetch the model again").get(key) if here else None
         if not isinstance(quantised or {}, dict):
             raise UserError(f"{file}: {key}={quantised!r}: expected a mapping; fetch the model again")

@@ -57,7 +57,7 @@ def make_page(
     loader = FileSystemLoader(HERE)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html").render(
-        title=f"Outrider: how fast {methods} decode {first['model']}",
+        title=f"Outrider: how fast {methods} decode {first.get('model', first['target'])}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
         busy=busy_sentences(first), verdict=recommendation(reports), conditions=conditions(reports),
         gained=gained, whole=whole, counted=counted_table(reports), served=served_table(reports),

@@ -343,7 +343,7 @@ def test_calls_of_tools_that_a_template_leaves_out_are_told(tmp_path: Path, caps
     mixed.write_text(jsonl([tool_talk(0), *TALKS]))
     alone.write_text(jsonl([tool_talk(0, "no JSON"), tool_talk(1)]))
     assert rows_of(mixed).counts["records"] == len(TALKS)
-    assert "mixed.jsonl:1: it calls tools" in capsys.readouterr().err
+    assert "mixed.jsonl:1: the template leaves 'get_weather' of tool_calls out" in capsys.readouterr().err
     refusal(r"malformed=1.*refused=1.*alone\.jsonl:1: turn 2", rows_of, alone)
 
 
