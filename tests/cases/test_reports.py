@@ -122,7 +122,8 @@ def results(speeds: Sequence[float], loops: Sequence[int] = (), stock: float = 1
 
 FACTS = {
     "target": "models/my-target", "model": "my-target", "drafter": "runs/auto/table", "dtype": "float32",
-    "computes_in": "float32", "device": "cpu", "max_new_tokens": 24, "processes": 1, "temperature": 0.0, "sampling": asdict(SamplingConfig()),
+    "computes_in": "float32", "device": "cpu", "max_new_tokens": 24, "processes": 1, "temperature": 0.0,
+    "sampling": asdict(SamplingConfig()),
     "settings": asdict(MethodConfig()), "kernels": {"1024×640 in bfloat16": "plain"},
 }  # fmt: skip
 
