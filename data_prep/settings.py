@@ -7,10 +7,17 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.places import Place
 from outrider.base.settings import Count, Positive, RunConfig, Seed, free, only, opt
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
-from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig, RunDtype, TableFolder
+from outrider.draft_models.targets.settings import (
+    Dtype,
+    FloatDtype,
+    Model,
+    Place,
+    RehearsedConfig,
+    RunDtype,
+    TableFolder,
+)
 
 _TOKENIZER = "a SentencePiece .model file, a GGUF file, or a tokenizer's directory or Hub name (OWNER/NAME)"
 _FILES = ("*.json", "*.model", "*.gguf")

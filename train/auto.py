@@ -4,15 +4,11 @@ outrider auto target=MODEL prompts=prompts.jsonl minutes=30
 """
 
 from outrider.commands import config_for, entry
-from outrider.data_prep.settings import PromptsConfig
-from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.train.settings.auto import AutoConfig
 
 
 @entry("auto", AutoConfig)
 def main(config: AutoConfig) -> None:
-    if config.prompts is not None:
-        parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)  # it refuses too few
     # Imported once the config is known to be good: torch takes seconds, on a busy machine a minute.
     print(f"auto target={config.target} minutes={config.minutes:g} out_dir={config.out_dir}: starting", flush=True)
     from outrider.train.auto_run import run_auto

@@ -10,11 +10,11 @@ from annotated_types import Ge, Le, Lt
 
 from outrider.base.errors import UserError, reason, require
 from outrider.base.files import user_cache
-from outrider.base.places import Place
 from outrider.base.settings import Count, Named, Settings, free, only, opt
 from outrider.data_prep.text.data_files import matching, read_file, resolve_paths
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.records import Counts
+from outrider.draft_models.targets.settings import Place
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # The template of a conversation: the tokenizer's own, Vicuna's, or none, the bare texts (for base models).

@@ -1,12 +1,15 @@
 """Options shared by commands that open a target; light, so that a mistake is reported before torch is imported."""
 
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from outrider.base.places import Place
-from outrider.base.settings import Positive, RunConfig, Settings, free, opt
+from outrider.base.errors import UserError
+from outrider.base.files import is_local
+from outrider.base.settings import Named, Positive, RunConfig, Settings, free, opt
 
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
@@ -17,6 +20,41 @@ Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variat
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
 Written = Literal["specforge", "speculators"]  # those that a training writes
 Exported = Literal[Written, "gguf"]  # also llama.cpp's, which is not read here
+
+
+@dataclass(frozen=True)
+class Place(Named):
+    """The path of a file or directory that must exist (see `Settings.require_places`).
+
+    hub: whether a Hub name is accepted too, which is not checked. besides: words that are accepted too. holds: patterns
+    of file names, one of which a directory has; none: it must be a file. begins: the possible first bytes of a file;
+    none: it must be a directory.
+    """
+
+    hub: bool = False
+    besides: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
+    begins: tuple[bytes, ...] = ()
+
+    def require(self, key: str, value: str) -> None:
+        """Raise `UserError` if `value` is a local path that does not exist, or of something else at first sight."""
+        elsewhere = value in self.besides or (self.hub and not is_local(value))
+        if not elsewhere and (fault := self._fault(value)):
+            raise UserError(f"{key}={value}: {fault}; give {self.what}")
+
+    def _fault(self, path: str) -> str:
+        """What is wrong with a path; nothing is read of a pipe."""
+        if os.path.isdir(path):
+            if any(any(Path(path).glob(pattern)) for pattern in self.holds):
+                return ""
+            return f"a directory without {' or '.join(self.holds)}" if self.holds else "a directory"
+        if not os.path.isfile(path):
+            return "" if os.path.exists(path) else "no such directory or file"
+        with open(path, "rb") as file:
+            start = file.read(4)
+        return "an empty file" if not start else "" if start.startswith(self.begins) else "another kind of file"
+
+
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 MODEL_FILES, GGUF = ("config.json", "adapter_config.json", "*.gguf"), (b"GGUF",)
 Model = Annotated[str, Place(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]

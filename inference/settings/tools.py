@@ -6,10 +6,9 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.places import Place
 from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
-from outrider.draft_models.targets.settings import Dtype, Model
+from outrider.draft_models.targets.settings import Dtype, Model, Place
 from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
 

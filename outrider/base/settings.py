@@ -45,7 +45,7 @@ class Named:
         return value
 
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` if the path `value` of the option `key` does not suit (see `places.Place`)."""
+        """Raise `UserError` if the path `value` of the option `key` does not suit (see `Place`)."""
 
 
 @dataclasses.dataclass(frozen=True)

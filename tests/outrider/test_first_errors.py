@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from outrider.base import settings
-from outrider.base.places import Place
 from outrider.base.run_dirs import only_run
 from outrider.base.settings import RunConfig, Settings
 from outrider.cli import COMMANDS
 from outrider.data_prep.text.settings import Records, SourceConfig
+from outrider.draft_models.targets.settings import Place
 
 RUN = """
 import contextlib, io, json, sys

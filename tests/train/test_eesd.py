@@ -96,7 +96,7 @@ def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
         ({"start": str(path)}, "no drafter.json there"),
         ({"target": str(other), "data": DataConfig(source="local", path="none")}, "was trained for another target"),
     ):
-        refusal(message, train_early_exit, replace(on, **changes, out_dir=str(tmp_path / "three")))
+        refusal(message, lambda: train_early_exit(replace(on, **changes, out_dir=str(tmp_path / "three"))))  # noqa: B023
     assert not (tmp_path / "three" / WEIGHTS_FILE).exists()
 
 

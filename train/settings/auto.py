@@ -1,5 +1,6 @@
 """Settings of auto. Light on purpose: a mistake shows before torch is imported."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, ClassVar, Literal
@@ -7,10 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from outrider.base.errors import require_choice
-from outrider.base.places import Place
 from outrider.base.settings import RunConfig, free, opt
+from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
-from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES
+from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, Place
 from outrider.inference.settings.kinds import KINDS
 
 TRAINED = tuple(kind.name for kind in KINDS.values() if kind.worth)
@@ -48,3 +50,9 @@ class AutoConfig(RunConfig):
             require_choice("train", kind, TRAINED)
         name = PurePath(self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
+
+    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+        """As for all settings; `prompts` must also be enough to train on some and to measure others."""
+        super().require_places(wanted, path)
+        if self.prompts is not None and wanted("prompts"):
+            parted(read_prompts(self.prompts), PromptsConfig.heldout_fraction, self.prompts)
