@@ -213,8 +213,10 @@ class GgufWriter:
 
 
 # The package can undo these, and not make them: any bytes are then some weights.
-UNQUANTISABLE = ("Q4_K", "Q6_K", "IQ4_NL")
-_SCALES = {"Q4_K": ((0, 0.004), (2, 0.03)), "Q6_K": ((208, 0.0004),), "IQ4_NL": ((0, 0.0008),)}
+UNQUANTISABLE = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+_SCALES = {"Q4_K": ((0, 0.004), (2, 0.03)), "Q5_K": ((0, 0.002), (2, 0.03)), "Q6_K": ((208, 0.0004),)} | {
+    kind: ((0, scale),) for kind, scale in (("IQ4_NL", 0.0008), ("Q4_0", 0.02), ("Q5_0", 0.01), ("Q8_0", 0.001))
+}
 
 
 def random_blocks(array: NDArray[Any], kind: Any) -> NDArray[Any]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -43,6 +44,9 @@ from outrider.draft_models.formats.torch_files import (
     Stored,
     fp8_scales,
 )
+
+if TYPE_CHECKING:
+    from outrider.draft_models.formats.gguf_model import GgufModel
 
 INDEX_FILE = "model.safetensors.index.json"
 PLACE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
@@ -81,15 +85,29 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
 
     source: a GGUF file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`.
     """
-    if (gguf := find_gguf(source)) is not None:
-        from outrider.draft_models.formats.gguf_model import GgufModel
-
-        return GgufModel(source, gguf)
+    if (mapped := open_mapped(source)) is not None:
+        return mapped
     if not is_local(source):
         return _on_hub(source, revision, weights)
     folder = Path(source)
     kind = _kind(lambda name: os.path.exists(folder / name), lambda name: folder / name)
     return None if kind is None else FolderModel(source, folder, kind)
+
+
+def open_mapped(source: str) -> "GgufModel | None":
+    """The model in the GGUF file `source`, whose tensors are read where they are; None for another model."""
+    if (path := find_gguf(source)) is None:
+        return None
+    stat = path.stat()
+    return _mapped(source, path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(4)
+def _mapped(source: str, path: Path, size: int, changed: int) -> "GgufModel":
+    """One object for all who open a file while it stays the same: they share what is read of it."""
+    from outrider.draft_models.formats.gguf_model import GgufModel
+
+    return GgufModel(source, path)
 
 
 def is_as_written(source: str, revision: str | None) -> bool:

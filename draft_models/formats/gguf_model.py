@@ -1,7 +1,7 @@
 """The model in a GGUF file: its tensors, dequantised, in the names and layout of transformers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider.base.errors import UserError, reason
+from outrider.base.progress import counted
+from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decoded
 from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
 from outrider.draft_models.formats.gguf_file import PLAIN, GgufFile, TensorPlace, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
@@ -63,6 +65,34 @@ class GgufModel:
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
 
+        Raises `UserError` as `_sources` does.
+        """
+        return {name: source.stored() for name, source in self._sources.items()}
+
+    def codes(self) -> Mapping[str, CodedRows]:
+        """Those of its weights that can be multiplied as the file stores them."""
+        return {name: rows for name, source in self._sources.items() if (rows := source.codes) is not None}
+
+    def prove_decoding(self, compared: int = 64) -> None:
+        """Raise `UserError` unless we decode rows of every tensor bit for bit as the gguf package, and so transformers.
+
+        compared: rows of each tensor, evenly spread.
+        """
+        for name, place in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
+            kind, raw = _row_size(self.file, place)[0], _mapped(self.file, place)
+            if kind.name in KINDS:
+                rows = raw[:: max(1, len(raw) // compared)]
+                ours = decoded(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+                if not np.array_equal(ours, load_package().quants.dequantize(rows, kind), equal_nan=True):
+                    raise UserError(
+                        f"{self.source}: tensor {name!r} ({kind.name}) is decoded to other numbers than the gguf "
+                        "package has; report this, and convert the model by that package meanwhile"
+                    )
+
+    @cached_property
+    def _sources(self) -> "Mapping[str, _Made]":
+        """Where its tensors are in the file, by Hugging Face's names.
+
         Raises `UserError` for an unsupported architecture, tensor or quantisation, for tensors that overlap, and if the
         file ends before its last tensor does.
         """
@@ -80,8 +110,7 @@ class GgufModel:
         for name, theirs in names.items():
             parts.setdefault(theirs, []).append(file.tensors[name])
         state = model.state_dict()
-        made = {name: _Made(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
-        return {name: one.stored() for name, one in made.items()}
+        return {name: _Made(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
 
     def describe(self, folder: Path) -> None:
         """Write config, generation config and tokenizer according to its metadata.
@@ -120,6 +149,25 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class MappedTensor(Stored):
+    """A tensor of a GGUF file; a quantised one is float32 when it is read."""
+
+    source: "_Made"
+
+    def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+        """Its bytes, decoded, at each (first byte, number of bytes); where it can be, only those rows are decoded."""
+        rows = self.source.codes
+        if rows is None:
+            yield from super().pieces(places)
+            return
+        size_of_row = 4 * rows.inputs
+        for begin, size in places:
+            first, last = begin // size_of_row, -(-(begin + size) // size_of_row)
+            content = rows.decoded(first, last).reshape(-1).view(torch.uint8).numpy().data
+            yield content[begin - first * size_of_row : begin - first * size_of_row + size]
+
+
+@dataclass(frozen=True)
 class _Made:
     """Hugging Face's tensor `name` of `shape`, made from the file's tensors `places` by transformers' `layout`."""
 
@@ -139,7 +187,28 @@ class _Made:
                 raise UserError(f"{self.file.path}: ends within tensor {place.name!r}; fetch it again")
         kinds = {_row_size(self.file, place)[0].name for place in self.places}
         dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
-        return Stored(dtype, self.shape, lambda: self.read().to(dtype))
+        return MappedTensor(dtype, [*self.shape], lambda: self.read().to(dtype), self)
+
+    @cached_property
+    def codes(self) -> CodedRows | None:
+        """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
+        place = self.places[0]
+        kind, _ = _row_size(self.file, place)
+        if len(self.places) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
+            return None
+        # A layout that changes numbers, or their order in a row, changes these.
+        rows = np.arange(place.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
+        names: dict[str, str] = {place.name.removesuffix(".weight"): self.name}
+        moved = self.layout.process(
+            rows, place.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+        ).weights
+        if moved is None or moved.shape != rows.shape:
+            return None
+        order = np.rint(moved[:, 0]).astype(np.int64)
+        if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
+            return None
+        raw = _mapped(self.file, place)
+        return CodedRows(kind.name, torch.from_numpy(raw if np.array_equal(moved, rows) else raw[order]))
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""
@@ -170,9 +239,16 @@ def _end(file: GgufFile, place: TensorPlace) -> int:
 
 def _dequantised(file: GgufFile, place: TensorPlace) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
-    kind, row = _row_size(file, place)
-    raw = np.array(np.memmap(file.path, np.uint8, "r", place.begin, (math.prod(place.shape[:-1]), row)))
-    return load_package().quants.dequantize(raw, kind).reshape(place.shape)
+    kind, raw = _row_size(file, place)[0], _mapped(file, place)
+    if kind.name in KINDS:
+        return decoded(kind.name, torch.from_numpy(raw)).numpy().reshape(place.shape)
+    return load_package().quants.dequantize(np.array(raw), kind).reshape(place.shape)
+
+
+def _mapped(file: GgufFile, place: TensorPlace) -> NDArray[np.uint8]:
+    """The bytes of a tensor by rows [rows, bytes]; they are read when they are used."""
+    # copy on write: PyTorch wants memory that could be written
+    return np.memmap(file.path, np.uint8, "c", place.begin, (math.prod(place.shape[:-1]), _row_size(file, place)[1]))
 
 
 def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType", int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.base.words import listed
+from outrider.draft_models.targets.coded import CodedLinear
 
 LARGEST = 127  # largest code: −128 is unused, so that a weight and its opposite get opposite codes
 BLOCK = 2**24  # bytes of codes converted to floats at a time: small enough for the C library's heap to reuse
@@ -52,7 +53,7 @@ class Int8Linear(nn.Module):
         return scaled(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-Linear = nn.Linear | Int8Linear  # a linear layer of a loaded model, before it gets another layout
+Linear = nn.Linear | Int8Linear | CodedLinear  # a linear layer of a loaded model, before it gets another layout
 
 
 def scaled(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -22,6 +22,7 @@ from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described, located
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE, SAFETENSORS
 from outrider.draft_models.targets.attention import ATTENTION
+from outrider.draft_models.targets.coded import keep_codes
 from outrider.draft_models.targets.introspection import observe
 from outrider.draft_models.targets.model_spec import ModelSpec
 from outrider.draft_models.targets.stack import LayerStack, module_list
@@ -59,15 +60,15 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     return model.get_submodule(spec_of(model).norm)
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, attention: str | None = ATTENTION) -> PreTrainedModel:
     """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
 
-    Raises `UserError` for a config that describes no model.
+    attention: the implementation; None: transformers chooses. Raises `UserError` for a config that describes no model.
     """
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():  # nothing to initialise on meta
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=ATTENTION, trust_remote_code=False
+                copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False
             )
     except Exception as error:
         why = f"its {CONFIG_FILE} describes no model ({reason(error)})"
@@ -119,26 +120,44 @@ def number_layer(layer: nn.Module, index: int) -> None:
 
 
 def load_causal_lm(
-    source: str, revision: str | None = None, *, role: str = "target", **options: object
-) -> PreTrainedModel:
+    source: str, revision: str | None = None, *, role: str = "target", coded: bool = False,
+    part: PreTrainedConfig | None = None, **options: object,
+) -> PreTrainedModel:  # fmt: skip
     """The whole causal LM in `source` as transformers runs it. Raises `UserError`, also if its weights do not fit.
 
+    coded: as for `load_layers`; only a GGUF file has codes. part: the config of its first layers, to load no others.
     options: passed to `from_pretrained`. The index is checked first: transformers would follow it out of the directory.
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
+    if files.mapped is not None:
+        return _load_mapped(files, role, coded, **options)
     dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.place
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as place:
         model = fitted(
-            AutoModelForCausalLM, place, f"{role}={source}", exact=None if "config" in options else bool(renamed),
-            revision=revision, use_safetensors=True, **renamed, **options,
+            AutoModelForCausalLM, place, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
+            use_safetensors=True, **({"config": part} if part else {}), **renamed, **options,
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
     if renamed:  # else saving the model would restore the prefix
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [one for one in conversions if one.target_patterns != [""]]
+    return model
+
+
+def _load_mapped(files: TensorFiles, role: str, coded: bool, **options: Any) -> PreTrainedModel:
+    """The whole causal LM of a GGUF file in transformers' own class; options: as for `load_causal_lm`."""
+    described, revision = as_described(files.source, files.revision)
+    config = AutoConfig.from_pretrained(described, revision=revision, trust_remote_code=False)
+    config.dtype = options["dtype"]
+    model = empty_model(config, options.get("attn_implementation"))
+    names = {name: name for name in files.file_of}
+    place = options.get("device_map") or {"": torch.device("cpu")}
+    model = _filled(model, files, names, config.dtype, place, role, exact=False, coded=coded)
+    model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
+    model.name_or_path = model.config.name_or_path = files.source
     return model
 
 
@@ -180,12 +199,14 @@ def load_layers(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     role: str = "target",
+    coded: bool = False,
 ) -> PreTrainedModel:
     """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
 
     transformers assigns the tensors, as it does for a whole model: it renames and converts old ones, ties the head, and
     keeps some in float32. Reads only the embedding, those layers, the final norm and (if untied) the
     head, as `files.bytes_read` proves. Frozen, in eval mode, with this toolkit's attention. role: the model's option.
+    coded: quantised weights stay as their file stores them (see `targets.coded`), where it can be so.
     Raises `UserError` if the weights do not fit the config.
     """
     part = None if len(layers) < config.num_hidden_layers else False
@@ -193,21 +214,35 @@ def load_layers(
     config.dtype = dtype  # also the dtype of the buffers that transformers creates
     model = empty_layers(config, layers)
     names = _names(files, spec_of(model).layers, layers)
+    place = {"": torch.device(device)}
+    return _filled(model, files, names, dtype, place, role, exact=bool(files.wrapped) or part, coded=coded)
+
+
+def _filled(
+    model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, place: Any, role: str, *,
+    exact: bool | None, coded: bool,
+) -> PreTrainedModel:  # fmt: skip
+    """`model`, which is on meta, with the tensors of `files`. names: its tensors' names → names in the files."""
+    tied = model.config.tie_word_embeddings
+    if coded:
+        names = keep_codes(model, files.codes, names, dtype)
     added = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
     computed = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
-    options = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
+    device = place[""] if isinstance(place, dict) and [*place] == [""] else None
+    options = {} if device == torch.device("cpu") else {"device_map": place}
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
-        stored = files.unread(set(names.values()), device, stage)
+        stored = files.unread(set(names.values()), device or "cpu", stage)
         fitted(
-            filling, None, f"{role}={files.source}", exact=bool(files.wrapped) or part, config=model.config,
-            dtype=dtype, state_dict={n.removeprefix(added): stored[source] for n, source in names.items()}, **options,
+            filling, None, f"{role}={files.source}", exact=exact, config=model.config, dtype=dtype,
+            state_dict={n.removeprefix(added): stored[source] for n, source in names.items()}, **options,
         )  # fmt: skip
     for name, buffer in computed.items():
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, buffer)
+    model.config.tie_word_embeddings = tied
     model.requires_grad_(False).eval()
-    return nn.Module.to(model, device)  # the rope buffers; PreTrainedModel's own has no type
+    return model if device is None else nn.Module.to(model, device)  # the rope buffers; PreTrainedModel's has no type
 
 
 def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[str, str]:

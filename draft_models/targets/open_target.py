@@ -104,14 +104,16 @@ class OpenTarget:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         int8: bool = False,
+        coded: bool = False,
     ) -> PreTrainedModel:
         """A model of the given layers, by default all, loaded and proven by `load_proven`.
 
+        coded: quantised weights stay as they are stored, for decoding on a CPU.
         int8: the int8 model, which computes in `dtype`; the weights are quantised from their stored dtype.
         """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
         loaded = stored_dtype(self.config) if int8 else dtype
-        model = load_proven(self.files, self.config, chosen, dtype=loaded, device=device)
+        model = load_proven(self.files, self.config, chosen, dtype=loaded, device=device, coded=coded)
         if int8:
             quantise(model, dtype, f"target={self.source}")
         return model
@@ -123,9 +125,10 @@ class OpenTarget:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         int8: bool = False,
+        coded: bool = False,
     ) -> LayerStack:
         """The same as a `LayerStack`, which can run a range of layers at a time."""
-        return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8))
+        return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8, coded=coded))
 
 
 def load_proven(
@@ -136,19 +139,22 @@ def load_proven(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     role: str = "target",
+    coded: bool = False,
 ) -> PreTrainedModel:
     """The model of `load_layers`, proven by `prove_weights` and `prove_layers`. role: the model's option.
 
     For that, transformers loads the whole model. If it is larger than `LARGEST_COPY`, only its first layer is loaded,
     and of the rest the shapes are compared. `prove_weights` is skipped if a file is not here. Raises `UserError`.
     """
-    model = load_layers(files, config, layers, dtype=dtype, device=device, role=role)
-    if files.complete:
-        every, options = empty_model(config), dict[str, object]()
+    model = load_layers(files, config, layers, dtype=dtype, device=device, role=role, coded=coded)
+    if files.mapped is not None:
+        files.mapped.prove_decoding()
+    elif files.complete:
+        every, part = empty_model(config), None
         if dtype.itemsize * sum(weight.numel() for weight in every.parameters()) > LARGEST_COPY:
             load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)
-            options["config"] = pick_layers(every, [0], {}).config
-        theirs = load_causal_lm(files.source, files.revision, role=role, dtype=dtype, **options)
+            part = pick_layers(every, [0], {}).config
+        theirs = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
         prove_weights(model, layers, theirs, f"{role}={files.source}")
     prove_layers(model, f"{role}={files.source}")
     return model

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from outrider.base.errors import UserError, reason
 from outrider.base.progress import counted
 from outrider.draft_models.targets.attention import stock_attention
+from outrider.draft_models.targets.coded import CodedEmbedding
 from outrider.draft_models.targets.model_files import (
     decoder_layers,
     layer_stack,
@@ -95,7 +96,7 @@ def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
         yield
         return
     embed, config = model.get_input_embeddings(), model.config.get_text_config()
-    assert isinstance(embed, nn.Embedding)
+    assert isinstance(embed, nn.Embedding | CodedEmbedding)
     rows = config.vocab_size if draft_vocabulary_of(model) else min(vocabulary, config.vocab_size)
     layers = decoder_layers(model)
     inside = {id(tensor) for tensor in _halves(layers)}

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from outrider.base.errors import UserError
 from outrider.draft_models.targets.attention import additive, packed_band
+from outrider.draft_models.targets.coded import CodedEmbedding
 from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit, slots_of
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.target import LayerCache, Mask, Masks, Rotary, Target
@@ -170,12 +171,17 @@ class LayerStack(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.embed_tokens.weight.device
+        return self._like.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.embed_tokens.weight.dtype
+        """The dtype of the weights, or that of hidden states if the weights are codes."""
+        return self._like.dtype
+
+    @property
+    def _like(self) -> Tensor:
+        embed = self.embed_tokens
+        return embed.like if isinstance(embed, CodedEmbedding) else embed.weight
 
     @property
     def layered(self) -> "LayerStack":

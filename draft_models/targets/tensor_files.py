@@ -3,12 +3,13 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, counted
-from outrider.draft_models.formats.convert import as_described, as_safetensors, located
+from outrider.draft_models.formats.convert import as_described, as_safetensors, located, open_mapped
 from outrider.draft_models.formats.torch_files import (
     CONFIG_FILE,
     SAFETENSORS,
@@ -26,6 +27,10 @@ from outrider.draft_models.formats.torch_files import (
     readable,
     require_weights,
 )
+
+if TYPE_CHECKING:
+    from outrider.draft_models.formats.gguf_codes import CodedRows
+    from outrider.draft_models.formats.gguf_model import GgufModel
 
 BASE_PREFIX = "model."
 # Prefixes that wrappers add to tensor names: torch.compile, DistributedDataParallel, peft.
@@ -50,6 +55,7 @@ class TensorFiles:
     place: tuple[str, str | None]  # directory or Hub name of the files, and its revision (see `as_safetensors`)
     headless: bool = False  # saved without the prefix
     wrapped: str = ""  # a wrapper's prefix of all stored names
+    mapped: "GgufModel | None" = None  # the model in a GGUF file, whose tensors are read where they are
     bytes_read: int = field(default=0)
     tensors_read: int = field(default=0)
     bytes_hashed: int = field(default=0)
@@ -91,7 +97,7 @@ class TensorFiles:
     @property
     def complete(self) -> bool:
         """Whether all its files are on this machine."""
-        return all(self._path(file, fetch=False) is not None for file in set(self.file_of.values()))
+        return self.mapped is not None or all(self._path(file, fetch=False) for file in set(self.file_of.values()))
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
@@ -110,7 +116,7 @@ class TensorFiles:
         incomplete: set[str] = set()
         with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
             for file, wanted in self._by_file(names).items():
-                if not fetch and self._path(file, fetch) is None:
+                if not fetch and self.mapped is None and self._path(file, fetch) is None:
                     incomplete |= {part_of(name) for name in wanted}
                     continue
                 jobs = {name: pool.submit(_hash, name, one, whole) for name, one in self._of(file, wanted).items()}
@@ -144,7 +150,15 @@ class TensorFiles:
             by_file.setdefault(self.file_of[name], []).append(name)
         return by_file
 
+    @cached_property
+    def codes(self) -> Mapping[str, "CodedRows"]:
+        """The weights that a CPU can multiply as they are stored, by name."""
+        return {} if self.mapped is None else self.mapped.codes()
+
     def _of(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
+        if self.mapped is not None:
+            tensors = self.mapped.tensors()
+            return {name: tensors[name] for name in names}
         stored = {name: self._stored(name) for name in names}
         others = (self._stored(name) for name, one in self.file_of.items() if one != file)
         held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), others)
@@ -170,6 +184,10 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
 
     Raises `UserError`, also for an index that is damaged or names a file outside the directory.
     """
+    if (mapped := open_mapped(source)) is not None:
+        return TensorFiles(
+            source, revision, dict.fromkeys(mapped.tensors(), mapped.path.name), (source, None), mapped=mapped
+        )
     place = as_safetensors(source, revision)
     single = located(*place, SAFETENSORS.single)  # transformers prefers it to an index
     index = located(*place, SAFETENSORS.index) if single is None else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from outrider.draft_models.targets.attention import grouped_attention
+from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
 from outrider.draft_models.targets.target import LayerCache
 from outrider.inference.core.cache import KVCache
@@ -184,8 +185,12 @@ class FusedLayer(nn.Module):
 
 def join(linears: Sequence[Linear]) -> Linear:
     """One linear layer for the outputs of `linears`, all of one type; their weights become views of its weight."""
-    coded = [linear for linear in linears if isinstance(linear, Int8Linear)]
-    return _join_int8(coded) if coded else _join_floats([one for one in linears if isinstance(one, nn.Linear)])
+    coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
+    if coded:
+        like = coded[0].like
+        return CodedLinear([part for linear in coded for part in linear.parts], _joined_bias(coded, like), like.dtype)
+    codes = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    return _join_int8(codes) if codes else _join_floats([x for x in linears if isinstance(x, nn.Linear)])
 
 
 def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:

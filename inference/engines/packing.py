@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, scaled
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, LayersAtOnce, PanelLinear, fits_panels
+from outrider.inference.engines.cpu.at_once import (
+    COLD,
+    ONE_BY_ONE,
+    REPEATS,
+    LayersAtOnce,
+    PanelLinear,
+    dtype_of_linear,
+    fits_panels,
+)
 from outrider.inference.engines.cpu.recorded import can_pack, settle
 from outrider.inference.engines.fused_layers import FusedLayer, frozen_linear, fuse_layers
 
@@ -74,6 +83,8 @@ class WidenedLinear(nn.Module):
 
 
 def _blocked(linear: Linear) -> nn.Module:
+    if isinstance(linear, CodedLinear):
+        return linear
     return WidenedLinear(linear, PackedLinear) if isinstance(linear, Int8Linear) else PackedLinear(linear)
 
 
@@ -92,7 +103,9 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
     """
     # Subclasses have another forward: a router of experts returns their choice.
     linears: dict[int, Linear] = {
-        id(child): child for child in module.modules() if type(child) is nn.Linear or isinstance(child, Int8Linear)
+        id(child): child
+        for child in module.modules()
+        if type(child) is nn.Linear or isinstance(child, Int8Linear | CodedLinear)
     }
     by_shape: dict[tuple[object, ...], list[Linear]] = {}
     for linear in linears.values():
@@ -108,10 +121,17 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
                 setattr(parent, name, laid_out[id(child)])
 
 
+def pack_codes(model: nn.Module) -> None:
+    """`pack_linears` for the layers of `model` whose weights are codes; other modules with them share the panels."""
+    pack_linears(model, lambda linears: "panels" if isinstance(linears[0], CodedLinear) else "plain")
+
+
 def chosen_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
     """The `fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`)."""
     first = linears[0]
-    dtype = _dtype_of(first)
+    if isinstance(first, CodedLinear):  # PyTorch has no product with codes
+        return "panels"
+    dtype = dtype_of_linear(first)
     able = layouts_here(first, panels=panels) if can_pack(device, dtype) else ["plain"]
     kind = "int8 " if isinstance(first, Int8Linear) else ""
     question = f"{first.out_features}×{first.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
@@ -124,14 +144,9 @@ def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
     return [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(linear))]
 
 
-def _dtype_of(linear: Linear) -> torch.dtype:
-    """The dtype in which a layer computes."""
-    return linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
-
-
 def _bytes_of(linear: Linear) -> int:
     """Bytes of its weights; int8 codes count as floats, since some layouts store them so."""
-    return linear.out_features * linear.in_features * _dtype_of(linear).itemsize
+    return linear.out_features * linear.in_features * dtype_of_linear(linear).itemsize
 
 
 @torch.inference_mode()
@@ -152,7 +167,7 @@ def fastest_layout(
     most some tenths of a second, and the memory of copies of these layers.
     """
     first = linears[0]
-    dtype, size = _dtype_of(first), _bytes_of(first)
+    dtype, size = dtype_of_linear(first), _bytes_of(first)
     if size < small:
         return "blocked"
     count = math.ceil(COLD / size)

@@ -231,7 +231,7 @@ def load_models(
     plain = load_plain(setup.target, *placed, int8=setup.int8)
     stack = load_stack(setup.target, plain, *placed, by_layers=config.by_layers, int8=setup.int8)
     with recorded(products) as made:
-        prepare(stack, drafters)
+        prepare(stack, drafters, plain)
     return Models(plain, stack, drafters, make_runtime(config.runtime, setup.device), made)
 
 
@@ -253,7 +253,7 @@ def load_stack(
         if (refusal := why_not_by_layers(target.config)) is not None:
             raise NotByLayersError(f"target={target.source}: {refusal}")
         if plain is None or can_pack(device, dtype):  # then load a separate copy: transformers' stays unpacked
-            return target.stack(dtype=dtype, device=device, int8=int8)
+            return target.stack(dtype=dtype, device=device, int8=int8, coded=device.type == "cpu")
         prove_layers(plain, f"target={target.source}")
         return layer_stack(plain)
     except NotByLayersError as error:  # for other errors no fallback would help
@@ -275,9 +275,11 @@ def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, 
 
     int8: quantised to int8, computing in `dtype`. Its codes equal the stack's, as both quantise the stored weights.
     """
-    ours = {"attn_implementation": ATTENTION} if why_not_by_layers(target.config) is None else {}
+    attention = ATTENTION if why_not_by_layers(target.config) is None else None
     stored = stored_dtype(target.config) if int8 else dtype
-    model = load_causal_lm(target.source, target.revision, dtype=stored, **ours)
+    model = load_causal_lm(
+        target.source, target.revision, coded=device.type == "cpu", dtype=stored, attn_implementation=attention
+    )
     model.requires_grad_(False).eval()
     if int8:
         quantise(model, dtype, f"target={target.source}")
@@ -298,13 +300,18 @@ def new_drafter(
     return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
 
 
-def prepare(target: Target, drafters: Drafters) -> None:
-    """Prepare a target and its drafters for decoding: fuse layers, pack weights for the device, share heads."""
-    from outrider.inference.engines.packing import lay_out  # the engines: imported only for decoding
+def prepare(target: Target, drafters: Drafters, plain: PreTrainedModel | None = None) -> None:
+    """Prepare a target and its drafters for decoding: fuse layers, pack weights for the device, share heads.
+
+    plain: the target as transformers runs it; where its weights are codes, they are multiplied as the target's are.
+    """
+    from outrider.inference.engines.packing import lay_out, pack_codes  # the engines: imported only for decoding
 
     with Stage("laying out weights, compiling what is new"):
         if target.layered is not None:  # else it runs unchanged
             lay_out(target.layered, target.device)
+        if plain is not None:
+            pack_codes(plain)
         for name, model in drafters.items():
             KINDS[name].load_plugin().prepare(model, target)
 

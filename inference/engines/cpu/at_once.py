@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Texts
 from outrider.inference.core import batch
@@ -51,6 +52,9 @@ _FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, en
 
 def fits_panels(linear: object) -> TypeGuard[Linear]:
     """Whether the kernels can multiply by this layer's weight on a CPU."""
+    if isinstance(linear, CodedLinear):
+        panels = all(len(part) % PANEL == 0 and part.raw.device.type == "cpu" for part in linear.parts)
+        return panels and linear.like.dtype in (torch.float32, torch.bfloat16)
     if isinstance(linear, Int8Linear):
         kind, device = linear.scale.dtype, linear.codes.device
     elif type(linear) is nn.Linear:
@@ -75,9 +79,11 @@ class PanelLinear(nn.Module):
     def __init__(self, linear: Linear):
         super().__init__()
         self.shape = (linear.out_features, linear.in_features)
-        self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
+        self._dtype = dtype_of_linear(linear)
         self.layout = WeightLayout.of([linear], self._dtype)
+        self._coded = linear if isinstance(linear, CodedLinear) else None
         self._panels = in_large_pages(self.layout.panels(linear))
+        self._bytes = bytes_of_codes([linear]) or self._panels.nbytes
         self._scales, self._biases = _scales(linear), _biases(linear)
         self.bias = linear.bias
         self._function = self.layout.entry(entries.product_entry)
@@ -89,11 +95,15 @@ class PanelLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A plain copy [out, in]."""
+        if self._coded is not None:
+            return self._coded.weight.to(self._dtype)
         plain = out_of_panels(self._panels, self.shape[0], self.layout.together).to(self._dtype)
         return plain * self._scales.to(self._dtype)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. An `x` of another dtype is multiplied in that dtype (see `lossless.precise`)."""
+        if x.dtype != self._dtype and self._coded is not None:
+            return self._coded(x)
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         return self._call(self._function, x, self.layout.operand(x.reshape(-1, self.shape[1])))
@@ -123,7 +133,7 @@ class PanelLinear(nn.Module):
         table[entries.ROWS] = x.numel() // self.shape[1]
         for place, number in (more or {}).items():
             table[place] = number
-        call(entry, table, self._panels.nbytes)
+        call(entry, table, self._bytes)
         return out
 
 
@@ -166,8 +176,10 @@ class LayersAtOnce:
         )
         linears = [linear for layer in layers for linear in layer.products]
         self.layout = WeightLayout.of(linears, self._dtype)
-        sizes = [linear.out_features * linear.in_features for linear in first.products]
+        sizes = [self.layout.numbers(linear) for linear in first.products]
         self._weights = in_large_pages(torch.empty(len(layers), sum(sizes), dtype=self.layout.stored))
+        self._coded = [linear.parts for linear in linears if isinstance(linear, CodedLinear)]
+        self._bytes = bytes_of_codes(first.products) or self._weights[0].nbytes
         # Layer by layer, so that there is no third copy of a large model.
         for row, layer in zip(self._weights, layers, strict=True):
             for part, linear in zip(row.split(sizes), layer.products, strict=True):
@@ -196,6 +208,8 @@ class LayersAtOnce:
 
         The two round differently, so the chosen one runs all passes, of few rows or many.
         """
+        if self.layout.way == "codes":  # PyTorch has no product with codes
+            return AT_ONCE
         hidden, inner = self._shape.hidden, self._shape.inner
         question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
         return settle(question, (ONE_BY_ONE, AT_ONCE), lambda: AT_ONCE if self.is_faster(layers) else ONE_BY_ONE)
@@ -326,7 +340,7 @@ class LayersAtOnce:
         table[entries.WORK], table[entries.POSITIONS] = work.data_ptr(), positions
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
-        call(self._function, table, self._weights[0].nbytes * (stop - start))
+        call(self._function, table, self._bytes * (stop - start))
         return out
 
     def _workspace_size(self, rows: int, threads: int, positions: int) -> int:
@@ -335,6 +349,18 @@ class LayersAtOnce:
         if size not in self._workspace_sizes:
             self._workspace_sizes[size] = sum(entries.workspace_sizes(self._shape, *size, self.layout.parts))
         return self._workspace_sizes[size]
+
+
+def dtype_of_linear(linear: Linear) -> torch.dtype:
+    """The dtype in which a linear layer computes."""
+    if isinstance(linear, CodedLinear):
+        return linear.like.dtype
+    return linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
+
+
+def bytes_of_codes(linears: Sequence[Linear]) -> int:
+    """Bytes of the layers' weights as a file stores them; 0 if they are no codes."""
+    return sum(part.raw.nbytes for linear in linears if isinstance(linear, CodedLinear) for part in linear.parts)
 
 
 def dtype_of(layer: Any) -> torch.dtype:

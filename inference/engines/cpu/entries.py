@@ -20,7 +20,16 @@ from outrider.inference.engines.cpu.by_amx import STEP
 from outrider.inference.engines.cpu.elementwise import norm_row
 from outrider.inference.engines.cpu.likeliest import first_largest, likeliest_children
 from outrider.inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
-from outrider.inference.engines.cpu.passes import Layers, LayerShape, PassRows, Workspace, part, product, run
+from outrider.inference.engines.cpu.passes import (
+    Layers,
+    LayerShape,
+    PassRows,
+    Workspace,
+    part,
+    product,
+    run,
+    stored_numbers,
+)
 from outrider.inference.engines.cpu.vectors import LANES, PARTS, Linear
 
 Numbers = type  # a numpy type that compiled code supports
@@ -49,7 +58,7 @@ COUNT, POSITIONS, PAST, START, STOP, MOST, VALUES = range(23, 30)
 TABLE = 30
 
 
-_WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4}  # weights per number of this type, see `Linear`
+_WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4, np.int64: 0}  # see `weights_in`
 
 
 def parts_of(stored: Numbers, kept: Numbers) -> int:
@@ -123,7 +132,7 @@ def _workspace_of(table, shape, read, parts):
 def _linear_at(table, stored, in_one):
     """The layer of a table. stored: the type of its weights; in_one: see `_WEIGHTS_IN`."""
     inputs, outputs = table[INPUTS], table[OUTPUTS]
-    weights = carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one)
+    weights = carray(array_at(table[WEIGHTS], stored), stored_numbers(outputs, inputs, in_one))
     return Linear(weights, inputs, _floats(table[SCALES], 1, outputs)[0], _floats(table[BIASES], 1, outputs)[0])
 
 
@@ -265,8 +274,10 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
         inner, count, rows = table[INNER], table[LAYERS], table[ROWS]
         shape, every = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = every + 2 * size + 2 * inner
+        numbers = stored_numbers(every, size, in_one) + stored_numbers(size, heads * width, in_one)
+        numbers += stored_numbers(2 * inner, size, in_one) + stored_numbers(size, inner, in_one)
         layers = Layers(
-            carray(array_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner) // in_one)),
+            carray(array_at(table[WEIGHTS], stored), (count, numbers)),
             _floats(table[SCALES], count, outputs),
             _floats(table[BIASES], count, outputs),
             carray(array_at(table[NORMS], np.float32), (count, 2, size)),

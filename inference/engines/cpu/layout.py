@@ -21,10 +21,12 @@ from numba.core.ccallback import CFunc
 from torch import Tensor
 
 from outrider.base.progress import Stage
+from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
 from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.by_amx import STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import DOTS, TILE
+from outrider.inference.engines.cpu.code_panels import code_table
 from outrider.inference.engines.cpu.entries import Numbers
 from outrider.inference.engines.cpu.recorded import settle
 from outrider.inference.engines.cpu.vectors import PANEL
@@ -91,12 +93,13 @@ SHARE = 2**15  # least bytes of weights per thread for which several threads pay
 Make = Callable[..., CFunc]  # one of `entries`, for some `Numbers`
 STORED: dict[torch.dtype, Numbers] = {
     torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8,
+    torch.int64: np.int64,
 }  # fmt: skip
 _TRIED = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
 _REPEATS = 20
 
 
-Way = Literal["floats", "pairs", "amx"]
+Way = Literal["floats", "pairs", "amx", "codes"]
 
 
 class WeightLayout(NamedTuple):
@@ -113,7 +116,9 @@ class WeightLayout(NamedTuple):
 
     @classmethod
     def of(cls, linears: Sequence[Linear], kept: torch.dtype) -> "WeightLayout":
-        """The layout for some layers on this processor."""
+        """The layout for some layers of one type on this processor."""
+        if isinstance(linears[0], CodedLinear):
+            return cls(torch.int64, 1, "codes", kept)
         stored = fewest_bytes(linears)
         if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
             return cls(stored, 1, "floats", kept)
@@ -135,7 +140,8 @@ class WeightLayout(NamedTuple):
     @property
     def read(self) -> torch.dtype:
         """The dtype of the operand by which weights are multiplied."""
-        return torch.float32 if self.way == "floats" else torch.bfloat16
+        floats = self.way == "floats" or (self.way == "codes" and not (DOTS and self.kept == torch.bfloat16))
+        return torch.float32 if floats else torch.bfloat16
 
     @property
     def _numbers(self) -> Numbers:
@@ -148,9 +154,17 @@ class WeightLayout(NamedTuple):
         return _address(make, self._numbers, self.read, self.kept)
 
     def panels(self, linear: Linear) -> Tensor:
-        """A layer's weights in this layout."""
+        """A layer's weights in this layout; of codes the table of their panels."""
+        if isinstance(linear, CodedLinear):
+            return code_table(linear.parts)
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
         return in_panels(weight, self.together)
+
+    def numbers(self, linear: Linear) -> int:
+        """How many numbers `panels` returns for a layer."""
+        if self.way == "codes":
+            return 2 * (linear.out_features // PANEL)
+        return linear.out_features * linear.in_features
 
     def operand(self, x: Tensor) -> Tensor:
         """x [rows, in] of dtype `kept` as products read it, [parts · rows, in]."""

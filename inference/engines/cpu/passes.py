@@ -17,6 +17,7 @@ from numba.extending import overload
 from outrider.inference.engines.cpu.attention import AttentionTask, attend
 from outrider.inference.engines.cpu.attention_amx import attend_by_amx
 from outrider.inference.engines.cpu.by_amx import STEP, by_amx
+from outrider.inference.engines.cpu.by_codes import by_codes
 from outrider.inference.engines.cpu.by_vectors import by_vectors
 from outrider.inference.engines.cpu.elementwise import add_row, gate_row, norm_row
 from outrider.inference.engines.cpu.numbers import array_of, kernel, put, rounded, wait, wide
@@ -26,15 +27,15 @@ from outrider.inference.engines.cpu.vectors import PANEL, Linear, weights_in
 def product(linear, x, rows, first, last, halves, out):
     """Compute out[r, c] for outputs first … last − 1: scale of c · (x[r] · weights of c) + bias of c.
 
-    x [rows, inputs]: float32, or bfloat16 if the weights are pairs. For AMX it is bfloat16, and with [3 · rows, inputs]
-    row r is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of `PANEL`. halves: round
-    to bfloat16. In compiled code: see `_product_of`.
+    x [rows, inputs]: float32, or bfloat16 if the weights are pairs; by codes either. For AMX it is bfloat16, and with
+    [3 · rows, inputs] row r is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of
+    `PANEL`. halves: round to bfloat16. In compiled code: see `_product_of`.
     """
 
 
 @overload(product)
 def _product_of(linear, x, rows, first, last, halves, out):
-    way = by_amx if linear.types[0].dtype == types.uint64 else by_vectors
+    way = {types.uint64: by_amx, types.int64: by_codes}.get(linear.types[0].dtype, by_vectors)
     return lambda linear, x, rows, first, last, halves, out: way(linear, x, rows, first, last, halves, out)
 
 
@@ -43,6 +44,12 @@ def part(outputs, rank, threads):
     """The begin and end of a thread's outputs, in whole panels."""
     panels = outputs // PANEL
     return panels * rank // threads * PANEL, panels * (rank + 1) // threads * PANEL
+
+
+@kernel
+def stored_numbers(outputs, inputs, in_number):
+    """How many numbers hold a linear layer's weights, `in_number` in each; see `weights_in`."""
+    return 2 * (outputs // PANEL) if in_number == 0 else outputs * inputs // in_number
 
 
 class LayerShape(NamedTuple):
@@ -239,8 +246,9 @@ def run(shape, layers, start, stop, given, numbers, work):
     every = mixed + 2 * shape.key_heads * shape.width
     # offsets of the second, third and fourth product of a layer, in weights and in outputs
     pair = weights_in(layers.weights)
-    out_at, up_at = every * size // pair, (every + mixed) * size // pair
-    down_at = up_at + 2 * inner * size // pair
+    out_at = stored_numbers(every, size, pair)
+    up_at = out_at + stored_numbers(size, mixed, pair)
+    down_at = up_at + stored_numbers(2 * inner, size, pair)
     out_to, up_to = every + size, every + size + 2 * inner
     turn = 0
     for layer in range(start, stop):

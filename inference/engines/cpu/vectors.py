@@ -57,12 +57,12 @@ def loaded(builder, start, at, kind):
         return builder.sitofp(builder.sext(codes, INTS), FLOATS)
     if kind == types.int16:
         return builder.fpext(builder.bitcast(codes, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
-    return builder.bitcast(builder.shl(builder.zext(codes, INTS), _every_int(16)), FLOATS)
+    return builder.bitcast(builder.shl(builder.zext(codes, INTS), every_int(16)), FLOATS)
 
 
 def both_of(builder, pairs):
     """The first and the second numbers of pairs of bfloat16s, as floats."""
-    lower, upper = builder.shl(pairs, _every_int(16)), builder.and_(pairs, _every_int(0xFFFF0000))
+    lower, upper = builder.shl(pairs, every_int(16)), builder.and_(pairs, every_int(0xFFFF0000))
     return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
 
 
@@ -92,22 +92,22 @@ def ask_for(builder, address):
 def nearest_bfloat16(builder, values):
     """The bits of floats, rounded to bfloat16 in their upper halves; the lower halves are arbitrary."""
     bits = builder.bitcast(values, INTS)
-    odd = builder.and_(builder.lshr(bits, _every_int(16)), _every_int(1))
-    up = builder.add(builder.add(bits, _every_int(0x7FFF)), odd)
+    odd = builder.and_(builder.lshr(bits, every_int(16)), every_int(1))
+    up = builder.add(builder.add(bits, every_int(0x7FFF)), odd)
     no_number = builder.fcmp_unordered("uno", values, values)
-    return builder.select(no_number, _every_int(0x7FC00000), up)
+    return builder.select(no_number, every_int(0x7FC00000), up)
 
 
 def rounded(builder, values, halves):
     """Floats, rounded to bfloat16 if `halves`."""
-    kept = builder.and_(nearest_bfloat16(builder, values), _every_int(0xFFFF0000))
+    kept = builder.and_(nearest_bfloat16(builder, values), every_int(0xFFFF0000))
     return builder.select(halves, builder.bitcast(kept, FLOATS), values)
 
 
 def stored(builder, values, start, at, kind, halves):
     """Store floats from index `at` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `halves`."""
     if kind == types.uint16:
-        upper = builder.lshr(nearest_bfloat16(builder, values), _every_int(16))
+        upper = builder.lshr(nearest_bfloat16(builder, values), every_int(16))
         halved = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
         address = place_in(builder, start, at, ir.IntType(16))
         builder.store(halved, builder.bitcast(address, halved.type.as_pointer()), align=2)
@@ -128,7 +128,7 @@ def exponential(builder, x):
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = added(builder, every_float(factor), p, r)
     p = added(builder, builder.fadd(r, every_float(1.0)), builder.fmul(p, r), r)
-    power = builder.shl(builder.add(builder.fptosi(n, INTS), _every_int(127)), _every_int(23))
+    power = builder.shl(builder.add(builder.fptosi(n, INTS), every_int(127)), every_int(23))
     return builder.select(low, ZEROS, builder.fmul(p, builder.bitcast(power, FLOATS)))
 
 
@@ -182,7 +182,7 @@ def every_float(number):
     return ir.Constant(FLOATS, [number] * LANES)
 
 
-def _every_int(number):
+def every_int(number):
     return ir.Constant(INTS, [number] * LANES)
 
 
@@ -198,6 +198,7 @@ class Linear(NamedTuple):
     bfloat16s (uint32), those of two inputs, the first one in the lower bits: [outputs / PANEL, inputs / 2, PANEL]. Two
     such pairs of neighbouring outputs (uint64) have the same layout and are for AMX. Products of bfloat16s, by pairs or
     by AMX, treat subnormal numbers as zero.
+    Or they are int64 [outputs / PANEL, 2]: of each panel the address of its codes, and their kind (see `by_codes`).
     """
 
     weights: np.ndarray
@@ -207,12 +208,12 @@ class Linear(NamedTuple):
 
 
 def weights_in(weights):
-    """The number of weights per stored number of a `Linear`. In compiled code: see `_weights_of`."""
+    """The number of weights per stored number of a `Linear`; 0: of codes. In compiled code: see `_weights_of`."""
 
 
 @overload(weights_in)
 def _weights_of(weights):
-    count = {types.uint32: 2, types.uint64: 4}.get(weights.dtype, 1)
+    count = {types.uint32: 2, types.uint64: 4, types.int64: 0}.get(weights.dtype, 1)
     return lambda weights: count
 
 

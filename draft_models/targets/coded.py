@@ -1,0 +1,95 @@
+"""Layers whose weights stay as a GGUF file stores them: codes of 4 to 8 bits with a scale for each group of inputs.
+
+Their outputs are those of the decoded weights. An engine may multiply by the codes themselves (`engines.cpu.by_codes`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.draft_models.formats.gguf_codes import CodedRows, decoded
+
+BLOCK = 2**24  # bytes of weights that are decoded at a time
+
+
+class CodedLinear(nn.Module):
+    """A linear layer without gradient over the outputs of `parts`, which may be of several kinds.
+
+    bias: [out] or None. dtype: that of activations; the weights are exact in float32.
+    """
+
+    bias: nn.Parameter | None
+    like: Tensor
+
+    def __init__(self, parts: Sequence[CodedRows], bias: Tensor | None, dtype: torch.dtype):
+        super().__init__()
+        self.parts = tuple(parts)
+        self.out_features, self.in_features = sum(map(len, parts)), parts[0].inputs
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded weight float32 [out, in]."""
+        return torch.cat([part.decoded() for part in self.parts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]. Weights are decoded a block of rows at a time, and multiplied in float32."""
+        rows = max(1, BLOCK // (4 * self.in_features))
+        wide = x if x.dtype == torch.float64 else x.float()
+        sums = [
+            F.linear(wide, part.decoded(begin, begin + rows).to(wide))
+            for part in self.parts
+            for begin in range(0, len(part), rows)
+        ]
+        summed = torch.cat(sums, -1)
+        return (summed if self.bias is None else summed + self.bias.to(wide)).to(x.dtype)
+
+
+class CodedEmbedding(nn.Module):
+    """An embedding whose rows stay as they are stored; its outputs have the dtype of `like`."""
+
+    like: Tensor
+
+    def __init__(self, rows: CodedRows, dtype: torch.dtype):
+        super().__init__()
+        self.rows, self.num_embeddings, self.embedding_dim, self.padding_idx = rows, len(rows), rows.inputs, None
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] → [..., in]. Decodes their rows."""
+        flat = decoded(self.rows.kind, self.rows.raw[tokens.flatten()])
+        return flat.view(*tokens.shape, -1).to(self.like.dtype)
+
+
+def keep_codes(
+    model: PreTrainedModel, codes: Mapping[str, CodedRows], names: Mapping[str, str], dtype: torch.dtype
+) -> dict[str, str]:
+    """Replace linear layers and the embedding of `model`, which is on meta, by those of `codes`, weights by name.
+
+    names: the model's tensors → names in the file. Returns those that are still to be read. A tied head has the rows of
+    the embedding; the model's config then ties no more.
+    """
+    unread = dict(names)
+    head, embed = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = model.config.tie_word_embeddings and type(head) is nn.Linear
+    for name, source in names.items():
+        path, _, last = name.rpartition(".")
+        if source not in codes or last != "weight":
+            continue
+        module, rows = model.get_submodule(path), codes[source]
+        if type(module) is nn.Linear:
+            model.set_submodule(path, CodedLinear([rows], module.bias, dtype))
+        elif module is embed and type(module) is nn.Embedding and (tied or not model.config.tie_word_embeddings):
+            model.set_input_embeddings(CodedEmbedding(rows, dtype))
+            if tied:
+                model.set_output_embeddings(CodedLinear([rows], head.bias, dtype))
+                model.config.tie_word_embeddings = False
+                model.all_tied_weights_keys = {}
+        else:
+            continue
+        del unread[name]
+    return unread

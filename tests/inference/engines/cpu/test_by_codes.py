@@ -1,0 +1,125 @@
+"""Products with quantised weights as a GGUF file stores them: those of the weights that the gguf package decodes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decoded
+from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear
+from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.cpu.by_codes import PanelBlock
+from outrider.inference.engines.cpu.code_panels import code_panels
+from outrider.inference.engines.cpu.vectors import PANEL
+from tests.gguf_files import random_blocks
+
+INPUTS, ROWS = 768, (1, 2, 3, 4, 5, 8, 9, 17, 70)  # whole blocks of every kind; tiles, and what they leave
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}  # of a spread of outputs: rounding of sums, and of results
+
+
+def coded_rows(kind: str, rows: int, seed: int = 0) -> CodedRows:
+    blocks = random_blocks(np.zeros((rows + seed, INPUTS)), gguf.GGMLQuantizationType[kind])
+    return CodedRows(kind, torch.from_numpy(blocks[seed:].copy()))
+
+
+def mixed_linear(dtype: torch.dtype = torch.float32, bias: bool = True) -> CodedLinear:
+    """A layer of every kind, in parts that end within a tile's panels."""
+    parts = [coded_rows(kind, PANEL * (1 + 4 * (place % 2)), place) for place, kind in enumerate(KINDS)]
+    outputs = sum(map(len, parts))
+    return CodedLinear(parts, torch.linspace(-1, 1, outputs).to(dtype) if bias else None, dtype)
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def true_product(linear: CodedLinear, x: Tensor) -> Tensor:
+    """In float64, of the weights that the gguf package decodes."""
+    weights = [gguf.quants.dequantize(part.raw.numpy(), gguf.GGMLQuantizationType[part.kind]) for part in linear.parts]
+    out = x.double() @ torch.from_numpy(np.concatenate(weights)).double().mT
+    return out if linear.bias is None else out + linear.bias.double()
+
+
+def error_of(product: Callable[[Tensor], Tensor], linear: CodedLinear, x: Tensor) -> float:
+    """The largest difference from the true product, as a share of a kind's spread of outputs."""
+    expected, ours = true_product(linear, x), product(x).double()
+    sizes = [len(part) for part in linear.parts]
+    pairs = zip(expected.split(sizes, -1), ours.split(sizes, -1), strict=True)
+    return max(float((left - right).abs().max() / left.std()) for left, right in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_decoded_as_the_gguf_package_does(kind: str) -> None:
+    """Bit for bit; also subnormal, negative and infinite factors, and those that are no number."""
+    raw = coded_rows(kind, 64).raw
+    random = torch.randint(256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for stored in (raw, random):
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
+        np.testing.assert_array_equal(decoded(kind, stored).numpy(), expected)
+    tokens = torch.tensor([[5, 0], [63, 5]])
+    assert torch.equal(CodedEmbedding(CodedRows(kind, raw), torch.float32)(tokens), decoded(kind, raw)[tokens])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_product_of_the_decoded_weights(dtype: torch.dtype, bias: bool) -> None:
+    linear = mixed_linear(dtype, bias)
+    for rows in ROWS:
+        x = inputs(rows, dtype)
+        assert error_of(linear, linear, x) < TOLERANCE[dtype]
+        assert error_of(PanelLinear(linear), linear, x) < TOLERANCE[dtype]
+    assert error_of(PanelLinear(linear), linear, inputs(3).double()) < 1e-12  # in another dtype: of the judgement
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    product = PanelLinear(mixed_linear(dtype))
+    for rows in ROWS:
+        x = inputs(rows, dtype)
+        alone = torch.cat([product(x[row : row + 1]) for row in range(rows)])
+        assert torch.equal(product(x), alone), rows
+
+
+def test_copies_share_the_panels() -> None:
+    linear = mixed_linear()
+    first, second = PanelLinear(linear), PanelLinear(copy.deepcopy(linear))
+    assert torch.equal(first._panels, second._panels)
+    assert torch.equal(copy.deepcopy(first)(inputs(2)), first(inputs(2)))
+
+
+def scaled(panels: Tensor, kind: str) -> None:
+    """The factor of one block of one output is 2 % too large."""
+    factor = panels[0, 0, : 2 * PANEL].view(torch.float16)
+    factor[3] *= 1.02
+
+
+def swapped(panels: Tensor, kind: str) -> None:
+    """Two codes of one output change places."""
+    codes = panels[0, 0, PanelBlock(KINDS[kind]).header :]
+    byte = int((codes[::4] >> 4 != codes[::4] & 15).nonzero()[0]) * 4
+    codes[byte] = (codes[byte] >> 4) | (codes[byte] << 4)
+
+
+def without_minimum(panels: Tensor, kind: str) -> None:
+    """The minima of one block are forgotten."""
+    panels[0, 0, 2 * PANEL : 4 * PANEL] = 0
+
+
+FAULTS: list[tuple[Any, str]] = [(fault, kind) for kind in KINDS for fault in (scaled, swapped)]
+FAULTS += [(without_minimum, "Q4_K"), (without_minimum, "Q5_K")]
+
+
+@pytest.mark.parametrize(("plant", "kind"), FAULTS)
+def test_a_small_fault_of_one_block_is_seen(plant: Callable[[Tensor, str], None], kind: str) -> None:
+    rows = coded_rows(kind, 2 * PANEL)
+    linear = CodedLinear([rows], None, torch.float32)
+    rows.packed = code_panels(kind, rows.raw)
+    assert error_of(PanelLinear(linear), linear, inputs(4)) < TOLERANCE[torch.float32]
+    plant(rows.packed, kind)
+    assert error_of(PanelLinear(linear), linear, inputs(4)) > 10 * TOLERANCE[torch.float32]
