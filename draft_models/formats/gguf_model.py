@@ -78,12 +78,12 @@ class GgufModel:
 
         compared: rows of each tensor, evenly spread.
         """
-        for name, place in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
-            kind, raw = _row_size(self.file, place)[0], _mapped(self.file, place)
+        for name, tensor in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
+            kind, raw = _row_size(self.file, tensor)[0], _mapped(self.file, tensor)
             if kind.name in KINDS:
                 rows = raw[:: max(1, len(raw) // compared)]
-                ours = decoded(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
-                if not np.array_equal(ours, load_package().quants.dequantize(rows, kind), equal_nan=True):
+                weights = decoded(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+                if not np.array_equal(weights, load_package().quants.dequantize(rows, kind), equal_nan=True):
                     raise UserError(
                         f"{self.source}: tensor {name!r} ({kind.name}) is decoded to other numbers than the gguf "
                         "package has; report this, and convert the model by that package meanwhile"
@@ -192,22 +192,22 @@ class _Made:
     @cached_property
     def codes(self) -> CodedRows | None:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
-        place = self.places[0]
-        kind, _ = _row_size(self.file, place)
+        tensor = self.places[0]
+        kind, _ = _row_size(self.file, tensor)
         if len(self.places) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
             return None
         # A layout that changes numbers, or their order in a row, changes these.
-        rows = np.arange(place.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
-        names: dict[str, str] = {place.name.removesuffix(".weight"): self.name}
+        rows = np.arange(tensor.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
+        names: dict[str, str] = {tensor.name.removesuffix(".weight"): self.name}
         moved = self.layout.process(
-            rows, place.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+            rows, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
         ).weights
         if moved is None or moved.shape != rows.shape:
             return None
         order = np.rint(moved[:, 0]).astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
             return None
-        raw = _mapped(self.file, place)
+        raw = _mapped(self.file, tensor)
         return CodedRows(kind.name, torch.from_numpy(raw if np.array_equal(moved, rows) else raw[order]))
 
     def read(self) -> Tensor:

@@ -59,10 +59,10 @@ class PanelBlock:
     @property
     def header(self) -> int:
         """Bytes before the codes."""
-        both = 1 + self.kind.minimum
+        numbers = 1 + self.kind.minimum  # of a group
         if self.kind.groups == 1:
-            return 2 * PANEL * both
-        return -(-PANEL * both * (2 + self.kind.groups) // _LINE) * _LINE
+            return 2 * PANEL * numbers
+        return -(-PANEL * numbers * (2 + self.kind.groups) // _LINE) * _LINE
 
     @property
     def codes(self) -> int:
@@ -195,15 +195,19 @@ def _add_group(builder, sides, starts, number, group, totals):
 
     A group's codes are unpacked once for all rows.
     """
-    kind, block, place = sides.kind, sides.block, builder.add(builder.mul(number, LONG(sides.kind.groups)), group)
+    kind, block, group_number = (
+        sides.kind,
+        sides.block,
+        builder.add(builder.mul(number, LONG(sides.kind.groups)), group),
+    )
     first = builder.add(LONG(block.header), builder.mul(group, LONG(block.codes)))
-    sums = [_sum_of_group(builder, kind, row, place) for row in sides.sums]
+    sums = [_sum_of_group(builder, kind, row, group_number) for row in sides.sums]
     surplus = every_float(-float(_surplus(kind, sides.pairs)))
     dots = [builder.fmul(total, surplus) for total in sums for _ in starts]
     number_of_x, width = (INT, 1) if sides.pairs else (FLOAT, 2)  # of x for a pair of inputs
     pairs = 2 if kind.bits == 8 else 4  # of a line
     lines, upper_bits = kind.group // (2 * pairs), kind.bits - 4
-    begin = builder.mul(place, LONG(width * kind.group // 2))
+    begin = builder.mul(group_number, LONG(width * kind.group // 2))
     upper_at = builder.add(first, LONG(_LINE * lines))
     uppers = [_loaded(builder, start, upper_at, _WORDS) for start in starts] if kind.bits in (5, 6) else []
 
@@ -256,19 +260,21 @@ def _add_tile(builder, sides):
         sides.outputs.put(builder, total, scaled[panel], sides.rows[row], sides.columns[panel])
 
 
-def _least(builder, left, right):
-    return builder.select(builder.icmp_signed("<", left, right), left, right)
+def _least(builder, first, second):
+    return builder.select(builder.icmp_signed("<", first, second), first, second)
 
 
 @intrinsic
 def _multiply_tile(context, linear, x, sums, out, tile, halves):
     """The smallest of `_TILES` that holds the rows. tile: kind, first row, rows, first and last panel."""
 
-    def make(context, builder, signature, given):
-        fields = cgutils.unpack_tuple(builder, given[0])
-        table, of_x, of_sums = arrays_of(context, builder, (linear.types[0], x, sums), (fields[0], given[1], given[2]))
-        outputs = Outputs.of(context, builder, (linear, out), (given[0], given[3]), given[5])
-        kind_number, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, given[4])
+    def make(context, builder, signature, arguments):
+        fields = cgutils.unpack_tuple(builder, arguments[0])
+        table, of_x, of_sums = arrays_of(
+            context, builder, (linear.types[0], x, sums), (fields[0], arguments[1], arguments[2])
+        )
+        outputs = Outputs.of(context, builder, (linear, out), (arguments[0], arguments[3]), arguments[5])
+        kind_number, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[4])
         last_row = builder.sub(builder.add(first_row, count), LONG(1))
 
         def address_of(panel):
@@ -305,8 +311,8 @@ def _multiply_tile(context, linear, x, sums, out, tile, halves):
 def _workspace(context, count):
     """The address of memory for `count` float32s, until the function that calls this returns."""
 
-    def make(context, builder, signature, given):
-        return builder.ptrtoint(builder.alloca(FLOAT, size=given[0]), LONG)
+    def make(context, builder, signature, arguments):
+        return builder.ptrtoint(builder.alloca(FLOAT, size=arguments[0]), LONG)
 
     return types.int64(types.int64), make
 

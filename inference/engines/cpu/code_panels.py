@@ -52,18 +52,25 @@ def _fill_panels(number, kind, header, raw, panels):
             words = out[header:].view(np.uint32)  # the two inputs of a pair for each output
             for group in range(kind.groups):
                 for pair in range(pairs):
-                    left, right = codes[group * kind.group + 2 * pair], codes[group * kind.group + 2 * pair + 1]
+                    first_codes, second_codes = (
+                        codes[group * kind.group + 2 * pair],
+                        codes[group * kind.group + 2 * pair + 1],
+                    )
                     to = words[group * size + PANEL * (pair // per_low) :]
                     by = low_bits * np.uint32(pair % per_low)
                     for lane in range(PANEL):
-                        both = np.uint32(left[lane] & mask) | np.uint32(right[lane] & mask) << np.uint32(16)
-                        to[lane] |= both << by
+                        pair_codes = np.uint32(first_codes[lane] & mask) | np.uint32(
+                            second_codes[lane] & mask
+                        ) << np.uint32(16)
+                        to[lane] |= pair_codes << by
                     if high_bits > 0:
                         to = words[group * size + PANEL * (pairs // per_low + pair // per_high) :]
                         by = high_bits * np.uint32(pair % per_high)
                         for lane in range(PANEL):
-                            both = np.uint32(left[lane] >> 4) | np.uint32(right[lane] >> 4) << np.uint32(16)
-                            to[lane] |= both << by
+                            pair_codes = np.uint32(first_codes[lane] >> 4) | np.uint32(
+                                second_codes[lane] >> 4
+                            ) << np.uint32(16)
+                            to[lane] |= pair_codes << by
 
 
 def code_table(parts: Sequence[CodedRows]) -> Tensor:
