@@ -162,6 +162,10 @@ class CodedRows:
         """Rows begin … end − 1 in float32 [rows, inputs], bit for bit as the gguf package decodes them."""
         return decoded(self.kind, self.raw[begin:end])
 
+    def picked(self, rows: Tensor) -> Tensor:
+        """The rows with these numbers, in float32 [rows, inputs]."""
+        return decoded(self.kind, self.raw[rows])
+
 
 def decoded(name: str, raw: Tensor) -> Tensor:
     """The weights float32 [rows, in] of stored rows, uint8 [rows, bytes], of the kind with this name.

@@ -4,13 +4,15 @@ Their outputs are those of the decoded weights. An engine may multiply by the co
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.draft_models.formats.gguf_codes import CodedRows, decoded
+if TYPE_CHECKING:
+    from outrider.draft_models.formats.gguf_codes import CodedRows
 
 BLOCK = 2**24  # bytes of weights that are decoded at a time
 
@@ -24,7 +26,7 @@ class CodedLinear(nn.Module):
     bias: nn.Parameter | None
     like: Tensor
 
-    def __init__(self, parts: Sequence[CodedRows], bias: Tensor | None, dtype: torch.dtype):
+    def __init__(self, parts: Sequence["CodedRows"], bias: Tensor | None, dtype: torch.dtype):
         super().__init__()
         self.parts = tuple(parts)
         self.out_features, self.in_features = sum(map(len, parts)), parts[0].inputs
@@ -54,19 +56,19 @@ class CodedEmbedding(nn.Module):
 
     like: Tensor
 
-    def __init__(self, rows: CodedRows, dtype: torch.dtype):
+    def __init__(self, rows: "CodedRows", dtype: torch.dtype):
         super().__init__()
         self.rows, self.num_embeddings, self.embedding_dim, self.padding_idx = rows, len(rows), rows.inputs, None
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] → [..., in]. Decodes their rows."""
-        flat = decoded(self.rows.kind, self.rows.raw[tokens.flatten()])
+        flat = self.rows.picked(tokens.flatten())
         return flat.view(*tokens.shape, -1).to(self.like.dtype)
 
 
 def keep_codes(
-    model: PreTrainedModel, codes: Mapping[str, CodedRows], names: Mapping[str, str], dtype: torch.dtype
+    model: PreTrainedModel, codes: Mapping[str, "CodedRows"], names: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, str]:
     """Replace linear layers and the embedding of `model`, which is on meta, by those of `codes`, weights by name.
 
