@@ -1,7 +1,6 @@
 """The memory for the KV caches of all texts of a loaded target and its drafters."""
 
-from collections.abc import Mapping, Sized
-from typing import cast
+from collections.abc import Mapping
 
 import psutil
 import torch
@@ -21,8 +20,8 @@ def budget_of(target: Target, drafters: Mapping[str, object], most: int | None) 
     for model in (getattr(model, "drafter", model) for model in drafters.values()):  # without a calibration head
         if isinstance(model, LayerStack | WholeModel):
             total += position_bytes(model.config, size)
-        elif isinstance(model, nn.Module):  # layers like the target's
-            total += position_bytes(target.config, size, len(cast(Sized, model.layers)))
+        elif isinstance(layers := getattr(model, "layers", None), nn.ModuleList):  # like the target's
+            total += position_bytes(target.config, size, len(layers))
     return CacheBudget(total, free_bytes(target.device) // 2 if most is None else most)
 
 

@@ -153,7 +153,7 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
     screen = Terminal()
     with redirect_stdout(screen), redirect_stderr(screen), command("some"), Stage("inner", 4, "items") as stage:
         stage.advance()
-        assert until(screen, "some > inner 1/4 items |")
+        assert until(screen, "some > inner 1/4 items")
         print("a word")
         assert "\ra word\n" in screen.getvalue()  # the bar was wiped away before
         print("half a line", end="")
