@@ -153,8 +153,7 @@ def _load_mapped(files: TensorFiles, role: str, coded: bool, **options: Any) -> 
     config = AutoConfig.from_pretrained(described, revision=revision, trust_remote_code=False)
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
-    names = {name: name for name in files.file_of}
-    place = options.get("device_map") or {"": torch.device("cpu")}
+    names, place = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
     model = _filled(model, files, names, config.dtype, place, role, exact=False, coded=coded)
     model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
     model.name_or_path = model.config.name_or_path = files.source

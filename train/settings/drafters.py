@@ -187,9 +187,9 @@ class DrafterConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
-        given = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
+        sizes = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
-            alone = not given and not self.tied
+            alone = not sizes and not self.tied
             self.require("path", alone, "no shape beside it; drafter=pretrained leaves it out")
             return
         self.require("revision", self.revision is None, "a path it belongs to")

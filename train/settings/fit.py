@@ -43,8 +43,8 @@ class FitConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = f"exactly one of steps and epochs (which is {self.epochs}), the other null"
-        self.require("steps", (self.steps is None) != (self.epochs is None), one)
+        expected = f"exactly one of steps and epochs (which is {self.epochs}), the other null"
+        self.require("steps", (self.steps is None) != (self.epochs is None), expected)
         micro, rows = self.micro_batch_rows, self.batch_rows
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
         short = self.steps is None or self.warmup <= self.steps

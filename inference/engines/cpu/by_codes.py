@@ -100,10 +100,6 @@ class _Sides(NamedTuple):
     outputs: Outputs
     ahead: object
 
-    @property
-    def kind(self) -> CodeKind:
-        return self.block.kind
-
 
 def _loaded(builder, address, offset, kind):
     """A vector of a kind, `offset` bytes after an address."""
@@ -148,7 +144,7 @@ def _as_bfloat16(builder, words, bits, base):
 
 def _operands(builder, sides, words, upper, pair):
     """The factors of x for the `pair`-th two inputs of a line: (vector, the number of x in the line) of each."""
-    kind, words = sides.kind, _pair_codes(builder, sides.kind, words, upper, pair)
+    kind, words = sides.block.kind, _pair_codes(builder, sides.block.kind, words, upper, pair)
     if not sides.pairs:
         first = builder.bitcast(words, INTS)
         codes = [builder.and_(half, every_int(2**kind.bits - 1)) for half in (first, _shifted(builder, first, 16))]
@@ -196,9 +192,9 @@ def _add_group(builder, sides, starts, number, group, totals):
     A group's codes are unpacked once for all rows.
     """
     kind, block, group_number = (
-        sides.kind,
+        sides.block.kind,
         sides.block,
-        builder.add(builder.mul(number, LONG(sides.kind.groups)), group),
+        builder.add(builder.mul(number, LONG(sides.block.kind.groups)), group),
     )
     first = builder.add(LONG(block.header), builder.mul(group, LONG(block.codes)))
     sums = [_sum_of_group(builder, kind, row, group_number) for row in sides.sums]
@@ -249,7 +245,7 @@ def _add_tile(builder, sides):
         begin = builder.mul(number, LONG(sides.block.size))
         starts = [builder.gep(panel, [begin]) for panel in sides.panels]
         return loop(
-            builder, LONG(sides.kind.groups), totals,
+            builder, LONG(sides.block.kind.groups), totals,
             lambda group, totals: _add_group(builder, sides, starts, number, group, totals),
         )  # fmt: skip
 
