@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.inference.settings.kinds import KINDS
 from tests.refusals import refusal
 
 
@@ -36,7 +35,7 @@ def test_table_4_says_how_much_its_drafters_learned_from(tmp_path: Path, tiny_mo
     from outrider.draft_models.early_exit.checkpoint import META_FILE
 
     assert table_4(tmp_path).note == ""
-    shutil.copytree(tiny_models / str(KINDS["early_exit"].tiny), tmp_path / "mixed")
+    shutil.copytree(tiny_models / "early_exit", tmp_path / "mixed")
     meta = json.loads((tmp_path / "mixed" / META_FILE).read_text())
     meta["training"] |= {"steps": 7, "seq_len": 224, "fit": {"batch_rows": 16}}
     (tmp_path / "mixed" / META_FILE).write_text(json.dumps(meta))
