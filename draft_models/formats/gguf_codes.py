@@ -40,7 +40,6 @@ class CodeKind(NamedTuple):
         return self.group * self.groups
 
 
-# By ggml's names; a kind's number is its place.
 KINDS = {
     "Q4_0": CodeKind(4, 32, 1, False, 8, 18),
     "Q5_0": CodeKind(5, 32, 1, False, 16, 22),
@@ -49,7 +48,7 @@ KINDS = {
     "Q5_K": CodeKind(5, 32, 8, True, 0, 176),
     "Q6_K": CodeKind(6, 16, 16, False, 32, 210),
 }
-NUMBERS = {name: number for number, name in enumerate(KINDS)}
+NUMBERS = {name: number for number, name in enumerate(KINDS)}  # by ggml's names
 _Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K = range(len(KINDS))
 
 

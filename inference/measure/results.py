@@ -177,7 +177,8 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> obje
         run = unsealed(before)
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
-    check_identity(run["settings"], settings, folder)
+    names = {*construct(dict[str, object], run["settings"])}  # of another command's options maybe, which are fewer
+    check_identity(run["settings"], {key: value for key, value in settings.items() if value or key in names}, folder)
     return run["prepared"]
 
 

@@ -78,7 +78,7 @@ REFUSED: dict[Callable[[str], object], list[tuple[str, str | bytes, str]]] = {
             '{"translation": {"en": "a", "de": 1, "fr": 2}}',
             "translation=.*: expected en and one of cs, de",
         ),
-        ("p.jsonl", '{"instruction": null}', r"p\.jsonl:1: prompt is None"),
+        ("p.jsonl", '{"instruction": null}', r"p\.jsonl:1: expected one of the columns turns"),
         ("p.jsonl", "[1]", r"p\.jsonl:1: expected a record or a text, found list"),
         ("p.jsonl", "", r"prompts=.*p\.jsonl: no prompt in it"),
         ("p.txt", b"a\ncaf\xe9", r"p\.txt:2: byte 4 is 0xe9.*iconv"),

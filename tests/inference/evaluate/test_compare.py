@@ -61,13 +61,13 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     written: list[Sequence[Sequence[int]]] = []
 
     def noted(
-        texts: Sequence[str], _: object, template: str, *, said: Sequence[Sequence[int]], most: int, where: str
+        texts: Sequence[Any], _: object, template: str, *, said: Sequence[Sequence[int]], most: int, where: str
     ) -> list[int]:
         assert template == "vicuna"
         assert where == "prompt p"
-        seen.append(list(texts))
+        seen.append([message["content"] for message in texts])
         written.append(said)
-        return [byte % 250 for byte in texts[-1].encode()]
+        return [byte % 250 for byte in seen[-1][-1].encode()]
 
     monkeypatch.setattr(bench, "render_prompt", noted)
     price(monkeypatch, costs(step=0.0, node=0.0))  # so that every draft pays
@@ -99,10 +99,10 @@ def test_a_turn_that_an_answer_makes_unusable_ends_its_conversation(
 ) -> None:
     """Read again as text, an answer may have a token that the model has no row for; the run goes on."""
 
-    def refusing(texts: Sequence[str], *_: object, **__: object) -> list[int]:
+    def refusing(texts: Sequence[Any], *_: object, **__: object) -> list[int]:
         if len(texts) > 1:
             raise UnusableTextError("holds the token", "token")
-        return [byte % 250 for byte in texts[-1].encode()]
+        return [byte % 250 for byte in texts[-1]["content"].encode()]
 
     monkeypatch.setattr(bench, "render_prompt", refusing)
     made = config("unusable", template="vicuna")
