@@ -1,6 +1,6 @@
 """The memory for the KV caches of all texts of a loaded target and its drafters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 
 import psutil
 import torch
@@ -20,7 +20,7 @@ def budget_of(target: Target, drafters: Mapping[str, object], most: int | None) 
     for model in (getattr(model, "drafter", model) for model in drafters.values()):  # without a calibration head
         if isinstance(model, LayerStack | WholeModel):
             total += position_bytes(model.config, size)
-        elif isinstance(layers := getattr(model, "layers", None), nn.ModuleList):  # like the target's
+        elif isinstance(model, nn.Module) and isinstance(layers := getattr(model, "layers", None), Sized):
             total += position_bytes(target.config, size, len(layers))
     return CacheBudget(total, free_bytes(target.device) // 2 if most is None else most)
 

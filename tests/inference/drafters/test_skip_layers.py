@@ -73,7 +73,7 @@ def test_layers_that_cannot_be_skipped_are_refused_before_anything_is_loaded(
     skip: tuple[int, ...], config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.inference.evaluate.compare.load_models", lambda *_: pytest.fail("loaded"))
-    refusal("skip", evaluate, config("out", methods={"m": MethodConfig("skip_layers", skip=skip)}))
+    refusal("skip", lambda: evaluate(config("out", methods={"m": MethodConfig("skip_layers", skip=skip)})))
 
 
 def test_which_layers_are_skipped() -> None:
