@@ -175,8 +175,7 @@ def test_a_reading_that_cannot_be_is_refused(
     clinic: Clinic, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     where = write(tmp_path / "head", clinic.head, clinic.stack)
-    opened = lambda: open_head(where, clinic.target.config, changes=ReadingChanges(**changes))  # noqa: E731
-    refusal(said, lambda: opened().load(torch.float32))
+    refusal(said, lambda: open_head(where, clinic.target.config, changes=ReadingChanges(**changes)).load(torch.float32))
 
 
 def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:
