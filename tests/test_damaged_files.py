@@ -353,7 +353,8 @@ def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -
     ):  # fmt: skip
         run = Fork(["inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"])
         _, err = run.communicate()
-        (line,) = (line for line in err.splitlines() if not line.startswith("progress: "))  # of a slow machine
+        # besides: what a slow machine and a busy one say
+        (line,) = (line for line in err.splitlines() if not line.startswith(("progress: ", "warning: the load average")))
         assert run.returncode == 2
         assert line.startswith("error: ")
         assert said in line
