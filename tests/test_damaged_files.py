@@ -353,8 +353,8 @@ def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -
     ):  # fmt: skip
         run = Fork(["inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"])
         _, err = run.communicate()
-        # besides: what a slow machine and a busy one say
-        (line,) = (line for line in err.splitlines() if not line.startswith(("progress: ", "warning: the load average")))
+        of_machine = ("progress: ", "warning: the load average")  # what a slow and a busy one say
+        (line,) = (line for line in err.splitlines() if not line.startswith(of_machine))
         assert run.returncode == 2
         assert line.startswith("error: ")
         assert said in line
