@@ -1,12 +1,9 @@
-"""The entry point for formats: the location of any model as safetensors, converted if necessary.
+"""The entry point for formats: models that are not plain safetensors, read where they are, or saved as safetensors.
 
-A conversion is an ordinary Hugging Face directory: safetensors, config and tokenizer. The weights are written one file
-at a time, so that at most one is in memory. config.json is written last: a directory without it does not load. The
-cache of conversions holds:
-
-.lock        held while anything is created
-known/       maps paths, sizes and times of a model's files to the key of their content
-KEY/         a converted model, or its config and tokenizer alone; `part` is the one in progress or interrupted
+Config and tokenizer of such a model are written once, as files that transformers reads, to a cache: a directory for
+each state of its files. A model that is saved is an ordinary Hugging Face directory: safetensors, config and tokenizer.
+Its weights are written one file at a time, so that at most one is in memory, and config.json is written last: a
+directory without it does not load.
 """
 
 import hashlib
@@ -14,11 +11,10 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +23,7 @@ from safetensors.torch import save
 from transformers.utils import cached_file, has_file
 
 from outrider.base.errors import UserError, reason, warn
-from outrider.base.files import is_local, lock, read_mapping, require_writable, user_cache, write_atomically, write_json
+from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
 from outrider.draft_models.formats.save_model import for_older_readers
@@ -50,38 +46,29 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 PLACE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
-RECORD_FILE = "converted.json"
+RECORD_FILE = "described.json"
 _PARTS = ".parts"  # everything except the weights, until these are complete
-_FORM = 1  # version of a conversion's output; part of the key
-_DESCRIBED = "-described"  # in the key of a model without its weights
+_FORM = 2  # version of what is written; part of the key
 _REMEDY = f"free space, or say by {PLACE} where there is more"
 
 
-def as_safetensors(source: str, revision: str | None = None, *, weights: bool = True) -> tuple[str, str | None]:
-    """(directory or Hub name, revision) to read instead of `source`: those given, or the directory of a conversion.
-
-    A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `cached`). Raises
-    `UserError` if they cannot be converted. weights: see `as_described`.
-    """
-    original = find_original(source, revision, weights=weights)
-    if original is None:
-        return source, revision
-    return str(cached(original, weights=weights)), None
-
-
 def as_described(source: str, revision: str | None = None) -> tuple[str, str | None]:
-    """The same for config, generation config and tokenizer alone: no weights are converted or fetched for them."""
-    return as_safetensors(source, revision, weights=False)
+    """(directory or Hub name, revision) of config, generation config and tokenizer: those given, or our directory.
+
+    No weights are fetched for them. Raises `UserError` if a model's description cannot be read or written.
+    """
+    original = find_original(source, revision, weights=False)
+    return (source, revision) if original is None else (str(described(original)), None)
 
 
 def was_quantised(source: str, revision: str | None = None) -> bool:
-    """Whether the stored weights of the model in `source` are quantised, and so dequantised by the conversion."""
+    """Whether the stored weights of the model in `source` are quantised."""
     original = find_original(source, revision, weights=False)
     return original is not None and original.quantised
 
 
 def find_original(source: str, revision: str | None = None, *, weights: bool = True) -> Original | None:
-    """The model in `source` if it must be converted; None for safetensors, and if there is no model.
+    """The model in `source` if it is not plain safetensors; None for these, and if there is no model.
 
     source: a GGUF file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`.
     """
@@ -171,29 +158,52 @@ def _kind(has: Callable[[str], bool], path: Callable[[str], Path]) -> Kind | Non
     return kind if kind is PICKLES or fp8_scales(path(CONFIG_FILE), path(QUANT_FILE)) else None
 
 
-def cached(original: Original, *, weights: bool = True) -> Path:
-    """The directory that holds `original` as safetensors, converted now or earlier.
-
-    weights: False if config and tokenizer are enough. One process converts, and others wait. Raises `UserError` if it
-    cannot be converted, or, naming the remedy, if it cannot be written.
-    """
-    folder, stamp = cache_folder(), _stamp(original.files)
-    stamps = [stamp] if weights else [stamp, stamp + _DESCRIBED]
-    found = next(filter(None, (_find(folder, one) for one in stamps)), None)
-    if found is not None:
-        return found
-    require_writable(folder / "known", PLACE)
-    with Stage(f"{'converting' if weights else 'describing'} {original.source} once"):
-        try:
-            with lock(folder / ".lock"):
-                return _find(folder, stamps[-1]) or _make(folder, stamps[-1], original)
-        except (OSError, NotImplementedError) as error:  # also of a file system without locks
-            raise UserError(f"{original.source}: cannot be converted in {folder} ({error}); {_REMEDY}") from None
+def described(original: Original) -> Path:
+    """The directory with config and tokenizer of a model, written now or earlier. Raises `UserError`."""
+    stamp = _stamp(original.files)
+    folder = cache_folder() / stamp
+    if _is_whole(folder):
+        return folder
+    require_writable(folder.parent, PLACE)
+    if (folder.parent / "known").exists():
+        warn(f"{folder.parent} holds converted models, which nothing reads any more: rm -r {folder.parent}")
+    try:
+        with Stage(f"describing {original.source} once"), TemporaryDirectory(dir=folder.parent) as part:
+            describe(original, written := Path(part, folder.name))
+            if _stamp(original.files) != stamp:
+                raise UserError(f"{original.source}: changed while it was read; start again when it is whole")
+            write_json(written / RECORD_FILE, {"made_of": original.source, "bytes": _size(written)})
+            if not _is_whole(folder):  # else another process has written it meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(written, folder)
+    except OSError as error:
+        raise UserError(f"{original.source}: cannot be described in {folder.parent} ({error}); {_REMEDY}") from None
+    return folder
 
 
 def cache_folder() -> Path:
-    """The directory of converted models."""
+    """The directory of descriptions."""
     return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
+
+
+def _stamp(files: Mapping[str, Path]) -> str:
+    """A digest that changes with any of the files, from their paths, sizes and times alone."""
+    found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
+    said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def _is_whole(entry: Path) -> bool:
+    """Whether a description is there, and its files have as many bytes as were written. Raises `UserError`."""
+    record = entry / RECORD_FILE
+    if not record.exists():
+        return False
+    return read_mapping(record, "record of a description", "remove it").get("bytes") == _size(entry)
+
+
+def _size(entry: Path) -> int:
+    """Bytes of the files of a description."""
+    return sum(file.stat().st_size for file in entry.iterdir() if file.name != RECORD_FILE)
 
 
 def content_key(original: Original) -> str:
@@ -205,65 +215,9 @@ def content_key(original: Original) -> str:
     return digest.hexdigest()[:32]
 
 
-def _stamp(files: Mapping[str, Path]) -> str:
-    """A digest that changes with any of the files, from their paths, sizes and times alone."""
-    found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
-    said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
-
-
-def _find(folder: Path, stamp: str) -> Path | None:
-    """The finished conversion of files with this stamp; None if there is none."""
-    with suppress(OSError, UserError):
-        entry = folder / (folder / "known" / stamp).read_text("utf-8")
-        return entry if _is_whole(entry) else None
-    return None
-
-
-def _is_whole(entry: Path) -> bool:
-    """Whether a conversion is finished, and its files have as many bytes as were written. Raises `UserError`."""
-    record = entry / RECORD_FILE
-    if not record.exists():
-        return False
-    return read_mapping(record, "record of a conversion", "remove it").get("bytes") == _size(entry)
-
-
-def _size(entry: Path) -> int:
-    """Bytes of the files of a conversion."""
-    return sum(file.stat().st_size for file in entry.iterdir() if file.name != RECORD_FILE)
-
-
-def _make(folder: Path, stamp: str, original: Original) -> Path:
-    """Convert `original`, unless the same content was converted under another name. The caller holds the lock."""
-    described, part = stamp.endswith(_DESCRIBED), folder / "part"
-    key = stamp if described else content_key(original)
-    entry = folder / key
-    if not _is_whole(entry):
-        if os.environ.get("OUTRIDER_CACHE_GB"):
-            warn(f"OUTRIDER_CACHE_GB is gone: a conversion is kept until you remove its directory from {folder}")
-        for leftover in (part, entry):  # a killed process leaves `part`; `entry` may lack files that somebody removed
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            if described:
-                part.mkdir()
-                describe(original, part)
-            else:
-                write_safetensors(original, part, remedy=_REMEDY)
-            if _stamp(original.files) != stamp.removesuffix(_DESCRIBED):
-                raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
-            write_json(part / RECORD_FILE, {"made_of": original.source, "bytes": _size(part)})
-            os.rename(part, entry)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-        if not described:
-            said = f"converted {original.source} once: {_size(entry) / 1e9:.1f} GB in {entry} ({PLACE} says where)"
-            print(said, file=sys.stderr, flush=True)
-    write_atomically(folder / "known" / stamp, key.encode(), _REMEDY)
-    return entry
-
-
 def describe(original: Original, folder: Path) -> None:
-    """Write everything except the weights to the empty `folder`, as transformers' versions 4 and 5 read it."""
+    """Write everything except the weights to the new or empty `folder`, as transformers' versions 4 and 5 read it."""
+    folder.mkdir(exist_ok=True)
     original.describe(folder)
     for_older_readers(folder)
 
@@ -279,7 +233,7 @@ def write_safetensors(
     parts = folder / _PARTS
     shutil.rmtree(parts, ignore_errors=True)
     try:
-        parts.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         describe(original, parts)  # an unsupported model is refused before its weights are read
         tensors = original.tensors()
         if dtype is not None:

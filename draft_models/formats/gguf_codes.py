@@ -4,18 +4,23 @@
 The blocks are those of ggml-common.h and dequantize_row_… in ggml-quants.c.
 """
 
+import mmap
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.base.compiled import kept
 
 LONGEST, MOST_GROUPS = 256, 16  # inputs and groups of the largest block
+FEW = 2**16  # codes for which another thread does not pay
 
 
 class CodeKind(NamedTuple):
@@ -142,9 +147,15 @@ class CodedRows:
     packed: the same rows in the layout of an engine, which every layer that has these rows shares.
     """
 
-    def __init__(self, kind: str, raw: Tensor):
-        self.kind, self.raw = kind, raw
+    def __init__(self, kind: str, raw: NDArray[np.uint8]):
+        self.kind, self.raw = kind, torch.from_numpy(raw)
         self.packed: Tensor | None = None
+        self._mapping = getattr(raw, "_mmap", None)  # of a file, if these are its bytes and no copy
+
+    def forget(self) -> None:
+        """Free the memory of the file's pages, where the system can: they are read again when they are used."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -175,14 +186,21 @@ def decoded(name: str, raw: Tensor) -> Tensor:
     blocks = raw.view(len(raw), -1, kind.stored)
     weights = torch.empty(len(raw), blocks.shape[1] * kind.inputs)
     stored, out = blocks.numpy(), weights.numpy()
-    in_threads(lambda begin, end: _decode_rows(number, kind, stored[begin:end], out[begin:end]), len(raw))
+    in_threads(lambda begin, end: _decode_rows(number, kind, stored[begin:end], out[begin:end]), len(raw), out.shape[1])
     return weights
 
 
-def in_threads(work: Callable[[int, int], None], count: int) -> None:
-    """work(begin, end) over parts of range(count), in as many threads as PyTorch uses."""
-    threads = max(1, min(torch.get_num_threads(), count))
+def in_threads(work: Callable[[int, int], None], count: int, codes: int) -> None:
+    """work(begin, end) over parts of range(count), of so many codes each, in up to as many threads as PyTorch uses."""
+    threads = max(1, min(torch.get_num_threads(), count * codes // FEW))
     edges = [count * part // threads for part in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        for job in [pool.submit(work, *pair) for pair in pairwise(edges)]:
+    if threads == 1:
+        work(0, count)
+    else:
+        for job in [_pool(threads).submit(work, *pair) for pair in pairwise(edges)]:
             job.result()
+
+
+_pool = lru_cache(1)(ThreadPoolExecutor)  # starting threads takes as long as decoding some rows
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)

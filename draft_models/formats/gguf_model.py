@@ -62,6 +62,11 @@ class GgufModel:
         """Whether any of its tensors is quantised."""
         return any(place.kind not in PLAIN for place in self.file.tensors.values())
 
+    @property
+    def by_transformers(self) -> bool:
+        """False: it would decode all of them at once."""
+        return False
+
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
 
@@ -208,7 +213,7 @@ class _Made:
         if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
             return None
         raw = _mapped(self.file, tensor)
-        return CodedRows(kind.name, torch.from_numpy(raw if np.array_equal(moved, rows) else raw[order]))
+        return CodedRows(kind.name, raw if np.array_equal(moved, rows) else raw[order])
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""

@@ -1,4 +1,4 @@
-"""A model as it was published: the interface for its conversion, and a Hugging Face directory with files of tensors.
+"""A model as it was published: the interface for reading it, and a Hugging Face directory with files of tensors.
 
 The files are safetensors or torch's older pickles (.bin), one or several with an index; fp8 weights are dequantised.
 """
@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,9 @@ from torch import Tensor
 from outrider.base.errors import UserError, reason
 from outrider.base.files import read_mapping, write_json
 from outrider.base.words import listed
+
+if TYPE_CHECKING:
+    from outrider.draft_models.formats.gguf_codes import CodedRows
 
 CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
 HEAD = "lm_head.weight"
@@ -82,11 +85,21 @@ class Original(Protocol):
     def quantised(self) -> bool:
         """Whether its stored weights are quantised."""
 
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers reads its weights itself."""
+
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names; none is read yet."""
 
     def describe(self, folder: Path) -> None:
         """Write everything except the weights to the empty `folder`: config, tokenizer, generation config."""
+
+    def codes(self) -> "Mapping[str, CodedRows]":
+        """Those of its weights that can be multiplied as the files store them."""
+
+    def prove_decoding(self) -> None:
+        """Raise `UserError` unless quantised tensors are decoded as the format's own package does."""
 
 
 def open_safetensors(path: str) -> Mapping[str, Stored]:
@@ -120,7 +133,7 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     held = [(one.data_ptr(), one.shape, one.stride()) for name, one in content.items() if "lm_head" not in name]
     tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in held
     return {
-        name: Stored(one.dtype, one.shape, partial(one.clone, memory_format=torch.contiguous_format))
+        name: Stored(one.dtype, [*one.shape], partial(one.clone, memory_format=torch.contiguous_format))
         for name, one in content.items()
         if not (tied and name == HEAD)
     }
@@ -239,6 +252,11 @@ class FolderModel:
         """Whether its weights are fp8 with scales, according to its description."""
         return fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) is not None
 
+    @property
+    def by_transformers(self) -> bool:
+        """True for pickles: it has no forward with fp8 on a CPU."""
+        return self.kind is PICKLES
+
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
         found: dict[str, Stored] = {}
@@ -269,6 +287,13 @@ class FolderModel:
             described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
             described.pop("quantization_config", None)
             write_json(folder / CONFIG_FILE, described)
+
+    def codes(self) -> "Mapping[str, CodedRows]":
+        """None: they are decoded when they are read."""
+        return {}
+
+    def prove_decoding(self) -> None:
+        """Nothing: `unscaled` is the definition of fp8 with scales."""
 
     def _descriptions(self) -> list[Path]:
         files = [path for path in self.folder.iterdir() if path.is_file()]

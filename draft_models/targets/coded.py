@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
 
-BLOCK = 2**24  # bytes of weights that are decoded at a time
+BLOCK = 2**22  # bytes of weights that are decoded at a time: they stay in a cache until they are multiplied
 
 
 class CodedLinear(nn.Module):

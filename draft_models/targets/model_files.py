@@ -20,7 +20,7 @@ from outrider.base.files import read_json, read_mapping, write_json
 from outrider.base.progress import Stage
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described, located
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE, SAFETENSORS
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE, PICKLES, SAFETENSORS
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.coded import keep_codes
 from outrider.draft_models.targets.introspection import observe
@@ -130,15 +130,15 @@ def load_causal_lm(
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
-    if files.mapped is not None:
-        return _load_mapped(files, role, coded, **options)
+    if files.original is not None and not files.original.by_transformers:
+        return _load_original(files, role, coded, **options)
     dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.place
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as place:
         model = fitted(
             AutoModelForCausalLM, place, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
-            use_safetensors=True, **({"config": part} if part else {}), **renamed, **options,
+            use_safetensors=files.original is None, **({"config": part} if part else {}), **renamed, **options,
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
     if renamed:  # else saving the model would restore the prefix
@@ -147,14 +147,14 @@ def load_causal_lm(
     return model
 
 
-def _load_mapped(files: TensorFiles, role: str, coded: bool, **options: Any) -> PreTrainedModel:
-    """The whole causal LM of a GGUF file in transformers' own class; options: as for `load_causal_lm`."""
+def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -> PreTrainedModel:
+    """The whole causal LM of other files than safetensors, in its own class; options: as for `load_causal_lm`."""
     described, revision = as_described(files.source, files.revision)
     config = AutoConfig.from_pretrained(described, revision=revision, trust_remote_code=False)
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
     names, place = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
-    model = _filled(model, files, names, config.dtype, place, role, exact=False, coded=coded)
+    model = _filled(model, files, names, config.dtype, place, role, exact=bool(files.wrapped), coded=coded)
     model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
     model.name_or_path = model.config.name_or_path = files.source
     return model
@@ -163,8 +163,8 @@ def _load_mapped(files: TensorFiles, role: str, coded: bool, **options: Any) -> 
 @contextmanager
 def _with_metadata(where: str) -> Iterator[str]:
     """`where`; if its index lacks the "metadata" that transformers requires, a directory of links with it added."""
-    index = Path(where, SAFETENSORS.index)
-    said = read_mapping(index, "index", "fetch the checkpoint again") if index.exists() else {"metadata": {}}
+    index = next((index for kind in (SAFETENSORS, PICKLES) if (index := Path(where, kind.index)).exists()), Path())
+    said = read_mapping(index, "index", "fetch the checkpoint again") if index.name else {"metadata": {}}
     if "metadata" in said:
         yield where
         return

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,10 +18,12 @@ from transformers import (
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
+from outrider.base.settings import construct
 from outrider.draft_models.formats.convert import as_described, is_as_written, was_quantised
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, QUANT_FILE, quantisation_of
 from outrider.draft_models.targets.attention import leave_out_cudnn
+from outrider.draft_models.targets.file_record import FileRecord
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from outrider.draft_models.targets.int8 import quantise, require_linear
 from outrider.draft_models.targets.model_files import (
@@ -86,7 +88,12 @@ class OpenTarget:
 
     def fingerprinted(self, *, fetch: bool) -> Fingerprint:
         """The fingerprint; fetch: fetch and include tensors that are not on this machine yet."""
-        return fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
+        record = FileRecord(self.files, "fingerprint", self.source, self.revision)
+        if (content := record.read()) is not None:
+            return construct(Fingerprint, content)
+        fingerprint = fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
+        record.write(asdict(fingerprint))
+        return fingerprint
 
     def require_int8(self) -> None:
         """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known without its weights."""
@@ -144,11 +151,15 @@ def load_proven(
     """The model of `load_layers`, proven by `prove_weights` and `prove_layers`. role: the model's option.
 
     For that, transformers loads the whole model. If it is larger than `LARGEST_COPY`, only its first layer is loaded,
-    and of the rest the shapes are compared. `prove_weights` is skipped if a file is not here. Raises `UserError`.
+    and of the rest the shapes are compared. `prove_weights` is skipped if a file is not here. What was proven of a
+    large model is remembered (see `FileRecord`). Raises `UserError`.
     """
     model = load_layers(files, config, layers, dtype=dtype, device=device, role=role, coded=coded)
-    if files.mapped is not None:
-        files.mapped.prove_decoding()
+    record = FileRecord(files, "proof", [*layers], dtype, coded, device)
+    if record.read():
+        return model
+    if files.original is not None and not files.original.by_transformers:
+        files.original.prove_decoding()
     elif files.complete:
         every, part = empty_model(config), None
         if dtype.itemsize * sum(weight.numel() for weight in every.parameters()) > LARGEST_COPY:
@@ -157,6 +168,7 @@ def load_proven(
         theirs = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
         prove_weights(model, layers, theirs, f"{role}={files.source}")
     prove_layers(model, f"{role}={files.source}")
+    record.write(True)
     return model
 
 

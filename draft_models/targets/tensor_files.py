@@ -17,11 +17,13 @@ from torch import Tensor
 from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, counted
-from outrider.draft_models.formats.convert import as_described, as_safetensors, located, open_mapped
+from outrider.draft_models.formats.convert import as_described, find_original, located
 from outrider.draft_models.formats.torch_files import (
     CONFIG_FILE,
     SAFETENSORS,
     TYPES,
+    FolderModel,
+    Original,
     Stored,
     open_safetensors,
     readable,
@@ -30,7 +32,6 @@ from outrider.draft_models.formats.torch_files import (
 
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
-    from outrider.draft_models.formats.gguf_model import GgufModel
 
 BASE_PREFIX = "model."
 # Prefixes that wrappers add to tensor names: torch.compile, DistributedDataParallel, peft.
@@ -52,10 +53,10 @@ class TensorFiles:
     source: str
     revision: str | None
     file_of: dict[str, str]  # tensor name → file name
-    place: tuple[str, str | None]  # directory or Hub name of the files, and its revision (see `as_safetensors`)
+    place: tuple[str, str | None]  # directory or Hub name of the files, and its revision
     headless: bool = False  # saved without the prefix
     wrapped: str = ""  # a wrapper's prefix of all stored names
-    mapped: "GgufModel | None" = None  # the model in a GGUF file, whose tensors are read where they are
+    original: Original | None = None  # the model, if it is not plain safetensors: its tensors are read from there
     bytes_read: int = field(default=0)
     tensors_read: int = field(default=0)
     bytes_hashed: int = field(default=0)
@@ -97,7 +98,14 @@ class TensorFiles:
     @property
     def complete(self) -> bool:
         """Whether all its files are on this machine."""
-        return self.mapped is not None or all(self._path(file, fetch=False) for file in set(self.file_of.values()))
+        return self.paths() is not None
+
+    def paths(self) -> list[Path] | None:
+        """The files of its weights and its descriptions; None if some weights are not on this machine."""
+        if self.original is not None:
+            return [*self.original.files.values()]
+        paths = [self._path(file, fetch=False) for file in {CONFIG_FILE, *self.file_of.values()}]
+        return sorted(file for file in Path(str(paths[0])).parent.iterdir() if file.is_file()) if all(paths) else None
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
@@ -116,7 +124,7 @@ class TensorFiles:
         incomplete: set[str] = set()
         with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
             for file, wanted in self._by_file(names).items():
-                if not fetch and self.mapped is None and self._path(file, fetch) is None:
+                if not fetch and self.original is None and self._path(file, fetch) is None:
                     incomplete |= {part_of(name) for name in wanted}
                     continue
                 jobs = {name: pool.submit(_hash, name, one, whole) for name, one in self._of(file, wanted).items()}
@@ -153,12 +161,15 @@ class TensorFiles:
     @cached_property
     def codes(self) -> Mapping[str, "CodedRows"]:
         """The weights that a CPU can multiply as they are stored, by name."""
-        return {} if self.mapped is None else self.mapped.codes()
+        return {} if self.original is None else self.original.codes()
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Stored]:
+        return {} if self.original is None else self.original.tensors()
 
     def _of(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
-        if self.mapped is not None:
-            tensors = self.mapped.tensors()
-            return {name: tensors[name] for name in names}
+        if self.original is not None:
+            return {name: self._tensors[self._stored(name)] for name in names}
         stored = {name: self._stored(name) for name in names}
         others = (self._stored(name) for name, one in self.file_of.items() if one != file)
         held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), others)
@@ -184,14 +195,13 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
 
     Raises `UserError`, also for an index that is damaged or names a file outside the directory.
     """
-    if (mapped := open_mapped(source)) is not None:
-        return TensorFiles(
-            source, revision, dict.fromkeys(mapped.tensors(), mapped.path.name), (source, None), mapped=mapped
-        )
-    place = as_safetensors(source, revision)
-    single = located(*place, SAFETENSORS.single)  # transformers prefers it to an index
-    index = located(*place, SAFETENSORS.index) if single is None else None
-    if single is not None:
+    original = find_original(source, revision)
+    place = (str(original.folder), None) if isinstance(original, FolderModel) else (source, revision)
+    single = None if original else located(*place, SAFETENSORS.single)  # transformers prefers it to an index
+    index = None if original or single else located(*place, SAFETENSORS.index)
+    if original is not None:
+        file_of = dict.fromkeys(original.tensors(), source)
+    elif single is not None:
         file_of = dict.fromkeys(open_safetensors(single), SAFETENSORS.single)
     elif index is not None:
         file_of = SAFETENSORS.file_of(Path(index))
@@ -209,7 +219,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
     if headless:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
-    return TensorFiles(source, revision, file_of, place, headless, wrapped)
+    return TensorFiles(source, revision, file_of, place, headless, wrapped, original)
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:

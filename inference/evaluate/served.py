@@ -22,8 +22,9 @@ from outrider.base.files import write_atomically
 from outrider.base.progress import counted
 from outrider.base.streams import Streams
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.formats.convert import as_safetensors
+from outrider.draft_models.formats.convert import write_safetensors
 from outrider.draft_models.formats.save_model import save_parts
+from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.audit.answers import ServedAnswer
@@ -290,13 +291,23 @@ def _begin(
         if model == PROPOSER:
             variables |= environment(Path(str(config.where(kind))).resolve())
         draft = {"method": kind.served, "tokens": draft_length(method), "max_ngram": method.max_ngram, "model": model}
-    place, revision = as_safetensors(setup.target.source, setup.target.revision)
+    target, revision = _weights_for_engines(setup, folder)
     job = {
-        "engine": config.engine, "target": place, "revision": revision, "dtype": setup.floats,
+        "engine": config.engine, "target": target, "revision": revision, "dtype": setup.floats,
         "device": setup.device.type, "context": min(longest + 64, context_length(setup, {})), "draft": draft,
         "options": config.engine_options, "work": str(folder.resolve()), "most": max(config.concurrency),
     }  # fmt: skip
     return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
+
+
+def _weights_for_engines(setup: TargetSetup, folder: Path) -> tuple[str, str | None]:
+    """(directory or Hub name, revision) of a target as engines load it: of other files it is saved as safetensors."""
+    if (original := setup.target.files.original) is None:
+        return setup.target.source, setup.target.revision
+    target = folder.resolve() / "target"
+    if not (target / CONFIG_FILE).exists():
+        write_safetensors(original, target, dtype=setup.dtype, remedy="free space")
+    return str(target), None
 
 
 def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path) -> None:

@@ -35,6 +35,9 @@ from outrider.inference.stopping.interface import Source
 
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
 CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed
+# Seconds of a first cycle after which it ends, is timed and is the only one, and its fewest sizes: warming up is little
+# beside such passes, and a curve goes on beyond its last size as it rose before.
+SLOW, FEWEST = 0.75, 5
 NEW_TOKENS, PLAIN_TOKENS = 192, 12  # maximum lengths of a measured generation, drafted and plain
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
@@ -98,7 +101,8 @@ def measure(
     """The costs of rounds of `method` on this device, and the acceptance of its drafts.
 
     The rounds of a generation cycle through `probes`, so that drift of the machine affects all sizes alike. Takes
-    `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer. A prompt too long to continue is cut at the front.
+    `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer, or one that is `SLOW`. A prompt too long to continue
+    is cut at the front.
     """
     model = {name: model for name, model in drafters.items() if name == method.source}
     limits = [context_limit(stack.config), *position_limits(model)]
@@ -168,17 +172,19 @@ def _cycle(
     rests: list[float] = []
     started = clock()
     for count, r in enumerate(rounds, start=1):
-        if count > probe.turns:
-            if probe.counts_empty:  # it runs no model
-                probe.laps.append((max(1, r.drafted), r.structure_seconds))
-            verified.append((r.drafted + 1, r.verify_seconds))
-            rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
-        elif count == probe.turns:
-            probe.laps.clear()
-            probe.once.clear()
+        if probe.counts_empty:  # it runs no model
+            probe.laps.append((max(1, r.drafted), r.structure_seconds))
+        verified.append((r.drafted + 1, r.verify_seconds))
+        rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         cycles, within = divmod(count, probe.turns)
-        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and clock() - started > SECONDS)):
+        seconds = clock() - started
+        if FEWEST <= count <= probe.turns and seconds > SLOW:
             break
+        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and seconds > SECONDS)):
+            break
+        if count == probe.turns:
+            for values in (verified, rests, probe.laps, probe.once):
+                cast(list[object], values).clear()
     return verified, rests
 
 

@@ -1,10 +1,7 @@
 """Layers and products on a CPU by `inference.engines.cpu`: the parts of a model that it can run, and their calls."""
 
-import ctypes
 import math
-import mmap
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -19,25 +16,11 @@ from outrider.draft_models.targets.target import Band, LayerCache, Mask, Texts
 from outrider.inference.core import batch
 from outrider.inference.core.cache import KVCache
 from outrider.inference.engines.cpu import entries
+from outrider.inference.engines.cpu.large_pages import in_large_pages
 from outrider.inference.engines.cpu.layout import WeightLayout, call, most_threads, out_of_panels
 from outrider.inference.engines.cpu.passes import LayerShape
 from outrider.inference.engines.cpu.recorded import settle
 from outrider.inference.engines.cpu.vectors import LANES, PANEL
-
-LARGE = 2 * 2**20  # bytes of a large page on most machines
-_COLLAPSE = 25  # of Linux 6.1 and later: move existing memory to large pages now
-
-
-def in_large_pages(tensor: Tensor) -> Tensor:
-    """`tensor`, contiguous and on a CPU, with its memory in large pages as far as the system provides them."""
-    begin = -(-tensor.data_ptr() // LARGE) * LARGE
-    size = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE - begin
-    if sys.platform == "linux" and size > 0:
-        advise = ctypes.CDLL(None).madvise
-        for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):  # a refusal changes nothing
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(advice))
-    return tensor
-
 
 ONE_BY_ONE, AT_ONCE = "one by one", "at once"
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured

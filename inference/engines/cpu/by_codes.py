@@ -86,7 +86,8 @@ class _Sides(NamedTuple):
     """The operands of a tile as LLVM values.
 
     panels, sources, sums: addresses of panels, of rows of x and of their sums. pairs: whether x is bfloat16, two inputs
-    of which are multiplied by one instruction. ahead: bytes to what is read after this tile.
+    of which are multiplied by one instruction. outputs: the forms in which outputs may be stored; form: the number of
+    the one that is asked for. ahead: bytes to what is read after this tile.
     """
 
     block: PanelBlock
@@ -97,7 +98,8 @@ class _Sides(NamedTuple):
     rows: list
     sources: list
     sums: list
-    outputs: Outputs
+    outputs: list
+    form: object
     ahead: object
 
 
@@ -250,57 +252,102 @@ def _add_tile(builder, sides):
         )  # fmt: skip
 
     totals = loop(builder, sides.blocks, [ZEROS] * (len(sides.rows) * len(sides.panels)), add_block)
-    scaled = [sides.outputs.scaled(builder, column) for column in sides.columns]
-    for index, total in enumerate(totals):
-        row, panel = divmod(index, len(sides.panels))
-        sides.outputs.put(builder, total, scaled[panel], sides.rows[row], sides.columns[panel])
+    scaled = [sides.outputs[0].scaled(builder, column) for column in sides.columns]
+
+    def put(form):
+        for index, total in enumerate(totals):
+            row, panel = divmod(index, len(sides.panels))
+            sides.outputs[form].put(builder, total, scaled[panel], sides.rows[row], sides.columns[panel])
+
+    switch_between(builder, range(len(sides.outputs)), sides.form, put)
 
 
 def _least(builder, first, second):
     return builder.select(builder.icmp_signed("<", first, second), first, second)
 
 
-@intrinsic
-def _multiply_tile(context, linear, x, sums, out, tile, halves):
-    """The smallest of `_TILES` that holds the rows. tile: kind, first row, rows, first and last panel."""
+@intrinsic(prefer_literal=True)
+def multiply_tile(context, number, linear, x, sums, outs, tile):
+    """The smallest of `_TILES` that holds the rows. number: that of a kind, a literal.
+
+    outs: the outputs as float32, and where sums are rounded to bfloat16, the same memory as bfloat16; else as float32.
+    tile: the place in `outs` of the form that is asked for, first row, rows, first and last panel.
+    """
+    kind, rounds = [*KINDS.values()][number.literal_value], outs.types[0] != outs.types[1]
+    block = PanelBlock(kind)
 
     def make(context, builder, signature, arguments):
-        fields = cgutils.unpack_tuple(builder, arguments[0])
-        table, of_x, of_sums = arrays_of(
-            context, builder, (linear.types[0], x, sums), (fields[0], arguments[1], arguments[2])
+        fields, halves = cgutils.unpack_tuple(builder, arguments[1]), ir.Constant(ir.IntType(1), rounds)
+        addresses, of_x, of_sums = arrays_of(
+            context, builder, (linear.types[0], x, sums), (fields[0], arguments[2], arguments[3])
         )
-        outputs = Outputs.of(context, builder, (linear, out), (arguments[0], arguments[3]), arguments[5])
-        kind_number, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[4])
+        forms = [*zip(outs.types, cgutils.unpack_tuple(builder, arguments[4]), strict=True)][: 1 + rounds]
+        outputs = [Outputs.of(context, builder, (linear, t), (arguments[1], out), halves) for t, out in forms]
+        form, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[5])
         last_row = builder.sub(builder.add(first_row, count), LONG(1))
+        blocks = builder.sdiv(fields[1], LONG(kind.inputs))
 
         def address_of(panel):
-            entry = place_in(builder, table.data, builder.mul(panel, LONG(2)), LONG)
+            entry = place_in(builder, addresses.data, builder.mul(panel, LONG(2)), LONG)
             return builder.inttoptr(builder.load(entry, align=8), BYTE.as_pointer())
 
-        def add(case):
-            kind, tile_rows = cases[case]
-            block, tile_panels = PanelBlock(kind), _TILES[tile_rows]
+        def add(tile_rows):
+            tile_panels = _TILES[tile_rows]
             # The last row and the last panel may be computed several times.
             rows = [_least(builder, builder.add(first_row, LONG(row)), last_row) for row in range(tile_rows)]
             panels = [_least(builder, builder.add(first_panel, LONG(n)), last_panel) for n in range(tile_panels)]
-            blocks = builder.sdiv(fields[1], LONG(kind.inputs))
             sides = _Sides(
                 block, x.dtype == types.uint16, blocks, [address_of(panel) for panel in panels],
                 [builder.mul(panel, LONG(PANEL)) for panel in panels], rows,
                 [row_of(builder, of_x, row) for row in rows], [row_of(builder, of_sums, row) for row in rows],
-                outputs, builder.mul(blocks, LONG(tile_panels * block.size)),
+                outputs, form, builder.mul(blocks, LONG(tile_panels * block.size)),
             )  # fmt: skip
             _add_tile(builder, sides)
 
         rows = LONG(_MOST_ROWS)
         for fewer in sorted(_TILES, reverse=True)[1:]:
             rows = builder.select(builder.icmp_signed("<=", count, LONG(fewer)), LONG(fewer), rows)
-        base = _MOST_ROWS + 1
-        cases = {n * base + tile: (kind, tile) for n, kind in enumerate(KINDS.values()) for tile in _TILES}
-        switch_between(builder, cases, builder.add(builder.mul(kind_number, LONG(base)), rows), add)
+        switch_between(builder, _TILES, rows, add)
         return context.get_dummy_value()
 
-    return types.void(linear, x, sums, out, tile, types.boolean), make
+    return types.void(number, linear, x, sums, outs, tile), make
+
+
+# The table of a function of `by_codes`, int64: addresses; numbers from one row to the next; the place in `outs` of the
+# form of outputs; rows and panels.
+PANELS, INPUTS, SCALES, BIASES, X, X_APART, SUMS, OUT, OUT_APART, FORM, FIRST_ROW, ROWS, FIRST, LAST = range(14)
+
+
+@kernel
+def tile_sizes(rows):
+    """The rows and the most panels of a tile of a product of some rows."""
+    tile_rows = -(-rows // -(-rows // _MOST_ROWS))
+    return tile_rows, 4 if tile_rows <= 2 else 2 if tile_rows <= 4 else 1  # see `_TILES`
+
+
+@intrinsic
+def _call_function(context, address, linear, x, sums, out, part):
+    """Call the function at an address, with a table of all this. part: as the table's last numbers, after the form."""
+
+    def make(context, builder, signature, arguments):
+        panels, inputs, *floats = cgutils.unpack_tuple(builder, arguments[1])
+        kinds = (linear.types[0], *linear.types[2:], x, sums, out)
+        arrays = arrays_of(context, builder, kinds, (panels, *floats, *arguments[2:5]))
+        panels, scales, biases, of_x, sums_of, of_out = (builder.ptrtoint(array.data, LONG) for array in arrays)
+        x_apart, out_apart = (
+            builder.sdiv(cgutils.unpack_tuple(builder, array.strides)[0], LONG(kind.dtype.bitwidth // 8))
+            for array, kind in ((arrays[3], x), (arrays[5], out))
+        )
+        form = LONG(int(out.dtype == types.uint16))
+        numbers = (panels, inputs, scales, biases, of_x, x_apart, sums_of, of_out, out_apart, form)
+        table = cgutils.alloca_once(builder, LONG, size=LAST + 1)
+        for index, value in enumerate((*numbers, *cgutils.unpack_tuple(builder, arguments[5]))):
+            builder.store(value, builder.gep(table, [LONG(index)]))
+        kind = ir.FunctionType(ir.VoidType(), [LONG]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kind), [builder.ptrtoint(table, LONG)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, linear, x, sums, out, part), make
 
 
 @intrinsic
@@ -315,18 +362,19 @@ def _workspace(context, count):
 
 @kernel
 def by_codes(linear, x, rows, first, last, halves, out):
-    """`products.product` for codes. The weights are int64 [panels, 2], flattened: a panel's address, its kind's number.
+    """`passes.product` for codes. The weights are int64 [panels, 2], flattened: of a panel its address, and that of the
+    function that multiplies panels of its kind: void f(int64 *table), see `entries.codes_entry`.
 
-    x is float32, or bfloat16 where `DOTS`.
+    x is float32, or bfloat16 where `DOTS`. halves: whether `out` is rounded to bfloat16; known to the function.
     """
     for row in range(0, rows, _SUMMED_ROWS):
-        _multiply_rows(linear, x, row, min(_SUMMED_ROWS, rows - row), first, last, halves, out)
+        _multiply_rows(linear, x, row, min(_SUMMED_ROWS, rows - row), first, last, out)
 
 
 @kernel
-def _multiply_rows(linear, x, begin, rows, first, last, halves, out):
+def _multiply_rows(linear, x, begin, rows, first, last, out):
     """`by_codes` for `rows` rows from row `begin` on."""
-    table, per_row = linear.weights, linear.inputs // SUMMED
+    panels, per_row = linear.weights, linear.inputs // SUMMED
     before = 4 * begin * per_row  # bytes of the rows before, which have no sums here
     sums = array_of(_workspace(rows * per_row) - before, (begin + rows, per_row), linear.scales)
     for row in range(begin, begin + rows):
@@ -335,14 +383,10 @@ def _multiply_rows(linear, x, begin, rows, first, last, halves, out):
             for i in range(index * SUMMED, (index + 1) * SUMMED):
                 total += wide(x[row, i])
             sums[row, index] = total
-    tile_rows = -(-rows // -(-rows // _MOST_ROWS))
-    most = 4 if tile_rows <= 2 else 2 if tile_rows <= 4 else 1  # see `_TILES`
     panel = first // PANEL
     while panel < last // PANEL:
-        kind, end = table[2 * panel + 1], panel + 1
-        while end < min(last // PANEL, panel + most) and table[2 * end + 1] == kind:
+        function, end = panels[2 * panel + 1], panel + 1
+        while end < last // PANEL and panels[2 * end + 1] == function:
             end += 1
-        for row in range(begin, begin + rows, tile_rows):
-            count = min(tile_rows, begin + rows - row)
-            _multiply_tile(linear, x, sums, out, (kind, row, count, panel, end - 1), halves)
+        _call_function(function, linear, x, sums, out, (begin, rows, panel, end))
         panel = end

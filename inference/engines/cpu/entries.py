@@ -15,6 +15,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from outrider.base.compiled import kept_entry
+from outrider.inference.engines.cpu import by_codes as codes
 from outrider.inference.engines.cpu.attention import NEAR
 from outrider.inference.engines.cpu.by_amx import STEP
 from outrider.inference.engines.cpu.elementwise import norm_row
@@ -153,6 +154,36 @@ def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = 
             carray(array_at(table[OUT], kept), (rows, outputs)),
         )
         product(_linear_at(table, stored, in_one), x, rows, first, last, False, out)
+
+    return entry
+
+
+def codes_entry(kind: int, read: Numbers, results: Numbers, sources: int = _SOURCES) -> CFunc:
+    """The function of `by_codes` for the kind of codes with this number, void f(int64 *table) with that module's table.
+
+    It is compiled by itself, as all that multiply by codes share it.
+    """
+
+    @_entry
+    def entry(address):
+        table = _table(address, sources)
+        inputs, count, first, last = (
+            table[codes.INPUTS], table[codes.ROWS], table[codes.FIRST], table[codes.LAST],
+        )  # fmt: skip
+        begin, end, outputs = table[codes.FIRST_ROW], table[codes.FIRST_ROW] + count, codes.PANEL * last
+        linear = Linear(
+            carray(array_at(table[codes.PANELS], np.int64), 2 * last), inputs,
+            _floats(table[codes.SCALES], 1, outputs)[0], _floats(table[codes.BIASES], 1, outputs)[0],
+        )  # fmt: skip
+        x = carray(array_at(table[codes.X], read), (end, table[codes.X_APART]))
+        sums = _floats(table[codes.SUMS], end, inputs // codes.SUMMED)
+        out = _floats(table[codes.OUT], end, table[codes.OUT_APART])
+        outs = (out, carray(array_at(table[codes.OUT], results), out.shape))
+        tile_rows, panels = codes.tile_sizes(count)
+        for panel in range(first, last, panels):
+            for row in range(begin, end, tile_rows):
+                tile = (table[codes.FORM], row, min(tile_rows, end - row), panel, min(last, panel + panels) - 1)
+                codes.multiply_tile(kind, linear, x, sums, outs, tile)
 
     return entry
 

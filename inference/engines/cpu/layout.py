@@ -156,7 +156,7 @@ class WeightLayout(NamedTuple):
     def panels(self, linear: Linear) -> Tensor:
         """A layer's weights in this layout; of codes the table of their panels."""
         if isinstance(linear, CodedLinear):
-            return code_table(linear.parts)
+            return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, self.read, self.kept))
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
         return in_panels(weight, self.together)
 
@@ -205,7 +205,7 @@ def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
 
 
 @cache
-def _address(make: Make, stored: Numbers, read: torch.dtype, kept: torch.dtype) -> int:
+def _address(make: Make, stored: Numbers | int, read: torch.dtype, kept: torch.dtype) -> int:
     with Stage(f"compiling {make.__name__}"):
         address = make(stored, STORED[read], STORED[kept]).address
     assert address is not None

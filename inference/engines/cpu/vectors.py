@@ -198,7 +198,7 @@ class Linear(NamedTuple):
     bfloat16s (uint32), those of two inputs, the first one in the lower bits: [outputs / PANEL, inputs / 2, PANEL]. Two
     such pairs of neighbouring outputs (uint64) have the same layout and are for AMX. Products of bfloat16s, by pairs or
     by AMX, treat subnormal numbers as zero.
-    Or they are int64 [outputs / PANEL, 2]: of each panel the address of its codes, and their kind (see `by_codes`).
+    Or they are int64 [outputs / PANEL, 2]: of each panel its address, and that of what multiplies it (see `by_codes`).
     """
 
     weights: np.ndarray

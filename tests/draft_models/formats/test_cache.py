@@ -1,25 +1,21 @@
-"""The cache of converted models: made once, known by content, whole or absent."""
+"""Models in other files than safetensors: read where they are; config and tokenizer are described once."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import lock, user_cache
+from outrider.base.files import user_cache
 from outrider.draft_models.formats import convert
-from outrider.draft_models.formats.convert import RECORD_FILE, as_described, as_safetensors, cached, was_quantised
+from outrider.draft_models.formats.convert import RECORD_FILE, as_described, described, was_quantised
 from outrider.draft_models.formats.gguf_model import GgufModel
-from outrider.draft_models.formats.torch_files import Stored
 from outrider.draft_models.targets.fingerprint import deciding_config
 from outrider.draft_models.targets.model_files import load_generation_config
 from outrider.draft_models.targets.open_target import open_target
@@ -34,41 +30,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def conversions(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
-    """What was converted since the last call."""
-
-    def since() -> list[str]:
-        lines = capsys.readouterr().err.splitlines()
-        return [line.split()[1] for line in lines if line.startswith("converted ")]
-
-    return since
-
-
-@dataclass(frozen=True)
-class Watched(GgufModel):
-    """A GGUF file; `reading` is called before a tensor of it is read."""
-
-    reading: Callable[[], object] = bool
-
-    def tensors(self) -> Mapping[str, Stored]:
-        def watched(read: Callable[[], Tensor]) -> Tensor:
-            self.reading()
-            return read()
-
-        return {name: replace(one, read=lambda read=one.read: watched(read)) for name, one in super().tensors().items()}
-
-
-def entries(kept: Path) -> list[Path]:
-    """The whole models in it: config and tokenizer alone are no conversion."""
-    return sorted(file.parent for file in kept.glob(f"*/{RECORD_FILE}") if list(file.parent.glob("*.safetensors")))
-
-
-def all_but_weights(place: tuple[str, str | None]) -> dict[str, bytes]:
-    files = [file for file in Path(place[0]).iterdir() if file.suffix != ".safetensors" and file.name != RECORD_FILE]
-    return {file.name: file.read_bytes() for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -101,40 +62,28 @@ def fetches(forms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return names
 
 
-@pytest.mark.parametrize("form", ["gguf", "bin"])
-def test_it_is_converted_once(
-    kept: Path, forms: dict[str, Path], conversions: Callable[[], list[str]], form: str
-) -> None:
-    """Whatever is asked of it, and by however many. A GGUF file never is: its tensors are read where they are."""
-    written = forms[form]
-    target = open_target(str(written))
+@pytest.mark.parametrize("form", ["gguf", "bin", "fp8"])
+def test_its_weights_are_read_where_they_are(kept: Path, forms: dict[str, Path], form: str) -> None:
+    """What is written is its description, once: by whomever it is asked for, and however often."""
+    source = str(forms[form])
+    target = open_target(source)
     target.layers(dtype=torch.float32)
-    assert target.fingerprint == open_target(str(written)).fingerprint
-    assert (target.source, target.fingerprint.target) == (str(written), str(written))
-    if form == "gguf":
-        assert not conversions()
-        assert not entries(kept)
-        return
-    assert conversions() == [str(written)]
-    (entry,) = entries(kept)
-    assert {file.name for file in entry.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert json.loads((entry / RECORD_FILE).read_text())["made_of"] == str(written)
+    (entry,) = kept.iterdir()
+    changed = {file.name: file.stat().st_mtime_ns for file in entry.iterdir()}
+    assert changed.keys() >= {"config.json", "tokenizer.json", RECORD_FILE}
+    assert not [name for name in changed if name.endswith((".safetensors", ".bin"))]
+    assert json.loads((entry / RECORD_FILE).read_text())["made_of"] == source
+    assert target.fingerprint == open_target(source).fingerprint
+    assert (target.source, target.fingerprint.target) == (source, source)
+    assert {file.name: file.stat().st_mtime_ns for file in entry.iterdir()} == changed
 
 
 def test_the_second_start_looks_at_no_byte(kept: Path, llama: Path, tmp_path: Path) -> None:
     path = write_gguf(llama, tmp_path / "model.gguf")
-    before, stat = as_safetensors(str(path)), path.stat()
+    before, stat = as_described(str(path)), path.stat()
     path.write_bytes(b"GGUF" + bytes(stat.st_size - 4))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert as_safetensors(str(path)) == before
-
-
-def test_the_same_content_elsewhere_is_not_converted_again(
-    kept: Path, written: Path, tmp_path: Path, conversions: Callable[[], list[str]]
-) -> None:
-    copied = shutil.copy(written, tmp_path / "other.gguf")
-    assert as_safetensors(str(written)) == as_safetensors(str(copied))
-    assert conversions() == [str(written)]
+    assert as_described(str(path)) == before
 
 
 def test_changed_content_is_another_model(kept: Path, llama: Path, tmp_path: Path) -> None:
@@ -151,7 +100,7 @@ def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Pat
     """Its content, and its name."""
     path = as_bin(llama, tmp_path / "bin")
     (path / "vocab.txt").write_text("a")
-    before = as_safetensors(str(path))
+    before = as_described(str(path))
     if file == "merges.txt":
         (path / "vocab.txt").rename(path / file)
     elif file == "pytorch_model.bin":
@@ -159,51 +108,53 @@ def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Pat
         torch.save({name: tensor + 1 for name, tensor in weights.items()}, path / file)
     else:
         (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | {"of_a_later_version": 1}))
-    assert as_safetensors(str(path)) != before
+    assert as_described(str(path)) != before
+
+
+@dataclass(frozen=True)
+class Touched(GgufModel):
+    """A GGUF file that changes, or breaks with `error`, while it is described."""
+
+    error: BaseException | None = None
+
+    def describe(self, folder: Path) -> None:
+        super().describe(folder)
+        os.utime(self.path)
+        if self.error is not None:
+            raise self.error
 
 
 def test_a_file_that_changes_meanwhile_is_refused(kept: Path, llama: Path, tmp_path: Path) -> None:
     path = write_gguf(llama, tmp_path / "model.gguf")
-    refusal(r"model\.gguf: changed while it was converted", cached, Watched(str(path), path, lambda: os.utime(path)))
-    assert entries(kept) == []
+    refusal(r"model\.gguf: changed while it was read", described, Touched(str(path), path))
+    assert [*kept.iterdir()] == []
 
 
 @pytest.mark.parametrize("form", ["gguf", "bin", "fp8"])
-def test_config_and_tokenizer_are_read_without_a_conversion(
-    kept: Path, forms: dict[str, Path], conversions: Callable[[], list[str]], form: str
-) -> None:
-    """They are the conversion's, file by file; once there is one, it is read."""
-    source = str(forms[form])
-    target = open_target(source, by_layers=False)
-    alone = target.config.to_dict(), target.tokenizer.get_vocab(), load_generation_config(source)
-    files, config = all_but_weights(as_described(source)), deciding_config(source, None)
-    open_target(source)
-    assert conversions() == entries(kept) == []
-    place = as_safetensors(source)
-    assert conversions() == [source]
-    assert all_but_weights(place) == files
-    assert as_described(source) == place
-    again = open_target(source, by_layers=False)
-    assert (again.config.to_dict(), again.tokenizer.get_vocab(), load_generation_config(source)) == alone
-    assert deciding_config(source, None) == config
+def test_a_copy_elsewhere_is_described_alike(kept: Path, forms: dict[str, Path], tmp_path: Path, form: str) -> None:
+    def said(source: str) -> tuple[object, ...]:
+        target = open_target(source, by_layers=False)
+        return target.tokenizer.get_vocab(), load_generation_config(source), deciding_config(source, None)
+
+    origin, copied = forms[form], tmp_path / forms[form].name
+    (shutil.copytree if origin.is_dir() else shutil.copy)(origin, copied)
+    (first, _), (second, _) = as_described(str(origin)), as_described(str(copied))
+    files = [file.name for file in Path(first).iterdir() if file.name != RECORD_FILE]
+    assert first != second
+    assert all((Path(first, name)).read_bytes() == Path(second, name).read_bytes() for name in files)
+    assert said(str(origin)) == said(str(copied))
 
 
 @pytest.mark.parametrize("form", ["bin", "fp8"])
-def test_config_and_tokenizer_are_read_without_fetching_weights(
-    kept: Path, fetches: list[str], conversions: Callable[[], list[str]], form: str
-) -> None:
+def test_config_and_tokenizer_are_read_without_fetching_weights(kept: Path, fetches: list[str], form: str) -> None:
     source = f"someone/{form}"
     target = open_target(source)
     assert len(target.tokenizer) > 0
     assert was_quantised(source) == (form == "fp8")
     assert "config.json" in fetches
     assert not [name for name in fetches if name.endswith((".bin", ".safetensors"))]
-    assert conversions() == []
-    files = all_but_weights(as_described(source))
     assert target.files.file_of
     assert [name for name in fetches if name.endswith((".bin", ".safetensors"))]
-    assert conversions() == [source]
-    assert all_but_weights(as_described(source)) == all_but_weights(as_safetensors(source)) == files
 
 
 HUB_ERRORS = [
@@ -227,62 +178,49 @@ def test_no_error_of_the_hub_is_a_traceback(
     assert as_described("someone/bin") == ("someone/bin", None)  # it has safetensors as far as is known here
     monkeypatch.setattr(convert, "cached_file", fail)
     convert._on_hub.cache_clear()
-    for read in (as_safetensors, as_described, open_target, open_tensors):
+    for read in (as_described, open_target, open_tensors):
         refusal(r"someone/bin: config\.json cannot be fetched \(", read, "someone/bin")
 
 
-def test_safetensors_are_read_where_they_are(kept: Path, llama: Path, tmp_path: Path) -> None:
+def test_safetensors_need_no_description(kept: Path, llama: Path, tmp_path: Path) -> None:
     for source in (str(llama), str(tmp_path / "nowhere"), "someone/nowhere"):
-        assert as_safetensors(source, "main") == (source, "main")
+        assert as_described(source, "main") == (source, "main")
     assert not kept.exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=repr)
-def test_a_conversion_that_ends_early_leaves_nothing(kept: Path, written: Path, error: BaseException) -> None:
-    """Whether it is interrupted or the disk fills; and its files are whole before there is a config."""
-
-    def fail() -> None:
-        assert [file.name for file in (kept / "part").iterdir()] == [".parts"]
-        raise error
-
+def test_a_description_that_ends_early_leaves_nothing(kept: Path, written: Path, error: BaseException) -> None:
+    """Whether it is interrupted or the disk fills."""
     with pytest.raises((KeyboardInterrupt, UserError)) as raised:
-        cached(Watched(str(written), written, fail))
+        described(Touched(str(written), written, error))
     if isinstance(error, OSError):
         assert "No space left on device); free space, or say by OUTRIDER_CACHE" in str(raised.value)
-    assert {file.name for file in kept.iterdir()} == {".lock", "known"}
+    assert [*kept.iterdir()] == []
 
 
-def test_what_somebody_removed_is_made_again(kept: Path, written: Path, conversions: Callable[[], list[str]]) -> None:
-    place, _ = as_safetensors(str(written))
+def test_what_somebody_removed_is_made_again(kept: Path, written: Path) -> None:
+    place, _ = as_described(str(written))
+    whole = {file.name: file.read_bytes() for file in Path(place).iterdir()}
     (Path(place) / RECORD_FILE).unlink()
-    assert as_safetensors(str(written)) == (place, None)
-    shutil.rmtree(place)
-    assert as_safetensors(str(written)) == (place, None)
-    assert len(conversions()) == 3
-    whole = (Path(place) / "model.safetensors").read_bytes()
-    (Path(place) / "model.safetensors").write_bytes(whole[:-1])
-    assert as_safetensors(str(written)) == (place, None)
-    assert (Path(place) / "model.safetensors").read_bytes() == whole
-    assert len(conversions()) == 1
+    assert as_described(str(written)) == (place, None)
+    (Path(place) / "tokenizer.json").write_bytes(whole["tokenizer.json"][:-1])
+    assert as_described(str(written)) == (place, None)
+    assert {file.name: file.read_bytes() for file in Path(place).iterdir()} == whole
 
 
-def test_who_finds_it_being_made_waits(kept: Path, written: Path) -> None:
-    kept.mkdir()
-    with ThreadPoolExecutor(1) as pool:
-        with lock(kept / ".lock"):  # another process, at work
-            asked = pool.submit(as_safetensors, str(written))
-            with pytest.raises(TimeoutError):
-                asked.result(timeout=0.3)
-            assert entries(kept) == []
-        assert asked.result(timeout=60) == (str(entries(kept)[0]), None)
+def test_one_that_is_written_meanwhile_is_kept(kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    original, describe = GgufModel(str(written), written), convert.describe
 
+    def describe_twice(model: GgufModel, folder: Path) -> None:
+        describe(model, folder)
+        if not made:
+            made.append(folder)
+            made.append(described(original))  # of another process
 
-def test_a_full_disk_is_told_before_anything_is_written(
-    kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(written.parent)
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    refusal(r"GB are to be written, 0\.0 GB are free; free space, or say by OUTRIDER", as_safetensors, str(written))
+    monkeypatch.setattr(convert, "describe", describe_twice)
+    assert described(original) == made[1]
+    assert [*kept.iterdir()] == [made[1]]
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -290,23 +228,14 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
-    refusal(r"OUTRIDER_CACHE=.*cannot be written \(Not a directory\); .* choose another", as_safetensors, str(written))
+    refusal(r"OUTRIDER_CACHE=.*cannot be written \(Not a directory\); .* choose another", as_described, str(written))
 
 
-def test_a_cache_of_others_is_read(kept: Path, written: Path) -> None:
-    """One that was filled beforehand, and cannot be written now."""
-    before = as_safetensors(str(written))
-    (kept / ".lock").unlink()
-    (kept / ".lock").mkdir()  # nobody can lock it
-    assert as_safetensors(str(written)) == before
-
-
-def test_a_maximum_size_is_no_more(
+def test_what_earlier_versions_kept_is_named(
     kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE_GB", "1e-9")
-    as_safetensors(str(written))
-    assert "OUTRIDER_CACHE_GB is gone" in capsys.readouterr().err
-    assert len(entries(kept)) == 1
+    (kept / "known").mkdir(parents=True)
+    as_described(str(written))
+    assert f"which nothing reads any more: rm -r {kept}" in capsys.readouterr().err
     monkeypatch.delenv("OUTRIDER_CACHE")
     assert convert.cache_folder() == user_cache() / "targets"

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}  # of a spread of outp
 
 def coded_rows(kind: str, rows: int, seed: int = 0) -> CodedRows:
     blocks = random_blocks(np.zeros((rows + seed, INPUTS)), gguf.GGMLQuantizationType[kind])
-    return CodedRows(kind, torch.from_numpy(blocks[seed:].copy()))
+    return CodedRows(kind, blocks[seed:].copy())
 
 
 def mixed_linear(dtype: torch.dtype = torch.float32, bias: bool = True) -> CodedLinear:
@@ -63,7 +63,7 @@ def test_rows_are_decoded_as_the_gguf_package_does(kind: str) -> None:
             expected = gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
         np.testing.assert_array_equal(decoded(kind, stored).numpy(), expected)
     tokens = torch.tensor([[5, 0], [63, 5]])
-    assert torch.equal(CodedEmbedding(CodedRows(kind, raw), torch.float32)(tokens), decoded(kind, raw)[tokens])
+    assert torch.equal(CodedEmbedding(CodedRows(kind, raw.numpy()), torch.float32)(tokens), decoded(kind, raw)[tokens])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

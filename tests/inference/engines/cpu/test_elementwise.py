@@ -7,8 +7,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from outrider.inference.engines.cpu.at_once import LARGE, in_large_pages
 from outrider.inference.engines.cpu.elementwise import put_columns
+from outrider.inference.engines.cpu.large_pages import LARGE, in_large_pages
 from outrider.inference.engines.cpu.numbers import bits_of_bfloat16, put, rounded, wide
 from outrider.inference.engines.cpu.vectors import LANES, LONG, arrays_of, exponential, loaded, loop, stored
 

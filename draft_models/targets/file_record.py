@@ -1,0 +1,51 @@
+"""What was found out about the files of a large model, so that it takes its seconds only once.
+
+A record is a file of JSON in the cache. Its name is a digest of all that its content depends on.
+"""
+
+import hashlib
+import json
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import transformers
+
+from outrider.base.errors import UserError
+from outrider.base.files import package_version, write_atomically
+from outrider.draft_models.formats.convert import cache_folder
+from outrider.draft_models.targets.tensor_files import TensorFiles
+
+SMALLEST = 2**29  # bytes of files that are worth a record
+_SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.py"))))
+
+
+class FileRecord:
+    """The record of one thing about the model in `files`; conditions: what else it depends on.
+
+    Files are known by path, size and time. A model with less than `SMALLEST` has no record, nor one whose files are not
+    all here.
+    """
+
+    def __init__(self, files: TensorFiles, *conditions: object):
+        self._path: Path | None = None
+        stats = [(str(path.resolve()), path.stat()) for path in files.paths() or ()]
+        if sum(stat.st_size for _, stat in stats) >= SMALLEST:
+            stamps = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            versions = package_version(), _SOURCES, torch.__version__, transformers.__version__
+            text = json.dumps([versions, torch.backends.cpu.get_cpu_capability(), stamps, conditions], default=str)
+            self._path = cache_folder() / "records" / hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def read(self) -> object:
+        """Its content; None if there is none."""
+        with suppress(OSError, ValueError):
+            return None if self._path is None else json.loads(self._path.read_text("utf-8"))
+        return None
+
+    def write(self, content: object) -> None:
+        """Keep `content`, JSON-able and not None, where the cache can be written."""
+        if self._path is not None:
+            with suppress(OSError, UserError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._path, json.dumps(content).encode())
