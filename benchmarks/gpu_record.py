@@ -8,7 +8,6 @@ it failed or was cut; the same command does the parts again that did not end wel
 
 - tests: `pytest -m gpu`;
 - smollm2: the target as it is in bfloat16, plain, `generate`, and every method with the shipped drafters;
-- inflate, inflated: the same in the shape of Llama-2-7B (inflate_target.py): real acceptance at a 7B's cost;
 - answers: answers a second.
 """
 
@@ -60,7 +59,6 @@ def parts(options: argparse.Namespace) -> list[Part]:
         write_atomically(prompts, b"".join(b'{"prompt": "number %d: "}\n' % number for number in range(8)))
         options.target, options.prompts = str(work / "models/target"), [f"texts={prompts}"]
     some = [word for given in options.prompts for word in ("--prompts", given)]
-    inflated = work / "inflated"
     first_prompts = options.prompts[0].partition("=")[2]
     size = ["max_new_tokens=8", "dtype=float32"] if tiny else ["max_new_tokens=128", "dtype=bfloat16"]
 
@@ -78,12 +76,6 @@ def parts(options: argparse.Namespace) -> list[Part]:
     return [
         Part("tests", 150, [*gpu_tests, *(["tests/test_gpu.py", "--collect-only"] if tiny else [])]),
         real("smollm2", 1.2, options.target, drafters["eesd"], drafters["small_lm"]),
-        Part("inflate", 300 if tiny else 90, [
-            str(HERE / "inflate_target.py"), "--target", options.target, "--shape", "tiny-test" if tiny else "7b",
-            "--out", str(inflated), "--early-exit", str(drafters["eesd"]), "--small-lm", str(drafters["small_lm"]),
-            *(["--small-shape", "tiny-test"] if tiny else ["--dtype", "bfloat16"]),
-        ], inflated / "inflated.json"),
-        real("inflated", 2.0, str(inflated / "target"), inflated / "early_exit", inflated / "small_lm"),
         Part("answers", 300 if tiny else 60, [
             "-m", "outrider.cli", "generate-responses", f"target={chat}", "data=local", f"data.path={first_prompts}",
             "data.layout=prompts", "data.heldout_fraction=0", *answers, f"out_dir={found}", "resume=true",
@@ -126,8 +118,6 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     for part in parts(options):
         if found.get(part.name, {}).get("state") != "done":
             print(f"part={part.name} seconds_at_most={part.seconds:.0f}", flush=True)
-            if part.name == "inflate":  # which writes to an empty directory only
-                shutil.rmtree(work / "inflated", ignore_errors=True)
             found[part.name] = run(part, work / f"{part.name}.log")
             write_json(path, found)
         done = found[part.name]

@@ -38,7 +38,7 @@ from outrider.draft_models.formats.torch_files import (
     Kind,
     Original,
     Stored,
-    fp8_scales,
+    is_quantised,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _has(source: str, revision: str | None, file: str) -> bool:
 def _kind(has: Callable[[str], bool], path: Callable[[str], Path]) -> Kind | None:
     """The kind of weight files to convert; None if there are plain safetensors or no weights."""
     kind = next((kind for kind in (SAFETENSORS, PICKLES) if has(kind.index) or has(kind.single)), None)
-    return kind if kind is PICKLES or fp8_scales(path(CONFIG_FILE), path(QUANT_FILE)) else None
+    return kind if kind is PICKLES or is_quantised(path(CONFIG_FILE), path(QUANT_FILE)) else None
 
 
 def described(original: Original) -> Path:

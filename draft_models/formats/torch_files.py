@@ -1,6 +1,7 @@
 """A model as it was published: the interface for reading it, and a Hugging Face directory with files of tensors.
 
-The files are safetensors or torch's older pickles (.bin), one or several with an index; fp8 weights are dequantised.
+The files are safetensors or torch's older pickles (.bin), one or several with an index. Weights of fp8 or packed
+integers are dequantised.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from torch import Tensor
 from outrider.base.errors import UserError, reason
 from outrider.base.files import read_mapping, write_json
 from outrider.base.words import listed
+from outrider.draft_models.formats.packed_weights import packed_layers, packing_of
 
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
@@ -33,6 +35,7 @@ HEAD = "lm_head.weight"
 QUANT_FILE = "hf_quant_config.json"  # ModelOpt's description of a quantisation, beside config.json or in place of it
 # Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
 SCALES, SCALE = "_scale_inv", "_scale"
+SHAPE = ".weight_shape"  # what compressed-tensors adds to a packed weight
 _UNUSED = (".input_scale", ".k_scale", ".v_scale")  # ModelOpt's factors of activations, which are not quantised here
 # The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (
@@ -249,8 +252,8 @@ class FolderModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether its weights are fp8 with scales, according to its description."""
-        return fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) is not None
+        """Whether its weights are fp8 with scales or packed integers, according to its description."""
+        return is_quantised(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
 
     @property
     def by_transformers(self) -> bool:
@@ -266,6 +269,13 @@ class FolderModel:
             elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
             held = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
             found |= {name: held[name] for name in names or held if name in held}
+        if packing := packing_of(quantisation_of(self.folder / CONFIG_FILE)):
+            layers = packed_layers(packing, found, self.source)
+            used = {name + suffix for name in layers for suffix in (*packing[3:], SHAPE)}
+            found = {name: stored for name, stored in found.items() if name not in used}
+            return found | {
+                f"{name}.weight": Stored(torch.float32, one.shape, one.read) for name, one in layers.items()
+            }
         suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
         scaled = {name for name in found if name + suffix in found}
         block = self._block() if scaled and suffix == SCALES else None
@@ -347,6 +357,11 @@ def _is_read_by_transformers(config: Path | str | None) -> bool:
         return config is not None and AutoHfQuantizer.supports_quant_method(quantisation_of(Path(config)))
     except (ValueError, TypeError):  # it names no method, or what is no name
         return False
+
+
+def is_quantised(config: Path, quant: Path) -> bool:
+    """Whether a model has quantised weights that are read here. Raises `UserError` for a damaged description."""
+    return packing_of(quantisation_of(config)) is not None or fp8_scales(config, quant) is not None
 
 
 def fp8_scales(config: Path, quant: Path) -> str | None:

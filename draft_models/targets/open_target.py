@@ -44,8 +44,8 @@ from outrider.draft_models.targets.vocabulary import for_rows, rows_of, vocabula
 
 SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
 _SUPPORTED = (
-    "supported: fp8 with scales by block, ModelOpt's FP8, and GGUF files. Give the model it was made from, or a GGUF "
-    "file of it"
+    "supported: fp8 with scales by block, ModelOpt's FP8, integers of 4 or 8 bits packed by GPTQ, AWQ or "
+    "compressed-tensors, and GGUF files. Give the model it was made from, or a GGUF file of it"
 )
 NARROW = (SMALL_LM, "drafter.path")  # options that accept a drafter with a draft vocabulary
 

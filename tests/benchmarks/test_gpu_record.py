@@ -23,13 +23,10 @@ def test_a_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Each leaves what it found, in the record as soon as it ends; what is done is not done again."""
     import gpu_record
 
-    (tmp_path / "inflated").mkdir()
-    (tmp_path / "inflated/left").write_text("by a run that was cut")
     monkeypatch.chdir(ROOT)
     found = gpu_record.record(asked(tmp_path))
     states = {name: part["state"] for name, part in found.items() if "state" in part}
-    assert states == dict.fromkeys(("tests", "smollm2", "inflate", "inflated", "answers"), "done")
-    assert found["inflate"]["found"]["first_line"].startswith("Inflated:")
+    assert states == dict.fromkeys(("tests", "smollm2", "answers"), "done")
     assert json.loads((tmp_path / gpu_record.RECORD).read_text()) == found
     monkeypatch.setattr(gpu_record, "run", lambda *_: pytest.fail("it is done already"))
     assert gpu_record.record(asked(tmp_path)) == found
@@ -55,10 +52,10 @@ def test_only_what_did_not_end_well_is_done_again(tmp_path: Path, monkeypatch: p
         return {"state": next(states), "seconds": 1.0, "found": None}
 
     monkeypatch.setattr(gpu_record, "run", run)
-    monkeypatch.setattr(gpu_record, "parts", lambda _: [gpu_record.Part(n, 1.0, []) for n in ("tests", "inflated")])
+    monkeypatch.setattr(gpu_record, "parts", lambda _: [gpu_record.Part(n, 1.0, []) for n in ("tests", "answers")])
     gpu_record.record(asked(tmp_path))
     gpu_record.record(asked(tmp_path))
-    assert ran == ["tests", "inflated", "inflated"]
+    assert ran == ["tests", "answers", "answers"]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

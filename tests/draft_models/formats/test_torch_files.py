@@ -297,7 +297,8 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("settings", "name"), [
-    ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ({"quant_method": "gptq", "bits": 3}, "gptq"),
+    ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "awq"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"load_in_8bit": True}, r"bitsandbytes \(load_in_8bit\)"),
     ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
