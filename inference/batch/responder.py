@@ -154,7 +154,7 @@ def load_target(
     """
     if device.type == "cpu" and config.device_map is None and why_not_by_layers(target.config) is None:
         with suppress(NotByLayersError), ruled():
-            stack = target.stack(dtype=dtype, device=device)
+            stack = target.stack(dtype=dtype, device=device, coded=True)
             lay_out(stack, device)
             return stack
     model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
