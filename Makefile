@@ -30,7 +30,7 @@ install: $(STAMP) ## an environment in .venv with everything; all commands below
 	@echo "Outrider is in $(VENV). Next: . $(VENV)/bin/activate && outrider  (lists the commands), or make demo"
 
 kernels: $(STAMP) ## compile the CPU kernels once, so that test workers do not each do it
-	$(RUN)python -m pytest -n0 tests/inference/drafters/test_mixture.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py
+	$(RUN)python -m pytest -n2 --dist loadfile tests/inference/drafters/test_mixture.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py
 
 test: $(STAMP) ## every subject, mechanism and planted fault; of what repeats for further models the typical ones
 	$(RUN)python -m pytest -n auto --dist worksteal -m "not thorough and not engine"

@@ -17,11 +17,8 @@ from outrider.draft_models.targets.settings import (
     RehearsedConfig,
     RunDtype,
     TableFolder,
+    Tokenizer,
 )
-
-_TOKENIZER = "a SentencePiece .model file, a GGUF file, or a tokenizer's directory or Hub name (OWNER/NAME)"
-_FILES = ("*.json", "*.model", "*.gguf")
-Tokenizer = Annotated[str, Place(_TOKENIZER, hub=True, holds=_FILES, begins=(b"GGUF", b"\n"))]  # \n: a protobuf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from outrider.base.errors import UserError
-from outrider.base.files import package_version, write_atomically
+from outrider.base.files import package_version, read_json, write_atomically
 from outrider.draft_models.formats.convert import cache_folder
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
@@ -39,8 +39,8 @@ class FileRecord:
 
     def read(self) -> object:
         """Its content; None if there is none."""
-        with suppress(OSError, ValueError):
-            return None if self._path is None else json.loads(self._path.read_text("utf-8"))
+        with suppress(UserError):
+            return None if self._path is None else read_json(self._path, "record", "remove it")
         return None
 
     def write(self, content: object) -> None:

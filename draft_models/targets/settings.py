@@ -58,6 +58,9 @@ class Place(Named):
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 MODEL_FILES, GGUF = ("config.json", "adapter_config.json", "*.gguf"), (b"GGUF",)
 Model = Annotated[str, Place(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]
+TOKENIZER = "a SentencePiece .model file, a GGUF file, or a tokenizer's directory or Hub name (OWNER/NAME)"
+TOKENIZER_FILES = ("*.json", "*.model", "*.gguf")
+Tokenizer = Annotated[str, Place(TOKENIZER, hub=True, holds=TOKENIZER_FILES, begins=(*GGUF, b"\n"))]  # \n: a protobuf
 Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True, holds=("config.json",))]
 DrafterFolder = Annotated[str, Place("the directory of a drafter", holds=("*.json", "*.safetensors"))]
 _TABLE = "the directory of an n-gram table (outrider build-trigrams)"

@@ -9,7 +9,6 @@ from annotated_types import Ge
 from outrider.base.errors import missing, require
 from outrider.base.settings import Count, Named, Positive, Settings, free, only, opt, require_default
 from outrider.base.wandb_config import WandbConfig
-from outrider.data_prep.settings import Tokenizer
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
 from outrider.draft_models.targets.settings import (
     AnyDrafter,
@@ -20,6 +19,7 @@ from outrider.draft_models.targets.settings import (
     ReadingChanges,
     RehearsedConfig,
     TableFolder,
+    Tokenizer,
 )
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, Plugin, Trained, kind_in
 from outrider.inference.settings.method import MethodConfig

@@ -18,7 +18,7 @@ def asked(work: Path, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(**given)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each leaves what it found, in the record as soon as it ends; what is done is not done again."""
     import gpu_record

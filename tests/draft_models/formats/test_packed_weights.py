@@ -112,17 +112,13 @@ def test_a_packed_model_is_its_decoded_weights(
     refusal("quantised as they are stored", packed.require_int8)
 
 
-def off_by_one(packing: Any) -> Any:
-    return packing._replace(from_one=not packing.from_one)
-
-
 @pytest.mark.parametrize("fault", ["zeros", "order"])
 def test_a_wrong_step_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     packing_of: Callable[..., Any] = packed_weights.packing_of
     method = "gptq" if fault == "zeros" else "awq"
     if fault == "zeros":
         changed = "outrider.draft_models.formats.torch_files.packing_of"
-        monkeypatch.setattr(changed, lambda said: (found := packing_of(said)) and off_by_one(found))
+        monkeypatch.setattr(changed, lambda said: (one := packing_of(said)) and one._replace(from_one=False))
     else:
         monkeypatch.setattr(packed_weights, "AWQ_ORDER", tuple(range(8)))
     packed, plain = (open_tensors(str(path)) for path in save_packed(tmp_path, method, 4))
