@@ -160,7 +160,7 @@ def _kind(has: Callable[[str], bool], path: Callable[[str], Path]) -> Kind | Non
 
 def described(original: Original) -> Path:
     """The directory with config and tokenizer of a model, written now or earlier. Raises `UserError`."""
-    stamp = _stamp(original.files)
+    stamp = stamp_of(original.files)
     folder = cache_folder() / stamp
     if _is_whole(folder):
         return folder
@@ -170,7 +170,7 @@ def described(original: Original) -> Path:
     try:
         with Stage(f"describing {original.source} once"), TemporaryDirectory(dir=folder.parent) as part:
             describe(original, written := Path(part, folder.name))
-            if _stamp(original.files) != stamp:
+            if stamp_of(original.files) != stamp:
                 raise UserError(f"{original.source}: changed while it was read; start again when it is whole")
             write_json(written / RECORD_FILE, {"made_of": original.source, "bytes": _size(written)})
             if not _is_whole(folder):  # else another process has written it meanwhile
@@ -186,7 +186,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
 
 
-def _stamp(files: Mapping[str, Path]) -> str:
+def stamp_of(files: Mapping[str, Path]) -> str:
     """A digest that changes with any of the files, from their paths, sizes and times alone."""
     found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
     said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]

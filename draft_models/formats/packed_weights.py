@@ -41,8 +41,7 @@ def packing_of(quantised: Mapping[str, object]) -> Packing | None:
     if not isinstance(bits, int) or bits not in (4, 8):
         return None
     if method == "compressed-tensors" and quantised.get("format") == "pack-quantized":
-        parts = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
-        return Packing(method, bits, False, *parts)
+        return Packing(method, bits, False, ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
     gemm = str(quantised.get("version", "gemm")).lower() == "gemm"
     if method == "gptq" or (method == "awq" and bits == 4 and gemm):
         from_one = method == "gptq" and quantised.get("checkpoint_format", "gptq") != "gptq_v2"
@@ -52,9 +51,10 @@ def packing_of(quantised: Mapping[str, object]) -> Packing | None:
 
 def _bits(groups: object) -> object:
     """The bits of the integer weights of `config_groups`; None if they differ, or some are no integers."""
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    bits = {one.get("num_bits") if one.get("type", "int") == "int" else None for one in weights if one}
-    return bits.pop() if len(bits) == 1 and all(weights) else None
+    parts = [*groups.values()] if isinstance(groups, dict) else []
+    weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
+    ints = [one.get("num_bits") for one in weights if isinstance(one, dict) and one.get("type", "int") == "int"]
+    return ints[0] if ints and ints == ints[:1] * len(parts) else None
 
 
 class PackedLayer(NamedTuple):
@@ -96,11 +96,11 @@ class PackedLayer(NamedTuple):
 def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str) -> dict[str, PackedLayer]:
     """The layers with packed weights among `tensors`, by name. Raises `UserError` for one without scales."""
     layers = {}
-    needed = {packing.scale} | ({packing.zero} if packing.method != "compressed-tensors" else set())
+    needed = {packing.scale} if packing.method == "compressed-tensors" else {packing.scale, packing.zero}
     for name in [key.removesuffix(packing.weight) for key in tensors if key.endswith(packing.weight)]:
         parts = {suffix: tensors[name + suffix] for suffix in packing[3:] if name + suffix in tensors}
-        if missing := sorted(needed - parts.keys()):
-            raise UserError(f"{source}: no tensor {name}{missing[0]!r}; fetch the model again")
+        if needed - parts.keys() or len(parts[packing.weight].shape) != 2:
+            raise UserError(f"{source}: {name}: expected packed rows, {' and '.join(sorted(needed))}; fetch it again")
         layers[name] = PackedLayer(packing, parts, f"{source}: {name}")
     return layers
 

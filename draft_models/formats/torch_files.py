@@ -35,7 +35,6 @@ HEAD = "lm_head.weight"
 QUANT_FILE = "hf_quant_config.json"  # ModelOpt's description of a quantisation, beside config.json or in place of it
 # Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
 SCALES, SCALE = "_scale_inv", "_scale"
-SHAPE = ".weight_shape"  # what compressed-tensors adds to a packed weight
 _UNUSED = (".input_scale", ".k_scale", ".v_scale")  # ModelOpt's factors of activations, which are not quantised here
 # The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (
@@ -271,11 +270,10 @@ class FolderModel:
             found |= {name: held[name] for name in names or held if name in held}
         if packing := packing_of(quantisation_of(self.folder / CONFIG_FILE)):
             layers = packed_layers(packing, found, self.source)
-            used = {name + suffix for name in layers for suffix in (*packing[3:], SHAPE)}
+            used = {name + suffix for name in layers for suffix in (*packing[3:], ".weight_shape")}
             found = {name: stored for name, stored in found.items() if name not in used}
-            return found | {
-                f"{name}.weight": Stored(torch.float32, one.shape, one.read) for name, one in layers.items()
-            }
+            weights = {f"{n}.weight": Stored(torch.float32, layer.shape, layer.read) for n, layer in layers.items()}
+            return found | weights
         suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
         scaled = {name for name in found if name + suffix in found}
         block = self._block() if scaled and suffix == SCALES else None

@@ -14,7 +14,7 @@ import transformers
 
 from outrider.base.errors import UserError
 from outrider.base.files import package_version, read_json, write_atomically
-from outrider.draft_models.formats.convert import cache_folder
+from outrider.draft_models.formats.convert import cache_folder, stamp_of
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
 SMALLEST = 2**29  # bytes of files that are worth a record
@@ -30,17 +30,17 @@ class FileRecord:
 
     def __init__(self, files: TensorFiles, *conditions: object):
         self._path: Path | None = None
-        stats = [(str(path.resolve()), path.stat()) for path in files.paths() or ()]
-        if sum(stat.st_size for _, stat in stats) >= SMALLEST:
-            stamps = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        paths = files.paths() or []
+        if sum(path.stat().st_size for path in paths) >= SMALLEST:
+            stamp = stamp_of({path.name: path for path in paths})
             versions = package_version(), _SOURCES, torch.__version__, transformers.__version__
-            text = json.dumps([versions, torch.backends.cpu.get_cpu_capability(), stamps, conditions], default=str)
+            text = json.dumps([versions, torch.backends.cpu.get_cpu_capability(), stamp, conditions], default=str)
             self._path = cache_folder() / "records" / hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def read(self) -> object:
         """Its content; None if there is none."""
         with suppress(UserError):
-            return None if self._path is None else read_json(self._path, "record", "remove it")
+            return self._path and read_json(self._path, "record", "remove it")
         return None
 
     def write(self, content: object) -> None:

@@ -301,7 +301,7 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "awq"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"load_in_8bit": True}, r"bitsandbytes \(load_in_8bit\)"),
-    ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {1: 5}}, "compressed-tensors"),
     ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8"),  # one scale a tensor, or none
     ({"bits": 4}, "unnamed"),
 ])  # fmt: skip
