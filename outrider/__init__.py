@@ -7,6 +7,7 @@ The utilities: errors, settings, files, run directories, processes, random strea
 from typing import TYPE_CHECKING
 
 from outrider.base.errors import UserError
+from outrider.base.large_imports import import_large
 
 if TYPE_CHECKING:
     from outrider.api.model import Model, load
@@ -18,6 +19,4 @@ __all__ = ["Model", "UserError", "load", "preset"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    from outrider.api import model
-
-    return getattr(model, name)
+    return getattr(import_large("outrider.api.model"), name)

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs
-"""Quantised weights as ggml stores them: their kinds, and their decoding.
+"""Quantised weights as ggml and packed integers store them: their kinds, and their decoding.
 
-The blocks are those of ggml-common.h and dequantize_row_… in ggml-quants.c.
+ggml's blocks are those of ggml-common.h and dequantize_row_… in ggml-quants.c.
 """
 
 import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class CodeKind(NamedTuple):
     A weight is scale · code − minimum, both those of its group. bits: of a code. group: inputs of a group. groups: of a
     block. If there are several, a group's scale is an integer of 6 or 8 bits times the block's factor, a float16; else
     it is that factor. minimum: whether a group has one, stored like its scale. offset: what is added to a code before
-    it is stored. stored: bytes of a block in a file.
+    it is stored. stored: bytes of a block in a file. zero: a minimum is the scale times the number in its place.
     """
 
     bits: int
@@ -38,6 +38,7 @@ class CodeKind(NamedTuple):
     minimum: bool
     offset: int
     stored: int
+    zero: bool = False
 
     @property
     def inputs(self) -> int:
@@ -52,12 +53,19 @@ KINDS = {
     "Q4_K": CodeKind(4, 32, 8, True, 0, 144),
     "Q5_K": CodeKind(5, 32, 8, True, 0, 176),
     "Q6_K": CodeKind(6, 16, 16, False, 32, 210),
+    # Not ggml's: a float16 scale, a float16 zero, and codes in order, of 4 bits the first half in the lower bits.
+    "int4": CodeKind(4, 32, 1, True, 0, 20, zero=True),
+    "int4 by 128": CodeKind(4, 128, 1, True, 0, 68, zero=True),
+    "int8": CodeKind(8, 32, 1, True, 0, 36, zero=True),
 }
-NUMBERS = {name: number for number, name in enumerate(KINDS)}  # by ggml's names
-_Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K = range(len(KINDS))
+NUMBERS = {name: number for number, name in enumerate(KINDS)}
+_Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _INT4, _INT4_BY_128, _INT8 = range(len(KINDS))
 
 
-@kept
+kept_uncounted = partial(kept, counted=False)  # counting references to slices would take most of the time
+
+
+@kept_uncounted
 def _scale_and_minimum(packed, group):
     """The 6-bit scale and minimum of a group in the 12 bytes of a block of Q4_K or Q5_K."""
     if group < 4:
@@ -66,16 +74,37 @@ def _scale_and_minimum(packed, group):
     return (low & 15) | (high << 4), (low >> 4) | ((packed[group] >> 6) << 4)
 
 
-@kept
+_FOUR, _TWO, _ONE = (np.uint64(bits * 0x0101010101010101) for bits in (15, 3, 1))  # of each of eight bytes
+
+
+@kept_uncounted
+def _split_nibbles(packed, codes):
+    """The lower 4 bits of `packed`, eight bytes a number, then the upper ones."""
+    count = len(packed)
+    for index in range(count):
+        codes[index], codes[count + index] = packed[index] & _FOUR, (packed[index] >> np.uint64(4)) & _FOUR
+
+
+@kept_uncounted
 def unpack(number, raw, codes, scales, minima):
     """Read a stored block of a kind: codes ≥ 0 [inputs], and of its groups integer scales and minima.
 
     Returns where its factors are, in bytes: (factor, factor of the minima or −1).
     """
+    eights = codes.view(np.uint64)  # eight codes each
+    if number == _INT4:
+        _split_nibbles(raw[4:20].view(np.uint64), eights)
+        return 0, 2
+    if number == _INT4_BY_128:
+        _split_nibbles(raw[4:68].view(np.uint64), eights)
+        return 0, 2
+    if number == _INT8:
+        for i in range(32):
+            codes[i] = raw[4 + i]
+        return 0, 2
     if number in (_Q4_0, _Q5_0):
         at = 2 if number == _Q4_0 else 6
-        for i in range(16):
-            codes[i], codes[i + 16] = raw[at + i] & 15, raw[at + i] >> 4
+        _split_nibbles(raw[at : at + 16].view(np.uint64), eights)
         if number == _Q5_0:
             for i in range(32):
                 codes[i] |= ((raw[2 + i // 8] >> (i % 8)) & 1) << 4
@@ -85,25 +114,27 @@ def unpack(number, raw, codes, scales, minima):
             codes[i] = raw[2 + i] ^ 128  # of a signed number, plus 128
         return 0, -1
     if number == _Q6_K:
+        low, high = raw[:128].view(np.uint64), raw[128:192].view(np.uint64)
         for half in range(2):
             for quarter in range(4):
-                low_at, high_at, to = 64 * half + 32 * (quarter % 2), 128 + 32 * half, 128 * half + 32 * quarter
-                low_by, high_by = np.uint8(4 * (quarter // 2)), np.uint8(2 * quarter)
-                for lane in range(32):
-                    high = (raw[high_at + lane] >> high_by) & 3
-                    codes[to + lane] = ((raw[low_at + lane] >> low_by) & 15) | (high << 4)
+                low_by, high_by = np.uint64(4 * (quarter // 2)), np.uint64(2 * quarter)
+                for index in range(4):
+                    upper = (high[4 * half + index] >> high_by) & _TWO
+                    lower = (low[8 * half + 4 * (quarter % 2) + index] >> low_by) & _FOUR
+                    eights[16 * half + 4 * quarter + index] = lower | (upper << np.uint64(4))
         for group in range(16):
             scales[group] = raw[192 + group]
         return 208, -1
     at = 16 if number == _Q4_K else 48
     for group in range(8):
-        begin, by, bit = at + 32 * (group // 2), np.uint8(4 * (group % 2)), np.uint8(group)
-        for lane in range(32):
-            codes[32 * group + lane] = (raw[begin + lane] >> by) & 15
-        if number == _Q5_K:
-            for lane in range(32):
-                codes[32 * group + lane] |= ((raw[16 + lane] >> bit) & 1) << 4
+        if group % 2 == 0:
+            _split_nibbles(raw[at + 16 * group : at + 16 * group + 32].view(np.uint64), eights[4 * group :])
         scales[group], minima[group] = _scale_and_minimum(raw[4:16], group)
+    if number == _Q5_K:
+        upper = raw[16:48].view(np.uint64)
+        for group in range(8):
+            for index in range(4):
+                eights[4 * group + index] |= ((upper[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
     return 0, 2
 
 
@@ -136,13 +167,15 @@ def _decode_rows(number, kind, raw, out):
                 if kind.groups > 1:
                     scale *= np.float32(scales[group] if second >= 0 else np.int8(scales[group]))
                     minimum *= np.float32(minima[group])
+                if kind.zero:
+                    minimum *= scale
                 weights = out[row, block * inputs + group * kind.group :]
                 for i in range(kind.group):
                     weights[i] = scale * (np.float32(codes[group * kind.group + i]) - offset) - minimum
 
 
 class CodedRows:
-    """Rows of a weight, uint8 [rows, bytes], in ggml's blocks of the kind with this name.
+    """Rows of a weight, uint8 [rows, bytes], in blocks of the kind with this name.
 
     packed: the same rows in the layout of an engine, which every layer that has these rows shares.
     """
@@ -169,7 +202,7 @@ class CodedRows:
         return self.raw.shape[1] // KINDS[self.kind].stored * KINDS[self.kind].inputs
 
     def decoded(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """Rows begin … end − 1 in float32 [rows, inputs], bit for bit as the gguf package decodes them."""
+        """Rows begin … end − 1 in float32 [rows, inputs], ggml's bit for bit as the gguf package decodes them."""
         return decoded(self.kind, self.raw[begin:end])
 
     def picked(self, rows: Tensor) -> Tensor:
@@ -180,7 +213,7 @@ class CodedRows:
 def decoded(name: str, raw: Tensor) -> Tensor:
     """The weights float32 [rows, in] of stored rows, uint8 [rows, bytes], of the kind with this name.
 
-    They have the bits that the gguf package gives them.
+    ggml's have the bits that the gguf package gives them.
     """
     kind, number = KINDS[name], NUMBERS[name]
     blocks = raw.view(len(raw), -1, kind.stored)

@@ -155,10 +155,22 @@ class _Parser:
         inner, count = self.integer("I"), self.integer("Q")
         if inner in _SCALARS:
             return self.numbers(_SCALARS[inner], count)
-        return [self.value(inner) for _ in range(count)]
+        return [*self.texts(count)] if inner == _STRING else [self.value(inner) for _ in range(count)]
 
     def text(self) -> str:
-        return self.take(self.integer("Q")).decode("utf-8", errors="replace")
+        return self.texts(1)[0]
+
+    def texts(self, count: int) -> list[str]:
+        """The next `count` strings. There are several hundred thousand tokens and merges."""
+        content, at, end, texts = self.content, self.at, len(self.content), []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(content[at:begin], "little")
+            if at > end:
+                raise UserError(f"{self.path}: ends within {self.what}; {_DAMAGED}")
+            texts.append(content[begin:at].decode("utf-8", "replace"))
+        self.at = at
+        return texts
 
     def integer(self, letter: str) -> int:
         return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")

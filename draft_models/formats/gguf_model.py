@@ -74,10 +74,6 @@ class GgufModel:
         """
         return {name: source.stored() for name, source in self._sources.items()}
 
-    def codes(self) -> Mapping[str, CodedRows]:
-        """Those of its weights that can be multiplied as the file stores them."""
-        return {name: rows for name, source in self._sources.items() if (rows := source.codes) is not None}
-
     def prove_decoding(self, compared: int = 64) -> None:
         """Raise `UserError` unless we decode rows of every tensor bit for bit as the gguf package, and so transformers.
 
@@ -159,9 +155,14 @@ class MappedTensor(Stored):
 
     source: "_Made"
 
+    @property
+    def codes(self) -> CodedRows | None:
+        """See `_Made.codes`."""
+        return self.source.codes
+
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes, decoded, at each (first byte, number of bytes); where it can be, only those rows are decoded."""
-        rows = self.source.codes
+        rows = self.codes
         if rows is None:
             yield from super().pieces(places)
             return

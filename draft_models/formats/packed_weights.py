@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
+    from outrider.draft_models.formats.gguf_codes import CodedRows
     from outrider.draft_models.formats.torch_files import Stored
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the code of each of eight outputs is in a word
@@ -74,6 +75,29 @@ class PackedLayer(NamedTuple):
 
     def read(self) -> Tensor:
         """Its weight, float32 [out, in]. Raises `UserError`."""
+        codes, zeros, scales, group = self._parts()
+        return (codes - zeros[:, group]).float() * scales[:, group]
+
+    def codes(self) -> "CodedRows | None":
+        """Its rows in blocks of `KINDS`; None if a group's inputs are apart, or a scale is no float16."""
+        from outrider.draft_models.formats.gguf_codes import CodedRows  # compiles: only where it is used
+
+        codes, zeros, scales, group = self._parts()
+        inputs, size = codes.shape[1], codes.shape[1] // scales.shape[1]
+        several = 128 if self.packing.bits == 4 and size % 128 == 0 else 32
+        if size % several or not torch.equal(scales.half().float(), scales):
+            return None
+        if not torch.equal(group, torch.arange(inputs) // size):
+            return None
+        numbers = torch.stack([scales, zeros.float()], -1).half().repeat_interleave(size // several, 1)
+        blocks = codes.to(torch.uint8).unflatten(1, (-1, several))
+        if self.packing.bits == 4:
+            blocks = blocks[..., : several // 2] | blocks[..., several // 2 :] << 4
+        kind = f"int{self.packing.bits}" + (" by 128" if several == 128 else "")
+        return CodedRows(kind, torch.cat([numbers.view(torch.uint8), blocks], -1).flatten(1).numpy())
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(codes [out, in], zeros and float32 scales [out, groups], the group of each input [in])."""
         packing, tensors = self.packing, {suffix: stored.read() for suffix, stored in self.parts.items()}
         packed, scales, zeros = tensors[packing.weight], tensors[packing.scale].float(), tensors.get(packing.zero)
         if packing.method == "compressed-tensors":
@@ -90,7 +114,7 @@ class PackedLayer(NamedTuple):
                 "expected one for each output and group of inputs; fetch the model again"
             )
         group = tensors.get(packing.group_of, torch.arange(inputs) // (inputs // groups)).long()
-        return (codes - zero.expand(scales.shape)[:, group]).float() * scales[:, group]
+        return codes, zero.expand(scales.shape), scales, group
 
 
 def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str) -> dict[str, PackedLayer]:

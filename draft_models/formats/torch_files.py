@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.base.errors import UserError, reason
 from outrider.base.files import read_mapping, write_json
 from outrider.base.words import listed
-from outrider.draft_models.formats.packed_weights import packed_layers, packing_of
+from outrider.draft_models.formats.packed_weights import PackedLayer, packed_layers, packing_of
 
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
@@ -65,11 +65,28 @@ class Stored:
         """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def codes(self) -> "CodedRows | None":
+        """Its rows as the file stores them, where they can be multiplied as they are."""
+        return None
+
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes at each (first byte, number of bytes); no others of a mapped safetensors file are read."""
         content = self.read().reshape(-1).view(torch.uint8).numpy().data
         for at, size in places:
             yield content[at : at + size]
+
+
+@dataclass(frozen=True)
+class PackedTensor(Stored):
+    """The weight of a layer of packed integers, float32 when it is read."""
+
+    layer: PackedLayer
+
+    @property
+    def codes(self) -> "CodedRows | None":
+        """See `PackedLayer.codes`."""
+        return self.layer.codes()
 
 
 class Original(Protocol):
@@ -96,9 +113,6 @@ class Original(Protocol):
 
     def describe(self, folder: Path) -> None:
         """Write everything except the weights to the empty `folder`: config, tokenizer, generation config."""
-
-    def codes(self) -> "Mapping[str, CodedRows]":
-        """Those of its weights that can be multiplied as the files store them."""
 
     def prove_decoding(self) -> None:
         """Raise `UserError` unless quantised tensors are decoded as the format's own package does."""
@@ -272,8 +286,9 @@ class FolderModel:
             layers = packed_layers(packing, found, self.source)
             used = {name + suffix for name in layers for suffix in (*packing[3:], ".weight_shape")}
             found = {name: stored for name, stored in found.items() if name not in used}
-            weights = {f"{n}.weight": Stored(torch.float32, layer.shape, layer.read) for n, layer in layers.items()}
-            return found | weights
+            for name, one in layers.items():
+                found[f"{name}.weight"] = PackedTensor(torch.float32, one.shape, one.read, one)
+            return found
         suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
         scaled = {name for name in found if name + suffix in found}
         block = self._block() if scaled and suffix == SCALES else None
@@ -295,10 +310,6 @@ class FolderModel:
             described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
             described.pop("quantization_config", None)
             write_json(folder / CONFIG_FILE, described)
-
-    def codes(self) -> "Mapping[str, CodedRows]":
-        """None: they are decoded when they are read."""
-        return {}
 
     def prove_decoding(self) -> None:
         """Nothing: `unscaled` is the definition of fp8 with scales."""

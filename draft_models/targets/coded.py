@@ -1,9 +1,9 @@
-"""Layers whose weights stay as a GGUF file stores them: codes of 4 to 8 bits with a scale for each group of inputs.
+"""Layers whose weights stay as they are stored: codes of 4 to 8 bits with a scale for each group of inputs.
 
 Their outputs are those of the decoded weights. An engine may multiply by the codes themselves (`engines.cpu.by_codes`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,30 +68,30 @@ class CodedEmbedding(nn.Module):
 
 
 def keep_codes(
-    model: PreTrainedModel, codes: Mapping[str, "CodedRows"], names: Mapping[str, str], dtype: torch.dtype
+    model: PreTrainedModel, codes: "Callable[[str], CodedRows | None]", names: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Replace linear layers and the embedding of `model`, which is on meta, by those of `codes`, weights by name.
+    """Replace linear layers and the embedding of `model`, which is on meta, by those of `codes`, where it has some.
 
-    names: the model's tensors → names in the file. Returns those that are still to be read. A tied head has the rows of
-    the embedding; the model's config then ties no more.
+    codes: name in the file → rows. names: the model's tensors → names in the file. Returns those that are still to be
+    read. A tied head has the rows of the embedding; the model's config then ties no more.
     """
     unread = dict(names)
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
     tied = model.config.tie_word_embeddings and type(head) is nn.Linear
     for name, source in names.items():
         path, _, last = name.rpartition(".")
-        if source not in codes or last != "weight":
+        module = model.get_submodule(path)
+        linear = module if type(module) is nn.Linear else None
+        embeds = module is embed and type(module) is nn.Embedding and (tied or not model.config.tie_word_embeddings)
+        if last != "weight" or not (linear or embeds) or (rows := codes(source)) is None:
             continue
-        module, rows = model.get_submodule(path), codes[source]
-        if type(module) is nn.Linear:
-            model.set_submodule(path, CodedLinear([rows], module.bias, dtype))
-        elif module is embed and type(module) is nn.Embedding and (tied or not model.config.tie_word_embeddings):
+        if linear:
+            model.set_submodule(path, CodedLinear([rows], linear.bias, dtype))
+        else:
             model.set_input_embeddings(CodedEmbedding(rows, dtype))
             if tied:
                 model.set_output_embeddings(CodedLinear([rows], head.bias, dtype))
                 model.config.tie_word_embeddings = False
                 model.all_tied_weights_keys = {}
-        else:
-            continue
         del unread[name]
     return unread

@@ -158,10 +158,9 @@ class TensorFiles:
             by_file.setdefault(self.file_of[name], []).append(name)
         return by_file
 
-    @cached_property
-    def codes(self) -> Mapping[str, "CodedRows"]:
-        """The weights that a CPU can multiply as they are stored, by name."""
-        return {} if self.original is None else self.original.codes()
+    def codes(self, name: str) -> "CodedRows | None":
+        """A weight as it is stored, where a CPU can multiply it so."""
+        return None if self.original is None else self._tensors[self._stored(name)].codes
 
     @cached_property
     def _tensors(self) -> Mapping[str, Stored]:

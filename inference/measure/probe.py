@@ -36,8 +36,8 @@ from outrider.inference.stopping.interface import Source
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
 CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed
 # Seconds of a first cycle after which it ends, is timed and is the only one, and its fewest sizes: warming up is little
-# beside such passes, and a curve goes on beyond its last size as it rose before.
-SLOW, FEWEST = 0.75, 5
+# beside such passes, and a curve goes on beyond its last size as it rose before. Plain decoding ends after as many.
+SLOW, FEWEST = 0.3, 5
 NEW_TOKENS, PLAIN_TOKENS = 192, 12  # maximum lengths of a measured generation, drafted and plain
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
@@ -122,7 +122,12 @@ def measure(
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
-    plain = typical([r.seconds for r in list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]])
+    alone: list[float] = []
+    for number, r in enumerate(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens))):
+        alone += [r.seconds] if number else []  # without the prefill
+        if len(alone) >= FEWEST and sum(alone) > SLOW:
+            break
+    plain = typical(alone)
     beside = plain - typical(passes.laps or [0.0])  # seconds that are no pass
     probe: _Probe | _SizesInTurn
     if shaped := KINDS[method.source].shaped:
@@ -170,15 +175,15 @@ def _cycle(
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
     verified: list[tuple[int, float]] = []
     rests: list[float] = []
-    started = clock()
+    started, slow = clock(), 0.0
     for count, r in enumerate(rounds, start=1):
         if probe.counts_empty:  # it runs no model
             probe.laps.append((max(1, r.drafted), r.structure_seconds))
         verified.append((r.drafted + 1, r.verify_seconds))
         rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         cycles, within = divmod(count, probe.turns)
-        seconds = clock() - started
-        if FEWEST <= count <= probe.turns and seconds > SLOW:
+        seconds, slow = clock() - started, slow + r.seconds
+        if FEWEST <= count <= probe.turns and slow > SLOW:
             break
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and seconds > SECONDS)):
             break

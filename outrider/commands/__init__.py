@@ -29,6 +29,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from outrider.base.errors import UserError, missing
 from outrider.base.files import read_mapping, write_json
+from outrider.base.large_imports import import_large
 from outrider.base.progress import command, speaks
 from outrider.base.run_dirs import look_at, made_for_something, rehearsal_folder, require_free
 from outrider.base.settings import Named, RunConfig, Settings, construct
@@ -121,7 +122,7 @@ def script(name: str, run: str, *, complete: Callable[[Sequence[str]], list[str]
 
     def call(config: object) -> None:
         module, _, function = run.partition(":")
-        getattr(import_module(module), function)(config)
+        getattr(import_large(module), function)(config)
 
     return entry(name, COMMANDS[name].load_settings(), complete=complete)(call)
 

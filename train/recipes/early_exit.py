@@ -152,7 +152,8 @@ def evaluation_of(
     device, whole = student.stack.device, None
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
     if decoding.prompts:
-        whole = target.stack(dtype=pick_dtype("auto", target.config, device), device=device)
+        dtype, coded = pick_dtype("auto", target.config, device), device.type == "cpu"
+        whole = target.stack(dtype=dtype, device=device, coded=coded)
     text = HeldOutText(heldout, config.eval_batch_rows, whole, acceptances=not student.online)
     norms = MovedNorms(student, stored_dtype(target.config))
 

@@ -27,6 +27,7 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.small_lm import source_of
 from outrider.inference.loading.rehearsal import rehearsable
+from outrider.inference.loading.targets import prepare as prepare_for_decoding
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
 from outrider.train.parts.drafter import (
@@ -78,7 +79,9 @@ def prepare(
     stack = None
     if config.online or state.is_main_process:  # other processes do not decode
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
-        stack = target.stack(dtype=dtype, device=state.device)
+        stack = target.stack(dtype=dtype, device=state.device, coded=not config.online and state.device.type == "cpu")
+        if not config.online:  # it only decodes
+            prepare_for_decoding(stack, {})
     lm = students.start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size, parallel)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)
     teacher, on_policy = stack if config.online else None, sampled if config.on_policy > 0 else None

@@ -129,7 +129,7 @@ def load_decoder(
         whole = load_stack(target, None, dtype, device, by_layers=kind.layers)
         prepare_drafters(whole, {kind.name: model})
         return partial(speculative, whole)
-    first = target.stack(range(layers), dtype=dtype, device=device)
+    first = target.stack(range(layers), dtype=dtype, device=device, coded=device.type == "cpu")
     prepare_drafters(first, {kind.name: model})
     return partial(replay, session=partial(FirstLayersSession, first))
 

@@ -7,6 +7,7 @@ products are those of the decoded weights, within the rounding of float32.
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -176,6 +177,8 @@ def _scale_and_minimum(builder, kind, block, group):
             widened = builder.zext(numbers, INTS) if kind.minimum else builder.sext(numbers, INTS)
             factor = builder.fmul(factor, builder.sitofp(widened, FLOATS))
         scaled.append(factor)
+    if kind.zero:
+        scaled[1] = builder.fmul(*scaled)
     return scaled[0], scaled[1] if kind.minimum else None
 
 
@@ -185,7 +188,7 @@ def _sum_of_group(builder, kind, sums, group):
     first = builder.mul(group, LONG(count))
     indices = [builder.add(first, LONG(index)) for index in range(count)]
     parts = [builder.load(place_in(builder, sums, index, FLOAT), align=4) for index in indices]
-    return every(builder, parts[0] if count == 1 else builder.fadd(*parts))
+    return every(builder, reduce(builder.fadd, parts))
 
 
 def _add_group(builder, sides, starts, number, group, totals):

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.base.compiled import kept
 from outrider.draft_models.formats.gguf_codes import (
     KINDS,
     LONGEST,
@@ -15,6 +14,7 @@ from outrider.draft_models.formats.gguf_codes import (
     NUMBERS,
     CodedRows,
     in_threads,
+    kept_uncounted,
     unpack,
 )
 from outrider.inference.engines.cpu.by_codes import PanelBlock
@@ -22,32 +22,37 @@ from outrider.inference.engines.cpu.large_pages import in_large_pages
 from outrider.inference.engines.cpu.vectors import PANEL
 
 
-@kept
-def _in_one(codes, bits):
-    """The codes of 1, 2 or 4 `bits` in each 16 of a number's 64, side by side: the first in the lowest bits."""
-    apart = np.uint64(16 - bits)
-    two = codes | codes >> apart
-    return (two | two >> (apart + apart)) & np.uint64((1 << (4 * bits)) - 1)
+@kept_uncounted
+def _pack_lines(first, second, shift, bits, by, lines):
+    """Add to numbers `lines`, above `by` bits, 1, 2 or 4 `bits` of eight codes each, those from bit `shift` on.
+
+    The codes are the bytes of a number of `first` and one of `second`. Those at even places are side by side, the first
+    in the lowest bits, and above 16 bits those at odd places.
+    """
+    mask, two = ((1 << bits) - 1) * 0x01010101, (1 << (2 * bits)) - 1
+    for index in range(len(lines)):
+        low, high = (first[index] >> shift) & mask, (second[index] >> shift) & mask
+        low, high = low | low >> (16 - bits), high | high >> (16 - bits)
+        even, odd = (low & two) | (high & two) << (2 * bits), (low >> 8 & two) | (high >> 8 & two) << (2 * bits)
+        lines[index] |= np.uint32((even | odd << 16) << by)
 
 
-@kept
-def _fill_panels(number, kind, header, raw, panels):
-    """Lay out rows of blocks [16 · panels, blocks, bytes] as panels [panels, blocks, bytes of a panel's block]."""
-    codes = np.zeros(LONGEST, np.uint8)
-    scales, minima = np.zeros(MOST_GROUPS, np.uint8), np.zeros(MOST_GROUPS, np.uint8)
-    eights, per_group = codes.view(np.uint64), kind.group // 8
-    high_bits, high_mask = max(0, kind.bits - 4), np.uint64(0x0003000300030003)
-    size = PANEL * kind.group * kind.bits // 32  # of a group's codes, in numbers of 32 bits
-    lows = kind.group // 8 if kind.bits < 8 else kind.group // 4  # lines of the lower bits
-    word, byte = np.uint64(16), np.uint64(8)
+@kept_uncounted
+def _fill_panels(number, kind, header, raw, panels, codes, turned, scales, minima):
+    """Lay out rows of blocks [16 · panels, blocks, bytes] as panels [panels, blocks, bytes of a panel's block].
+
+    A line is 32 bits of each output. Loops over lines are long, so that they are compiled to vectors. The last four are
+    for use here: uint8 [16, inputs], uint32 [2, inputs / 8 · 16], uint8 [groups] each.
+    """
+    fours = codes.view(np.uint32)
+    high_bits, count = kind.bits - 4, kind.group // 8 * PANEL  # numbers of a group's lower bits
     for panel in range(panels.shape[0]):
         for block in range(raw.shape[1]):
             out = panels[panel, block]
             out[:] = 0
-            words = out[header:].view(np.uint32)  # the two inputs of a pair for each output
             for lane in range(PANEL):
                 stored = raw[panel * PANEL + lane, block]
-                first, second = unpack(number, stored, codes, scales, minima)
+                first, second = unpack(number, stored, codes[lane], scales, minima)
                 out[2 * lane], out[2 * lane + 1] = stored[first], stored[first + 1]
                 after = 2 * PANEL
                 if second >= 0:
@@ -58,31 +63,32 @@ def _fill_panels(number, kind, header, raw, panels):
                         out[after + group * PANEL + lane] = scales[group]
                         if second >= 0:
                             out[after + (kind.groups + group) * PANEL + lane] = minima[group]
-                    to = words[group * size + lane :]
-                    for index in range(per_group):
-                        eight = eights[group * per_group + index]  # codes, four pairs
-                        if kind.bits == 8:
-                            for half in range(2):
-                                four = eight >> np.uint64(32 * half)
-                                swapped = (
-                                    (four & np.uint64(0xFF0000FF))
-                                    | (four >> byte & np.uint64(0xFF00))
-                                    | ((four & np.uint64(0xFF00)) << byte)
-                                )
-                                to[PANEL * (2 * index + half)] = np.uint32(swapped)
-                            continue
-                        low = eight & np.uint64(0x0F0F0F0F0F0F0F0F)
-                        even, odd = low & np.uint64(0x000F000F000F000F), low >> byte & np.uint64(0x000F000F000F000F)
-                        to[PANEL * index] = np.uint32(_in_one(even, 4) | _in_one(odd, 4) << word)
-                        if high_bits > 0:
-                            high = eight >> np.uint64(4)
-                            pairs = (
-                                _in_one(high & high_mask, high_bits)
-                                | _in_one(high >> byte & high_mask, high_bits) << word
-                            )
-                            per_line = 4 // high_bits  # such numbers, of four pairs each
-                            by = np.uint32(4 * high_bits * (index % per_line))
-                            to[PANEL * (lows + index // per_line)] |= np.uint32(pairs) << by
+                for pair in range(kind.group * kind.groups // 8):  # lines of four codes: the even ones, the odd ones
+                    turned[0, pair * PANEL + lane] = fours[lane, 2 * pair]
+                    turned[1, pair * PANEL + lane] = fours[lane, 2 * pair + 1]
+            numbers = out[header:].view(np.uint32)
+            if kind.bits == 4:
+                _pack_lines(turned[0], turned[1], 0, 4, 0, numbers)
+                continue
+            for group in range(kind.groups):
+                even, odd = turned[0, group * count :], turned[1, group * count :]
+                to = numbers[group * count * kind.bits // 4 :]
+                if kind.bits == 8:
+                    for line in range(kind.group // 4):
+                        of_line = (odd if line % 2 else even)[line // 2 * PANEL :]
+                        for lane in range(PANEL):
+                            four = of_line[lane]
+                            swapped = (four & 0xFF0000FF) | (four >> 8 & 0xFF00) | ((four & 0xFF00) << 8)
+                            to[line * PANEL + lane] = swapped
+                    continue
+                _pack_lines(even, odd, 0, 4, 0, to[:count])
+                for line in range(kind.group // 8):
+                    per_line = 4 // high_bits  # numbers of four pairs' upper bits
+                    begin = count + line // per_line * PANEL
+                    _pack_lines(
+                        even[line * PANEL :], odd[line * PANEL :], 4, high_bits, 4 * high_bits * (line % per_line),
+                        to[begin : begin + PANEL],
+                    )  # fmt: skip
 
 
 def code_table(parts: Sequence[CodedRows], function_of: Callable[[int], int]) -> Tensor:
@@ -108,7 +114,10 @@ def code_panels(name: str, raw: Tensor) -> Tensor:
     stored, out = blocks.numpy(), panels.numpy()
 
     def fill(begin: int, end: int) -> None:
-        _fill_panels(number, kind, block.header, stored[begin * PANEL : end * PANEL], out[begin:end])
+        codes, turned = np.empty((PANEL, LONGEST), np.uint8), np.empty((2, LONGEST // 8 * PANEL), np.uint32)
+        scales, minima = np.empty((2, MOST_GROUPS), np.uint8)
+        rows = stored[begin * PANEL : end * PANEL]
+        _fill_panels(number, kind, block.header, rows, out[begin:end], codes, turned, scales, minima)
 
     in_threads(fill, len(panels), PANEL * blocks.shape[1] * kind.inputs)
     return panels

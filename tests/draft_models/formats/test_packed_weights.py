@@ -1,6 +1,7 @@
 """Packed integers are the weights that their formats define, one by one; a model of them is a target like others."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.draft_models.formats import packed_weights
+from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.refusals import refusal
@@ -42,10 +44,7 @@ def quantised(weight: Tensor, bits: int, method: str, symmetric: bool, acts: boo
     group_of = np.arange(inputs) // GROUP
     if acts:
         generator.shuffle(group_of)
-    means = np.empty((outputs, inputs), np.float32)
-    for row, column in np.ndindex(means.shape):
-        group = group_of[column]
-        means[row, column] = float(codes[row, column] - zeros[row, group]) * float(scales[row, group])
+    means = (codes - zeros[:, group_of]).astype(np.float32) * scales.float().numpy()[:, group_of]
     if method == "gptq":
         parts = {
             "qweight": in_words(codes, bits).T, "qzeros": in_words((zeros - 1).T, bits), "scales": scales.T,
@@ -74,17 +73,19 @@ def settings_of(method: str, bits: int) -> dict[str, Any]:
     return {"quant_method": method, "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
 
 
-def save_packed(folder: Path, method: str, bits: int, symmetric: bool = False, acts: bool = False) -> tuple[Path, Path]:
-    """A target with packed projections, and the same one in float32."""
-    packed, plain = save_target(folder / "packed"), save_target(folder / "plain")
+def save_packed(
+    folder: Path, method: str, bits: int, symmetric: bool = False, acts: bool = False, **config: int
+) -> tuple[Path, Path]:
+    """A target with packed projections, and the same one in float32. config: changes of its config."""
+    packed, plain = save_target(folder / "packed", **config), save_target(folder / "plain", **config)
     stored, decoded = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for name in [name for name in stored if name.endswith("_proj.weight")]:
         parts, decoded[name] = quantised(stored.pop(name), bits, method, symmetric, acts)
         stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     for path, tensors in ((packed, stored), (plain, decoded)):
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((packed / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": settings_of(method, bits)}))
+    described = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(described | {"quantization_config": settings_of(method, bits)}))
     return packed, plain
 
 
@@ -110,6 +111,30 @@ def test_a_packed_model_is_its_decoded_weights(
     assert reference_generate(model, prompt, 8) == reference_generate(other, prompt, 8)
     assert packed.layers([0], dtype=torch.bfloat16).dtype == torch.bfloat16
     refusal("quantised as they are stored", packed.require_int8)
+
+
+@pytest.mark.parametrize(("method", "bits", "symmetric", "acts"), CASES)
+@pytest.mark.parametrize("group", [32, 128])
+def test_groups_are_multiplied_as_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, bits: int, symmetric: bool, acts: bool, group: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GROUP", group)
+    packed, plain = (
+        open_target(str(path))
+        for path in save_packed(tmp_path, method, bits, symmetric, acts, hidden_size=256, intermediate_size=256)
+    )
+    name = "model.layers.1.mlp.up_proj.weight"
+    rows = packed.files.codes(name)
+    if acts:  # a group's inputs are apart
+        assert rows is None
+        return
+    assert rows is not None
+    assert rows.kind == f"int{bits}" + (" by 128" if (group, bits) == (128, 4) else "")
+    torch.testing.assert_close(rows.decoded(), plain.files.read([name])[name], rtol=1e-6, atol=0)
+    model = packed.layers(dtype=torch.float32, coded=True)
+    assert isinstance(model.get_submodule("model.layers.1.mlp.up_proj"), CodedLinear)
+    prompt, other = random_prompt(12), plain.layers(dtype=torch.float32)
+    assert reference_generate(model, prompt, 8) == reference_generate(other, prompt, 8)
 
 
 @pytest.mark.parametrize("fault", ["zeros", "order"])

@@ -1,0 +1,22 @@
+"""Imports of large libraries."""
+
+import gc
+from importlib import import_module
+from types import ModuleType
+
+
+def import_large(name: str) -> ModuleType:
+    """The module `name`, imported while Python's garbage collector rests.
+
+    torch and transformers make a million objects that stay. The collector would look through them again and again: a
+    fifth of the time of an import, and seconds of loading a model. So it passes over all that is there afterwards.
+    """
+    collects = gc.isenabled()
+    gc.collect()  # garbage would stay, too
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
