@@ -217,7 +217,7 @@ def test_make_says_what_each_of_its_commands_does() -> None:
 
 
 def test_the_readme_is_one_screen_or_two() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
 
 def test_pages_by_hand_stay_short() -> None:
