@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.base.errors import UserError
 from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, scaled
 from outrider.draft_models.targets.stack import LayerStack
@@ -31,6 +32,7 @@ from outrider.inference.engines.fused_layers import FusedLayer, frozen_linear, f
 ROWS = 8  # the row count for which oneDNN's blocked layout is chosen; it is nearly as good for 1 to 32 rows
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, including copies if needed, unless fewer exceed the caches
+CODES_ROUND = 3e-5  # of a spread of outputs: rounding of sums in float32
 SMALL = 2**17  # smaller layers, in bytes, are blocked without measuring: call overhead dominates in any layout
 
 Choose = Callable[[Sequence[Linear]], str]
@@ -122,8 +124,27 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
 
 
 def pack_codes(model: nn.Module) -> None:
-    """`pack_linears` for the layers of `model` whose weights are codes; other modules with them share the panels."""
+    """`pack_linears` for the layers of `model` whose weights are codes; other modules with them share the panels.
+
+    As `model` is the reference of others, the panels are compared (see `compare_panels`).
+    """
+    for linear in [module for module in model.modules() if isinstance(module, CodedLinear)]:
+        compare_panels(linear)
     pack_linears(model, lambda linears: "panels" if isinstance(linears[0], CodedLinear) else "plain")
+
+
+@torch.inference_mode()
+def compare_panels(linear: CodedLinear) -> None:
+    """Raise `UserError` unless the panels of a layer's codes give the products of its decoded weights, in float32."""
+    for rows in linear.parts:
+        decoded = CodedLinear([rows], None, torch.float32)
+        x = torch.randn(1, rows.inputs, generator=torch.Generator().manual_seed(rows.inputs))
+        expected = decoded(x)
+        if fits_panels(decoded) and not (PanelLinear(decoded)(x) - expected).abs().max() < CODES_ROUND * expected.std():
+            raise UserError(
+                "the target's codes, as they were laid out, are other weights than those that its file stores: the "
+                "memory or the runtime is faulty; load it again, and report it if it stays so"
+            )
 
 
 def chosen_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:

@@ -1,7 +1,6 @@
 """Packed integers are the weights that their formats define, one by one; a model of them is a target like others."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.refusals import refusal
 from tests.tiny import random_prompt, reference_generate, save_target
 
-GROUP = 16
-
 
 def in_words(codes: np.ndarray, bits: int, order: list[int] | None = None) -> Tensor:
     """Codes [n, m] in words of 32 bits [n, m · bits / 32]. order: which code of a word's comes when, lowest first."""
@@ -32,16 +29,18 @@ def in_words(codes: np.ndarray, bits: int, order: list[int] | None = None) -> Te
     return torch.from_numpy(words.view(np.int32).copy())
 
 
-def quantised(weight: Tensor, bits: int, method: str, symmetric: bool, acts: bool) -> tuple[dict[str, Tensor], Tensor]:
+def quantised(
+    weight: Tensor, bits: int, method: str, symmetric: bool, acts: bool, size: int
+) -> tuple[dict[str, Tensor], Tensor]:
     """What `method` stores for a weight [out, in], and the weight that this stands for."""
     outputs, inputs = weight.shape
     generator = np.random.default_rng(outputs * inputs)
     codes = generator.integers(2**bits, size=(outputs, inputs))
-    scales = torch.from_numpy(generator.uniform(0.002, 0.01, (outputs, inputs // GROUP))).half()
-    zeros = generator.integers(1, 2**bits, size=(outputs, inputs // GROUP))
+    scales = torch.from_numpy(generator.uniform(0.002, 0.01, (outputs, inputs // size))).half()
+    zeros = generator.integers(1, 2**bits, size=(outputs, inputs // size))
     if symmetric:
         zeros[:] = 2 ** (bits - 1)
-    group_of = np.arange(inputs) // GROUP
+    group_of = np.arange(inputs) // size
     if acts:
         generator.shuffle(group_of)
     means = (codes - zeros[:, group_of]).astype(np.float32) * scales.float().numpy()[:, group_of]
@@ -66,26 +65,34 @@ def quantised(weight: Tensor, bits: int, method: str, symmetric: bool, acts: boo
     return {name: tensor.contiguous() for name, tensor in parts.items()}, torch.from_numpy(means)
 
 
-def settings_of(method: str, bits: int) -> dict[str, Any]:
+def settings_of(method: str, bits: int, size: int) -> dict[str, Any]:
     if method != "compressed-tensors":
-        return {"quant_method": method, "bits": bits, "group_size": GROUP}
-    weights = {"num_bits": bits, "type": "int", "group_size": GROUP}
+        return {"quant_method": method, "bits": bits, "group_size": size}
+    weights = {"num_bits": bits, "type": "int", "group_size": size}
     return {"quant_method": method, "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
 
 
 def save_packed(
-    folder: Path, method: str, bits: int, symmetric: bool = False, acts: bool = False, **config: int
+    folder: Path,
+    method: str,
+    bits: int,
+    symmetric: bool = False,
+    acts: bool = False,
+    group: int = 16,
+    **config: int,
 ) -> tuple[Path, Path]:
     """A target with packed projections, and the same one in float32. config: changes of its config."""
     packed, plain = save_target(folder / "packed", **config), save_target(folder / "plain", **config)
     stored, decoded = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for name in [name for name in stored if name.endswith("_proj.weight")]:
-        parts, decoded[name] = quantised(stored.pop(name), bits, method, symmetric, acts)
+        parts, decoded[name] = quantised(stored.pop(name), bits, method, symmetric, acts, group)
         stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     for path, tensors in ((packed, stored), (plain, decoded)):
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     described = json.loads((packed / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(described | {"quantization_config": settings_of(method, bits)}))
+    (packed / "config.json").write_text(
+        json.dumps(described | {"quantization_config": settings_of(method, bits, group)})
+    )
     return packed, plain
 
 
@@ -116,12 +123,11 @@ def test_a_packed_model_is_its_decoded_weights(
 @pytest.mark.parametrize(("method", "bits", "symmetric", "acts"), CASES)
 @pytest.mark.parametrize("group", [32, 128])
 def test_groups_are_multiplied_as_they_are_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, bits: int, symmetric: bool, acts: bool, group: int
+    tmp_path: Path, method: str, bits: int, symmetric: bool, acts: bool, group: int
 ) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "GROUP", group)
     packed, plain = (
         open_target(str(path))
-        for path in save_packed(tmp_path, method, bits, symmetric, acts, hidden_size=256, intermediate_size=256)
+        for path in save_packed(tmp_path, method, bits, symmetric, acts, group, hidden_size=256, intermediate_size=256)
     )
     name = "model.layers.1.mlp.up_proj.weight"
     rows = packed.files.codes(name)

@@ -21,6 +21,7 @@ from benchmarks.planted_faults import FAULTS, REACHED, planted, rope_scaled
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.model_spec import LogitRule
+from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round
@@ -29,17 +30,22 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.engines.packing import compare_panels
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import make_runtime, prepare
+from outrider.inference.loading.targets import load_plain, make_runtime, prepare
 from outrider.inference.measure.arms import transformers_generate
 from outrider.inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
+from tests.draft_models.formats.test_packed_weights import save_packed
 from tests.families import LAYERS as OF_A_FAMILY
 from tests.families import save_family
+from tests.gguf_files import save_plain_target, write_gguf
+from tests.inference.engines.cpu.test_by_codes import scaled, swapped, without_minimum
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 from tests.tiny import (
     ARCHITECTURES,
@@ -360,3 +366,23 @@ def test_a_family_is_judged_in_half_precision(tmp_path: Path, family: str) -> No
         evaluate(replace(config, out_dir=str(tmp_path / "wrong")), QUESTIONS[:1])
     for report in json.loads((tmp_path / "wrong/report.json").read_text())["reports"]:
         assert all(found["faults"] for found in report["lossless"]["judged"].values())
+
+
+@pytest.mark.parametrize(("stored", "fault"), [("Q8_0", scaled), ("Q4_0", swapped), ("int4", without_minimum)])
+def test_a_fault_of_one_block_of_stored_codes_is_seen(
+    tmp_path: Path, stored: str, fault: Callable[[torch.Tensor, str], None]
+) -> None:
+    """In one of a target's projections, before its reference is prepared, which has the same panels."""
+    if stored == "int4":
+        path, _ = save_packed(tmp_path, "awq", 4, group=32)
+    else:
+        path = write_gguf(save_plain_target(tmp_path / "plain"), tmp_path / "model.gguf", stored)
+    stack = open_target(str(path)).stack(dtype=torch.bfloat16, coded=True)
+    linear = stack.layers[1].mlp.down_proj
+    prepare(stack, {})
+    compare_panels(linear)
+    fault(linear.parts[0].packed, linear.parts[0].kind)
+    refusal("other weights than those that its file stores", compare_panels, linear)
+    if stored != "int4":
+        plain = load_plain(open_target(str(path)), torch.bfloat16, torch.device("cpu"))
+        refusal("other weights than those that its file stores", prepare, stack, {}, plain)
