@@ -25,8 +25,7 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = No
     reading: the overrides of an EAGLE-3 head's reading, since they change what it drafts. Raises `UserError` if the
     weights cannot be read.
     """
-    facts = {**model_identity(files), **({"reading": reading} if reading else {})}
-    return digest_of(facts)
+    return digest_of({**model_identity(files), **({"reading": reading} if reading else {})})
 
 
 def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
@@ -74,9 +73,8 @@ def load_calibration(
         parts = ("config", "tensors")
         if not isinstance(made_on, dict) or not all(isinstance(made_on.get(part), dict) for part in parts):
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
-        if wrong := model_differences(made_on, target):
-            found = f"its calibration head is of another target: {'; '.join(wrong)}"
-            raise UserError(f"checkpoint={path}: {found}; {remedy}")
+        if mismatch := "; ".join(model_differences(made_on, target)):
+            raise UserError(f"checkpoint={path}: its calibration head is of another target: {mismatch}; {remedy}")
     weights = load(read_sealed(weights_file, meta.get("weights_sha256"), remedy))
     head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
     head.load_state_dict(weights)

@@ -85,10 +85,10 @@ def mix(packed: np.uint64, width: int) -> np.uint64:
 
     x ^= x >> h; x = x·A mod 2^width; twice; x ^= x >> h, with h = ⌈width/2⌉ and odd A.
     """
-    one = np.uint64(1)
+    unit = np.uint64(1)
     bits = np.uint64(width)
-    mask = (one << bits) - one
-    half = (bits + one) >> one
+    mask = (unit << bits) - unit
+    half = (bits + unit) >> unit
     x = np.uint64(packed)
     x ^= x >> half
     x = (x * np.uint64(0xBF58476D1CE4E5B9)) & mask
@@ -196,24 +196,24 @@ def group(
     size = len(keys)
     out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
     ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token
-    contexts, kept, begin = 0, 0, 0
+    contexts, written, begin = 0, 0, 0
     while begin < size:
-        end, total, found = begin, np.uint64(0), kept
+        end, total, stop = begin, np.uint64(0), written
         while end < size and keys[end] == keys[begin]:
             total += np.uint64(counts[end])
             if counts[end] >= min_count:
-                ranks[found] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
-                found += 1
+                ranks[stop] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
+                stop += 1
             end += 1
-        _sort(ranks, kept, found)
-        length = min(found - kept, max_successors)
+        _sort(ranks, written, stop)
+        length = min(stop - written, max_successors)
         if length:
             out_keys[contexts], lengths[contexts] = keys[begin], length
             totals[contexts] = min(total, _LARGEST)
-            contexts, kept = contexts + 1, kept + length
+            contexts, written = contexts + 1, written + length
         begin = end
-    out_tokens, out_counts = np.empty(kept, np.uint32), np.empty(kept, np.uint32)
-    for i in range(kept):
+    out_tokens, out_counts = np.empty(written, np.uint32), np.empty(written, np.uint32)
+    for i in range(written):
         out_tokens[i] = ranks[i] & _LARGEST
         out_counts[i] = _LARGEST - (ranks[i] >> np.uint64(32))
     return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts

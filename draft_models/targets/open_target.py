@@ -161,12 +161,12 @@ def load_proven(
     if files.original is not None and not files.original.by_transformers:
         files.original.prove_decoding()
     elif files.complete:
-        every, part = empty_model(config), None
-        if dtype.itemsize * sum(weight.numel() for weight in every.parameters()) > LARGEST_COPY:
+        full_model, part = empty_model(config), None
+        if dtype.itemsize * sum(weight.numel() for weight in full_model.parameters()) > LARGEST_COPY:
             load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)
-            part = pick_layers(every, [0], {}).config
-        theirs = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
-        prove_weights(model, layers, theirs, f"{role}={files.source}")
+            part = pick_layers(full_model, [0], {}).config
+        reference = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
+        prove_weights(model, layers, reference, f"{role}={files.source}")
     prove_layers(model, f"{role}={files.source}")
     record.write(True)
     return model
@@ -174,9 +174,9 @@ def load_proven(
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """The tokenizer's special token ids, under their names in model configs; None for one without a row (`rows_of`)."""
-    found = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     rows = rows_of(tokenizer)
-    return {name: None if rows and token is not None and token >= rows else token for name, token in found.items()}
+    return {name: None if rows and token is not None and token >= rows else token for name, token in ids.items()}
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
@@ -191,10 +191,10 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one."""
-    place, revision = as_described(source, revision)
-    kind = PreTrainedTokenizerFast if is_as_written(place, revision) else AutoTokenizer
+    directory, revision = as_described(source, revision)
+    kind = PreTrainedTokenizerFast if is_as_written(directory, revision) else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+        tokenizer = kind.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are only checked now
     except Exception as error:  # any error of the Hub client or of a tokenizer's own files
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
@@ -288,9 +288,9 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
     require_no_adapter(source, revision, role)
-    place, revision = as_described(source, revision)
+    directory, revision = as_described(source, revision)
     try:
-        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
@@ -330,8 +330,8 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
 
 def quantisation(config: PreTrainedConfig) -> str | None:
     """The quantisation method of a checkpoint's weights, by its name in transformers; None if not quantised."""
-    found = getattr(config, "quantization_config", None) or {}
-    settings = found if isinstance(found, dict) else found.to_dict()
+    description = getattr(config, "quantization_config", None) or {}
+    settings = description if isinstance(description, dict) else description.to_dict()
     if not settings:
         return None
     by_flag = next(
