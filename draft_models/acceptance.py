@@ -102,5 +102,4 @@ def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
 
 def tau_of_rounds(accepted: Tensor) -> Tensor:
     """1 + Σ_k Π_{i≤k} α_i of every row of accepted [..., length] without NaN: the expected tokens, [rows]."""
-    rounds = accepted[~accepted.isnan().any(-1)]
-    return 1 + rounds.cumprod(-1).sum(-1)
+    return 1 + accepted[~accepted.isnan().any(-1)].cumprod(-1).sum(-1)

@@ -34,14 +34,9 @@ def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, fac
     facts: its training and quality, stored unchanged. A crash leaves the previous head or none.
     """
     blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
-    meta = {
-        **facts,
-        "format": FORMAT,
-        "drafter_sha256": drafter_sha256,
-        "weights_sha256": hashlib.sha256(blob).hexdigest(),
-    }
+    digests = {"drafter_sha256": drafter_sha256, "weights_sha256": hashlib.sha256(blob).hexdigest()}
     write_atomically(path / WEIGHTS_FILE, blob)
-    write_json(path / META_FILE, meta)
+    write_json(path / META_FILE, {**facts, "format": FORMAT, **digests})
 
 
 def load_calibration(

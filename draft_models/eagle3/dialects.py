@@ -97,8 +97,7 @@ def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) 
     if kind is not None:
         return "speculators"
     if any(name.removeprefix(BASE).startswith(MIDLAYER) for name in stored):
-        new = "eagle_config" in config or "Eagle3" in str(config.get("architectures"))
-        return "specforge" if new else "eagle"
+        return "specforge" if "eagle_config" in config or "Eagle3" in str(config.get("architectures")) else "eagle"
     return "modelopt"
 
 
@@ -131,9 +130,8 @@ def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> R
         name: _switch(config, word, default in shapes if isinstance(default, str) else default)
         for name, (word, default) in _SWITCHES.items()
     }
-    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER.items()}
     return Reading(
-        **sizes,
+        **{name: getattr(layer, key, False) for key, name in _LAYER.items()},
         **switches,
         taps=taps,
         target_hidden=config.get("target_hidden_size") or layer.hidden_size,
@@ -228,11 +226,10 @@ def written_config(
     reading: Reading, dialect: Exported, target: PreTrainedConfig, target_name: str, drafted: int
 ) -> dict[str, object]:
     """config.json of a head in `dialect`. target, target_name, drafted: as in `save_head`."""
-    switches = {_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES}
     config: dict[str, object] = {
         "draft_vocab_size": reading.draft_vocabulary,
         TAPS: list(reading.taps),  # vLLM reads boundaries here, SGLang outputs of layers in eagle_config
-        **switches,
+        **{_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES},
     }
     if len(reading.taps) != 3:
         config["num_aux_hidden_states"] = len(reading.taps)
@@ -245,7 +242,6 @@ def written_config(
     if sizes := set(filter(None, reading.windows)):
         kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
         layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}
-    verifier = {"name_or_path": target_name, "architectures": list(target.architectures or ())}
     return config | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -254,7 +250,7 @@ def written_config(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted}],
-            "verifier": verifier,
+            "verifier": {"name_or_path": target_name, "architectures": list(target.architectures or ())},
         },
     }
 

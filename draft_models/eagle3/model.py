@@ -112,8 +112,7 @@ def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
     ahead[-EXTRA] = 1
 
     def with_front(part: Tensor, row: Tensor) -> Tensor:
-        padded = F.pad(part.to(dtype), (0, EXTRA))
-        return torch.cat([row.expand(*part.shape[:2], 1, wide), padded], 2)
+        return torch.cat([row.expand(*part.shape[:2], 1, wide), F.pad(part.to(dtype), (0, EXTRA))], 2)
 
     return query, with_front(key, front), with_front(value, ahead)
 
@@ -149,7 +148,7 @@ class HeadAttention(nn.Module):
         else:
             joined = torch.cat([*x], -1)
             projections = [layer(joined) for layer in layers]
-        query, key, value = map(self._by_head, projections)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projections)
         query, key = self._rotated(self.q_norm(query), rotary), self._rotated(self.k_norm(key), rotary)
         scaling = self.head_dim**-0.5
         if isinstance(cache, Steps):
@@ -159,11 +158,7 @@ class HeadAttention(nn.Module):
             if cache is not None:
                 key, value = cache.update(key, value, self.layer_idx)
             mixed, _ = grouped_attention(self, query, key, value, mask, scaling=scaling)
-        out: Tensor = self.o_proj(mixed.flatten(2))
-        return out
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return self.o_proj(mixed.flatten(2))
 
     def _rotated(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
@@ -207,8 +202,7 @@ class HeadLayer(GradientCheckpointingLayer):
             attended = [self.input_layernorm(embedding), normed]
             hidden = normed if self.norm_before_residual else hidden
         hidden = hidden + self.self_attn(attended, mask, rotary, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(nn.Module):
@@ -275,8 +269,7 @@ class Eagle3(nn.Module):
     def _plain(self) -> Tensor:
         """A weight that keeps its layout when linear layers are packed."""
         first: Any = self.layers[0]
-        weight: Tensor = first.hidden_norm.weight
-        return weight
+        return first.hidden_norm.weight
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -312,8 +305,7 @@ class Eagle3(nn.Module):
         if len(self.fc_norm):
             parts = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        features: Tensor = self.fc(self.input_norm(aux))
-        return features
+        return self.fc(self.input_norm(aux))
 
     def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: Cache = None) -> Tensor:
         """The layers on tokens' embeddings and the features one position before them: [B, Q, H] → [B, Q, H].
@@ -325,18 +317,15 @@ class Eagle3(nn.Module):
         hidden = features
         for layer, window in zip(self.layers, self.windows, strict=True):
             hidden = layer(embedding, hidden, masks[window], rotary, cache)
-        normed: Tensor = self.norm(hidden) if self.reading.norm_output else hidden
-        return normed
+        return self.norm(hidden) if self.reading.norm_output else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → the input of the logits' matrix [..., H]."""
-        normed: Tensor = hidden if self.reading.norm_output else self.norm(hidden)
-        return normed
+        return hidden if self.reading.norm_output else self.norm(hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → logits over the draft vocabulary [..., V_d]."""
-        logits: Tensor = self.lm_head(self.normed(hidden))
-        return logits
+        return self.lm_head(self.normed(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""

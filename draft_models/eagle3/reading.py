@@ -156,8 +156,7 @@ def new_reading(
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
-    chosen = (2, layers // 2, layers - 3) if layers >= 7 else (1, layers // 2, layers - 1)
-    return tuple(sorted(set(chosen)))
+    return tuple(sorted({2, layers // 2, layers - 3} if layers >= 7 else {1, layers // 2, layers - 1}))
 
 
 def rope_base(target: PreTrainedConfig) -> float:

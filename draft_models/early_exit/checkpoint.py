@@ -101,9 +101,7 @@ def save_pretrained(
     where = Path(fingerprint.target)
     if where.exists() and not where.is_absolute():  # elsewhere it would look like a name on the Hub
         fingerprint = dataclasses.replace(fingerprint, target=f"./{where}")
-    weights = {
-        name: on_device(tensor.detach(), "cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
-    }
+    weights = {name: on_device(x.detach(), "cpu", dtype).contiguous() for name, x in drafter.state_dict().items()}
     blob = save(weights, metadata={"format": "pt"})
     meta = DrafterMeta(
         kind="early_exit",

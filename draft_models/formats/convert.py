@@ -196,9 +196,7 @@ def stamp_of(files: Mapping[str, Path]) -> str:
 def _is_whole(entry: Path) -> bool:
     """Whether a description is there, and its files have as many bytes as were written. Raises `UserError`."""
     record = entry / RECORD_FILE
-    if not record.exists():
-        return False
-    return read_mapping(record, "record of a description", "remove it").get("bytes") == _size(entry)
+    return record.exists() and read_mapping(record, "record of a description", "remove it").get("bytes") == _size(entry)
 
 
 def _size(entry: Path) -> int:

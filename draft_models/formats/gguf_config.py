@@ -141,12 +141,10 @@ def require_family(file: GgufFile) -> str:
             f"{file.path}: one of {file.metadata['split.count']} files of a model (split.count); put them together "
             "with llama-gguf-split --merge"
         )
-    family = file.get("general.architecture", str)
-    if family not in FAMILIES:
-        raise UserError(
-            f"{file.path}: general.architecture={family!r}; read in GGUF: {', '.join(FAMILIES)}; {_WAY_OUT}"
-        )
-    return family
+    name = file.get("general.architecture", str)
+    if name not in FAMILIES:
+        raise UserError(f"{file.path}: general.architecture={name!r}; read in GGUF: {', '.join(FAMILIES)}; {_WAY_OUT}")
+    return name
 
 
 def _own_keys(file: GgufFile) -> dict[str, Value]:
@@ -257,5 +255,4 @@ def llama3_factors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float
     parameters = {"rope_type": "llama3", **rope}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
     plain = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
-    factors: NDArray[np.float32] = (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)
-    return factors
+    return (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)

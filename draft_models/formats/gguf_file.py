@@ -176,8 +176,7 @@ class _Parser:
         return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")
 
     def numbers(self, letter: str, count: int) -> list[Value]:
-        content = self.take(count * struct.calcsize(f"<{letter}"))
-        return [*struct.unpack(f"<{count}{letter}", content)]
+        return [*struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}")))]
 
     def take(self, size: int) -> bytes:
         """The next `size` bytes. Raises `UserError` beyond the end of the file, where damaged lengths lead."""

@@ -198,22 +198,20 @@ class _Made:
     @cached_property
     def codes(self) -> CodedRows | None:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
-        tensor = self.parts[0]
-        kind, _ = _row_size(self.file, tensor)
+        part = self.parts[0]
+        kind, _ = _row_size(self.file, part)
         if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
             return None
         # A layout that changes numbers, or their order in a row, changes these.
-        rows = np.arange(tensor.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
-        names: dict[str, str] = {tensor.name.removesuffix(".weight"): self.name}
-        moved = self.layout.process(
-            rows, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
-        ).weights
+        rows = np.arange(part.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
+        keys: dict[str, str] = {part.name.removesuffix(".weight"): self.name}
+        moved = self.layout.process(rows, part.name, tensor_key_mapping=keys, parsed_parameters={"tensors": {}}).weights
         if moved is None or moved.shape != rows.shape:
             return None
         order = np.rint(moved[:, 0]).astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
             return None
-        raw = _mapped(self.file, tensor)
+        raw = _mapped(self.file, part)
         return CodedRows(kind.name, raw if np.array_equal(moved, rows) else raw[order])
 
     def read(self) -> Tensor:

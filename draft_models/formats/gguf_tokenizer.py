@@ -63,23 +63,18 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         )
     merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
     pattern = PATTERNS[cut]
-    bpe = models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    before: list[pre_tokenizers.PreTokenizer] = (
-        [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    )
+    before: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     after: list[pre_tokenizers.PreTokenizer] = []
     if cut in ("smollm", "starcoder", "refact"):
         before = [pre_tokenizers.Digits(individual_digits=True)]
     elif cut == "falcon":
         before = [pre_tokenizers.Punctuation("contiguous")]
-        after = [
-            pre_tokenizers.Digits(individual_digits=False),
-            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
-        ]
+        by_threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        after = [pre_tokenizers.Digits(individual_digits=False), by_threes]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of, *after])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -76,8 +76,7 @@ def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Ma
         tensor, part = tensor.detach().cpu(), f".{name}".split(".")[-2]
         if part in heads and paired:
             tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
-        tensor = tensor.contiguous()
-        tensor = tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor
+        tensor = (tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor).contiguous()
         if tensor.dtype != torch.bfloat16:
             writer.add_tensor(name, tensor.numpy())
         else:  # for which numpy has no name

@@ -330,8 +330,7 @@ class FolderModel:
 
     def _block(self) -> tuple[int, int]:
         """Rows and columns per scale, from config.json. Raises `UserError`."""
-        quantised = quantisation_of(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
-        block = quantised.get("weight_block_size")
+        block = quantisation_of(self.folder / CONFIG_FILE, self.folder / QUANT_FILE).get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise UserError(
                 f"{self.source}: has scales of fp8 weights, but quantization_config.weight_block_size={block!r} in "

@@ -35,8 +35,7 @@ def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Calla
     It skips numba's type dispatch, which takes 15 µs per call with many arrays; it must not be called with other types.
     """
     assert isinstance(function, Dispatcher)
-    compiled: Callable[P, R] = function.compile(tuple(map(typeof, arguments)))
-    return compiled
+    return function.compile(tuple(map(typeof, arguments)))
 
 
 def token_bits(vocabulary: int) -> int:
@@ -242,8 +241,7 @@ def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     a, b, out = 0, 0, 0
     while a < len(keys_a) or b < len(keys_b):
         has_a, has_b = a < len(keys_a), b < len(keys_b)
-        same = has_a and has_b and keys_a[a] == keys_b[b] and tokens_a[a] == tokens_b[b]
-        if same:
+        if has_a and has_b and keys_a[a] == keys_b[b] and tokens_a[a] == tokens_b[b]:
             keys[out], tokens[out] = keys_a[a], tokens_a[a]
             counts[out] = min(np.uint64(counts_a[a]) + np.uint64(counts_b[b]), _LARGEST)
             a, b = a + 1, b + 1
@@ -294,5 +292,4 @@ def count_grams(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
     first = np.ones(len(keys), bool)
     first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
     begins = np.flatnonzero(first)
-    counts = np.diff(begins, append=len(keys)).astype(np.uint32)
-    return Grams(keys[begins], tokens[begins], counts)
+    return Grams(keys[begins], tokens[begins], np.diff(begins, append=len(keys)).astype(np.uint32))

@@ -289,8 +289,7 @@ def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, slots: np
     while size < min(recycled.longest, length):
         key = longer_key(key, recent[size])
         slot = place_of(recycled, key)
-        stored = recycled.seen[slot] > 0 and recycled.keys[slot] == key
-        slots[size] = slot if stored else -1
+        slots[size] = slot if recycled.seen[slot] > 0 and recycled.keys[slot] == key else -1
         size += 1
     return size
 

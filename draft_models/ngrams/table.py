@@ -85,8 +85,7 @@ class Level:
 
     def fault(self, vocabulary: int) -> str:
         """Why compiled look-up could not rely on the arrays, or ""."""
-        expected = level_types(self.order, vocabulary, len(self.keys), len(self.tokens))
-        for name, described in expected.items():
+        for name, described in level_types(self.order, vocabulary, len(self.keys), len(self.tokens)).items():
             array = getattr(self, name)
             if (array.dtype, len(array)) != described:
                 return f"{name} are {len(array)} of {array.dtype}, expected {described[1]} of {described[0]}"
@@ -141,15 +140,9 @@ class TrigramTable:
         levels = {}
         for order in sorted(orders):
             grams = count_grams([context_grams(document, order, bits) for document in ids])
-            grouped = group(*grams, min_count, max_successors or vocabulary)
-            levels[order] = make_level(order, vocabulary, grouped)
-        facts = {
-            "tokens": sum(map(len, ids)),
-            "documents": len(ids),
-            "min_count": min_count,
-            "max_successors": max_successors,
-            "corpus": corpus,
-        }
+            levels[order] = make_level(order, vocabulary, group(*grams, min_count, max_successors or vocabulary))
+        facts: dict[str, Any] = {"tokens": sum(map(len, ids)), "documents": len(ids)}
+        facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
         suffix_array = sort_suffixes(separated(ids, vocabulary), vocabulary) if suffixes else None
         return cls(vocabulary, tokenizer, levels, facts, suffix_array)
 

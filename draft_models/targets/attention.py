@@ -95,8 +95,7 @@ def grouped_attention(
     if softcap is not None or s_aux is not None:
         if causal:
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-        out = _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
-        return out.transpose(1, 2), None
+        return _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux).transpose(1, 2), None
     if causal:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
@@ -220,8 +219,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     if not query.is_cuda:
         return query.float() @ key.float().mT
     # The product itself outputs float32: converting the keys first would write and read them once more.
-    flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32)
-    return flat.unflatten(0, query.shape[:2])
+    return torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32).unflatten(0, query.shape[:2])
 
 
 # transformers' layers expect a contiguous result.

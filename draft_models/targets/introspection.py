@@ -65,17 +65,15 @@ class _Trace:
 
 def find_layers(model: PreTrainedModel) -> str:
     """The name of the module list of the decoder layers. Raises `ValueError` if there is none."""
-    count = model.config.num_hidden_layers
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
             return name
     raise ValueError("it has no list of decoder layers")
 
 
 def watch(model: PreTrainedModel, **options: object) -> _Trace:
     """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
-    layers_name = find_layers(model)
-    base_name, _, attribute = layers_name.rpartition(".")
+    base_name, _, attribute = find_layers(model).rpartition(".")
     base = model.get_submodule(base_name)
     seen = _Trace([], [], [])
     embed = model.get_input_embeddings()
@@ -160,12 +158,9 @@ def observe(model: PreTrainedModel) -> ModelSpec:
 
 
 def _observe(model: PreTrainedModel) -> ModelSpec:
-    forgetting = {
-        type(layer) for layer in DynamicCache(config=model.config).layers if not isinstance(layer, DynamicLayer)
-    }
-    if forgetting:
-        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in forgetting)})")
-    layers = find_layers(model)
+    states = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
+    if states:
+        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in states)})")
     seen = watch(model)
     count = model.config.num_hidden_layers
     if len(seen.layers) != count:
@@ -189,9 +184,8 @@ def _observe(model: PreTrainedModel) -> ModelSpec:
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
-    scale = 1.0 if positions or input_norm else float(hidden.flatten()[0])
     return ModelSpec(
-        layers=layers,
+        layers=find_layers(model),
         embed=names[id(model.get_input_embeddings())],
         norm=norms[0],
         head=names[id(head)],
@@ -199,7 +193,7 @@ def _observe(model: PreTrainedModel) -> ModelSpec:
         tables=tuple(table for table, _ in tables),
         positions=positions,
         input_norm=input_norm,
-        scale=scale,
+        scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),
         logits=_logit_rule(model, names[id(head)]),
     )
 
@@ -289,12 +283,9 @@ def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
             output = model.eval()(**_arguments(model)).logits[0, -1]
     finally:
         setattr(parent, attribute, head_module)
-    config = model.config
-    cap = getattr(config, "final_logit_softcapping", None)
-    candidates = [LogitRule(), LogitRule(cap=cap)]
+    candidates = [LogitRule(), LogitRule(cap=getattr(model.config, "final_logit_softcapping", None))]
     for name in ("logit_scale", "logits_scaling"):
-        value = getattr(config, name, None)
-        if value:
+        if value := getattr(model.config, name, None):
             candidates += [LogitRule(factor=value), LogitRule(divisor=value)]
     for rule in candidates:
         if torch.equal(rule(logits).to(output.dtype), output):

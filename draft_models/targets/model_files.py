@@ -279,11 +279,9 @@ def fitted(kind: Any, where: str | None, name: str, *, exact: bool | None, **opt
     wrong += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
     if wrong or (exact and unused):
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
-        instead = (
-            f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(unused)}"
-        )
+        hint = f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(unused)}"
         raise UserError(
-            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(wrong)}{instead if unused else ''}. Save or "
+            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(wrong)}{hint if unused else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
         )
     if unused and exact is not None:

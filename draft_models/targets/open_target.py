@@ -225,8 +225,7 @@ def pick_device(name: str) -> torch.device:
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16; or float32 on a CPU without bfloat16 instructions, which would be several times slower in bfloat16."""
-    quick = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if quick else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -238,9 +237,7 @@ def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> tor
     """
     if name == "int8" and device.type == "cuda" and torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    if name == "int8":
-        return fast_dtype(device)
-    if name == "fast" and device.type == "cpu":
+    if name == "int8" or (name == "fast" and device.type == "cpu"):
         return fast_dtype(device)
     if name not in ("auto", "fast"):
         return getattr(torch, name)
@@ -258,9 +255,8 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     role: the option that names the model, if it is not the target.
     """
     config = read_config(source, revision, role=role)
-    reason = why_not_by_layers(config)
-    if reason is not None:
-        raise UserError(f"{role}={source}: {reason}")
+    if (why := why_not_by_layers(config)) is not None:
+        raise UserError(f"{role}={source}: {why}")
     if any(call.slides for call in model_spec(config).calls) and config.sliding_window < 1:
         raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config
@@ -304,8 +300,7 @@ def require_description(source: str, revision: str | None, role: str) -> None:
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         return  # transformers says why
-    described = read_mapping(file, "description of a model", "fetch the model again")
-    layers = described.get("num_hidden_layers", 1)
+    layers = read_mapping(file, "description of a model", "fetch the model again").get("num_hidden_layers", 1)
     # A config creates lists of this length before it checks other fields.
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise UserError(
@@ -334,10 +329,8 @@ def quantisation(config: PreTrainedConfig) -> str | None:
     settings = description if isinstance(description, dict) else description.to_dict()
     if not settings:
         return None
-    by_flag = next(
-        (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed"
-    )
-    return str(settings.get("quant_method") or by_flag)
+    flag = next((f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed")
+    return str(settings.get("quant_method") or flag)
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

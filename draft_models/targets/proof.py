@@ -101,8 +101,7 @@ def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
     layers = decoder_layers(model)
     inside = {id(tensor) for tensor in _halves(layers)}
     by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
-    outer = [tensor for tensor in _halves(model) if id(tensor) not in inside]
-    stored = [(tensor, tensor.data) for tensor in outer]
+    stored = [(tensor, tensor.data) for tensor in _halves(model) if id(tensor) not in inside]
     padding, size = embed.padding_idx, config.vocab_size
     of_layers: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 

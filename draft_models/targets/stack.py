@@ -59,8 +59,7 @@ class _RowLayer(DynamicLayer):
         stop = self.length + key_states.shape[2]
         if not self._buffers or stop > self._buffers[0].shape[2]:
             slots, before = min(slots_of(stop), self.capacity), self._buffers
-            states = (key_states, value_states)
-            self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in states)
+            self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in (key_states, value_states))
             for buffer, state in zip(self._buffers, before, strict=False):
                 buffer[:, :, : self.length] = state[:, :, : self.length]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):

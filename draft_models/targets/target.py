@@ -108,7 +108,6 @@ class Target(Runnable, Protocol):
 
     def cache(self, capacity: int) -> "RowCache":
         """An empty cache for the rows of one text."""
-        ...
 
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: "RowCache", *, last_only: bool = False
@@ -118,7 +117,6 @@ class Target(Runnable, Protocol):
         Returns the last hidden states [n, d], and next-token logits [n, V], or with `last_only` only those of the last
         row, [1, V].
         """
-        ...
 
 
 class Layers(Runnable, Protocol):
@@ -139,8 +137,6 @@ class Layers(Runnable, Protocol):
 
     def reserve(self, positions: int) -> None:
         """Prepare `rotary` for positions 0..positions−1."""
-        ...
 
     def rotary(self, positions: Tensor) -> Rotary:
         """The rotary tables at positions [B, Q], which must have been reserved."""
-        ...

@@ -134,9 +134,7 @@ class TensorFiles:
         parts: dict[str, bytes] = {}
         for name in sorted(hashes):
             parts[part_of(name)] = parts.get(part_of(name), b"") + hashes[name]
-        return {
-            part: hashlib.sha256(all_of).hexdigest()[:16] for part, all_of in parts.items() if part not in incomplete
-        }
+        return {part: hashlib.sha256(blob).hexdigest()[:16] for part, blob in parts.items() if part not in incomplete}
 
     def digest(self, names: Iterable[str]) -> str:
         """A short hash of three rows (or the scalar) of each named tensor."""
