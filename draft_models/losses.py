@@ -132,10 +132,10 @@ def linear_cross_entropy(
     loss equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
-    supervised, shares = labels[keep], None if shares is None else shares[keep]
+    label_ids, shares = labels[keep], None if shares is None else shares[keep]
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        grad, picked = logits.softmax(-1), supervised[rows, None]
+        grad, picked = logits.softmax(-1), label_ids[rows, None]
         value = _normaliser(logits, grad) - logits.gather(-1, picked)[:, 0]
         if not need_grad:
             return value, None

@@ -286,9 +286,9 @@ def _put_head(model: PreTrainedModel, drafter_head: nn.Linear, tokens: torch.Ten
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     for name, parameter in drafter_head.named_parameters():
-        rows, old = parameter.detach(), getattr(head, name)
-        full_rows = rows if tokens is None else whole_rows(rows, rows.mean(0), tokens, len(old))
-        setattr(head, name, nn.Parameter(full_rows.to(old.dtype), requires_grad=False))
+        rows, target_rows = parameter.detach(), getattr(head, name)
+        full_rows = rows if tokens is None else whole_rows(rows, rows.mean(0), tokens, len(target_rows))
+        setattr(head, name, nn.Parameter(full_rows.to(target_rows.dtype), requires_grad=False))
     model.config.tie_word_embeddings = False
 
 

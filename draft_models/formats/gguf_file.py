@@ -63,9 +63,9 @@ class GgufFile:
 
     def texts(self, key: str) -> list[str]:
         """The list of strings under `key`. Raises `UserError`."""
-        values = self.get(key, list)
-        texts = [text for text in values if isinstance(text, str)]
-        if len(texts) < len(values):
+        array = self.get(key, list)
+        texts = [text for text in array if isinstance(text, str)]
+        if len(texts) < len(array):
             raise UserError(f"{self.path}: {key}: expected texts only; {_DAMAGED}")
         return texts
 
@@ -134,8 +134,8 @@ class _Parser:
         if not isinstance(step, int) or step < 1:
             raise self.damaged(repr(step))
         start = -(-self.at // step) * step
-        absolute = {name: replace(location, begin=start + location.begin) for name, location in locations.items()}
-        return GgufFile(self.path, metadata, absolute)
+        file_locations = {name: replace(location, begin=start + location.begin) for name, location in locations.items()}
+        return GgufFile(self.path, metadata, file_locations)
 
     def name(self, part: str, names: Collection[str]) -> str:
         """The name of the next key or tensor, which is none of `names`."""

@@ -143,8 +143,8 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
     layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
     # Without submodules: transformers would search each of them, for seconds, and find the same names again.
     stub = SimpleNamespace(state_dict=lambda: state, named_children=list)
-    mapping = get_gguf_hf_weights_map(stub, layout, family, model.config.num_hidden_layers)
-    names = {name: key for name, key in mapping.items() if key in state and key != tied}
+    weights_map = get_gguf_hf_weights_map(stub, layout, family, model.config.num_hidden_layers)
+    names = {name: key for name, key in weights_map.items() if key in state and key != tied}
     # transformers' map lacks the suffix of experts' names
     return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": key for name, key in names.items()}
 
@@ -220,13 +220,13 @@ class _Made:
         for part in self.parts:
             names = {part.name.removesuffix(".weight"): self.name}
             try:
-                processed = self.layout.process(
+                tensor = self.layout.process(
                     _dequantised(self.file, part), part.name, tensor_key_mapping=names, parsed_parameters=joined
                 )
             except ValueError:  # numpy's, of rows that do not divide into heads
                 raise self._misshapen(part) from None
-            if processed.name is not None:
-                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(processed.weights))
+            if tensor.name is not None:
+                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(tensor.weights))
         return joined["tensors"][self.name].reshape(self.shape)
 
     def _misshapen(self, part: TensorPlace) -> UserError:

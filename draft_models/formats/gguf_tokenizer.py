@@ -106,8 +106,8 @@ def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     SentencePiece joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers
     rank merges by id instead of score; the joined token may be user-defined.
     """
-    values, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
-    scores = [score for score in values if isinstance(score, float)]
+    array, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    scores = [score for score in array if isinstance(score, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
     gemma = _is_gemma(file)
@@ -133,11 +133,11 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
     for kinds, add in (((_CONTROL, _UNKNOWN), tokenizer.add_special_tokens), ((_USER_DEFINED,), tokenizer.add_tokens)):
         special = _CONTROL in kinds
-        added = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
+        added_tokens = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
         strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; the file has no key for it
         add(
             [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEPT_SPACE)
-             for token in added]
+             for token in added_tokens]
         )  # fmt: skip
 
 

@@ -93,37 +93,37 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> 
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
     locations = {name: TensorPlace(name, tuple(state[names[name]].shape), 0, 0) for name in names}
-    reread = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
+    fields = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
     expected, rope = config.to_dict(), config.rope_parameters
     if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # a tensor says it
         expected["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    for name in sorted(expected.keys() & reread.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
-        if expected[name] != reread[name]:
+    for name in sorted(expected.keys() & fields.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
+        if expected[name] != fields[name]:
             raise _unsaid(f"{name}={expected[name]!r}")
 
 
 def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
     """`metadata` with the tokenizer's, for an embedding of `rows` rows. Raises `UserError` for one of another kind."""
-    combined = metadata | _tokens(tokenizer, rows)
+    base = metadata | _tokens(tokenizer, rows)
     backend = tokenizer.backend_tokenizer
     model = json.loads(backend.to_str())["model"]
     if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
-        combined |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(rows)]}
+        base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(rows)]}
         ways: list[dict[str, Value]] = [{"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)]
     else:
         merges: list[Value] = [" ".join(merge) for merge in model.get("merges", ())]
         if not merges:
             raise _unsaid("a tokenizer without merges")
-        combined |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
+        base |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
         ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
     text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
     for way in ways:
-        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), combined | way, {}))
+        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | way, {}))
         if _rules(again) == rules and _ids(again, [text]) == _ids(tokenizer, [text]):
             words = backend.decode_batch([[index] for index in range(rows)], skip_special_tokens=False)
             forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
             if _ids(again, forms) == _ids(tokenizer, forms):
-                return combined | way
+                return base | way
     raise _unsaid(f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece")
 
 
@@ -133,8 +133,8 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     model, steps = state["model"], [*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])]
     if model.get("byte_fallback"):  # every space is a ▁ before a text is cut
         steps = [step for step in steps if step["type"] != "Split" or step["pattern"] != {"String": " "}]
-    reserved = {*tokenizer.get_added_vocab(), *_BYTES}
-    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & reserved]]
+    unmerged_tokens = {*tokenizer.get_added_vocab(), *_BYTES}
+    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & unmerged_tokens]]
 
 
 def _steps(part: Step | None) -> list[Step]:

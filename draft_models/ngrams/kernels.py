@@ -195,24 +195,24 @@ def group(
     size = len(keys)
     out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
     ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token
-    contexts, written, begin = 0, 0, 0
+    contexts, successors, begin = 0, 0, 0
     while begin < size:
-        end, total, stop = begin, np.uint64(0), written
+        end, total, stop = begin, np.uint64(0), successors
         while end < size and keys[end] == keys[begin]:
             total += np.uint64(counts[end])
             if counts[end] >= min_count:
                 ranks[stop] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
                 stop += 1
             end += 1
-        _sort(ranks, written, stop)
-        length = min(stop - written, max_successors)
+        _sort(ranks, successors, stop)
+        length = min(stop - successors, max_successors)
         if length:
             out_keys[contexts], lengths[contexts] = keys[begin], length
             totals[contexts] = min(total, _LARGEST)
-            contexts, written = contexts + 1, written + length
+            contexts, successors = contexts + 1, successors + length
         begin = end
-    out_tokens, out_counts = np.empty(written, np.uint32), np.empty(written, np.uint32)
-    for i in range(written):
+    out_tokens, out_counts = np.empty(successors, np.uint32), np.empty(successors, np.uint32)
+    for i in range(successors):
         out_tokens[i] = ranks[i] & _LARGEST
         out_counts[i] = _LARGEST - (ranks[i] >> np.uint64(32))
     return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts

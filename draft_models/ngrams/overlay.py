@@ -295,16 +295,16 @@ def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, slots: np
 
 
 @lean
-def recycle(recycled, ids, stop, tokens, parents, rows, top):
+def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
     """Store the target's top-k after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    top: float32 [m, 2k] (see `sampling.top_tokens`). A row with non-finite numbers is skipped.
+    top_k: float32 [m, 2k] (see `sampling.top_tokens`). A row with non-finite numbers is skipped.
     """
-    width = top.shape[1] // 2
+    width = top_k.shape[1] // 2
     count = min(width, recycled.tokens.shape[1])
     for i in range(len(rows)):
-        if not top[i, width] > 0:
+        if not top_k[i, width] > 0:
             continue
         node, position, key = rows[i] - 1, stop - 1, np.uint64(0)
         for _ in range(recycled.longest):
@@ -318,6 +318,6 @@ def recycle(recycled, ids, stop, tokens, parents, rows, top):
             recycled.seen[slot] = recycled.seen[slot] + 1 if recycled.keys[slot] == key else 1
             recycled.keys[slot] = key
             for j in range(count):
-                recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(top[i, j]), top[i, width + j]
+                recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(top_k[i, j]), top_k[i, width + j]
             for j in range(count, recycled.tokens.shape[1]):
                 recycled.probs[slot, j] = 0.0

@@ -251,7 +251,7 @@ def successors_at(suffixes, size, narrow, workspace):
     distinct successors and their counts. Returns how many successors there are, the largest count, and the number of
     occurrences sampled, ends of documents included.
     """
-    distinct, largest, seen, followers = 0, 0, 0, workspace.followers
+    successor_count, largest, seen, followers = 0, 0, 0, workspace.followers
     if size >= narrow:
         for i in range(workspace.number[narrow]):
             if workspace.near[1, i] >= size:
@@ -266,12 +266,12 @@ def successors_at(suffixes, size, narrow, workspace):
         token = followers[i]
         if token >= len(suffixes.starts) - 1:
             continue
-        at = max(0, distinct - 1) if ascend else 0
-        while at < distinct and workspace.tokens[at] != token:
+        at = max(0, successor_count - 1) if ascend else 0
+        while at < successor_count and workspace.tokens[at] != token:
             at += 1
-        if at == distinct:
+        if at == successor_count:
             workspace.tokens[at], workspace.counts[at] = token, 0
-            distinct += 1
+            successor_count += 1
         workspace.counts[at] += 1
         largest = max(largest, workspace.counts[at])
-    return distinct, largest, seen
+    return successor_count, largest, seen

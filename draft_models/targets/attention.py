@@ -101,8 +101,8 @@ def grouped_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
         )
         return out.transpose(1, 2), None
-    supported = (batch, value.shape[3]) == (1, width) and not dropout
-    if callable(_kernel) and attention_mask is not None and supported:
+    single_text = (batch, value.shape[3]) == (1, width) and not dropout
+    if callable(_kernel) and attention_mask is not None and single_text:
         scale = scaling if scaling is not None else width**-0.5
         return _kernel(query.contiguous(), key, value, attention_mask, scale), None
     if group > 1:

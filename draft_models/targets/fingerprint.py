@@ -110,8 +110,8 @@ def deciding_config(source: str, revision: str | None) -> dict[str, object]:
 
 def model_differences(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> list[str]:
     """How a target's `model_identity` differs from a drafter's, in words; facts that one lacks are not compared."""
-    old, new = drafter.get("config"), target.get("config")
-    changes = [] if old is None or new is None else config_differences(old, new)
+    configs = drafter.get("config"), target.get("config")
+    changes = [] if None in configs else config_differences(*configs)
     words = [f"config.{key}: drafter {a!r}, target {b!r}" for key, a, b in changes]
     return words + changed_parts(drafter.get("tensors") or {}, target.get("tensors") or {})
 

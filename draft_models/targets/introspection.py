@@ -65,8 +65,9 @@ class _Trace:
 
 def find_layers(model: PreTrainedModel) -> str:
     """The name of the module list of the decoder layers. Raises `ValueError` if there is none."""
+    count = model.config.num_hidden_layers
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == count:
             return name
     raise ValueError("it has no list of decoder layers")
 

@@ -204,9 +204,9 @@ class LayerStack(nn.Module):
         self._reserved = positions
         like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
         # Only padding exceeds the limit; texts never do.
-        clamped = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
+        position_ids = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
         for number, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
-            cos, sin = module(like, position_ids=clamped, **dict(table.options))
+            cos, sin = module(like, position_ids=position_ids, **dict(table.options))
             setattr(self, f"cos{number}", cos[0])
             setattr(self, f"sin{number}", sin[0])
 

@@ -70,8 +70,8 @@ class TensorFiles:
         Without `dtype`, tensors keep their stored type; integer tensors always do. device: each tensor is moved there
         as soon as it is read. Raises `UserError`.
         """
-        tensors, requested = {}, list(names)
-        for name, stored in counted(self.stored(requested), f"reading {self.source}", "tensors", len(requested)):
+        tensors, tensor_names = {}, list(names)
+        for name, stored in counted(self.stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)):
             tensor = self._read(name, stored)
             tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
             tensors[name] = tensor.to(device)
