@@ -130,8 +130,9 @@ def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> R
         name: _switch(config, word, default in shapes if isinstance(default, str) else default)
         for name, (word, default) in _SWITCHES.items()
     }
+    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER.items()}
     return Reading(
-        **{name: getattr(layer, key, False) for key, name in _LAYER.items()},
+        **sizes,
         **switches,
         taps=taps,
         target_hidden=config.get("target_hidden_size") or layer.hidden_size,

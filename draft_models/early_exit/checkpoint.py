@@ -79,7 +79,7 @@ def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -
     With the target as an online teacher, training reads the other layers too; the fingerprint samples those.
     """
     prefixes = model_spec(config).prefixes(exit_layers(config, exit_layer))
-    return files.digests([name for name in files.file_of if name.startswith(prefixes)], every_byte=True)
+    return files.digests([name for name in files.file_of if name.startswith(prefixes)], full=True)
 
 
 def save_pretrained(
@@ -214,7 +214,7 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
     if not wrong:
         files = open_tensors(fingerprint.target, fingerprint.revision)
         names = [name for name in files.file_of if part_of(name) in meta.trained_on]
-        wrong = changed_parts(meta.trained_on, files.digests(names, every_byte=True))
+        wrong = changed_parts(meta.trained_on, files.digests(names, full=True))
     if wrong:
         raise UserError(
             f"{path} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "

@@ -112,12 +112,12 @@ class TensorFiles:
         for file, inside in self._by_file(names).items():
             yield from self._of(file, inside).items()
 
-    def digests(self, names: Iterable[str], *, every_byte: bool = False, fetch: bool = True) -> dict[str, str]:
+    def digests(self, names: Iterable[str], *, full: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
 
         `_PIECES` pieces of each tensor are read, evenly spread. A change is detected unless it lies wholly between two
         pieces, within a 32nd of one tensor.
-        every_byte: read all instead, and detect any change. fetch: fetch missing files; otherwise omit parts that are
+        full: read every byte instead, and detect any change. fetch: fetch missing files; otherwise omit parts that are
         not completely on this machine. Adds the bytes read to `bytes_hashed`. Raises `UserError`.
         """
         hashes: dict[str, bytes] = {}
@@ -127,7 +127,7 @@ class TensorFiles:
                 if not fetch and self.original is None and self._path(file, fetch) is None:
                     incomplete |= {part_of(name) for name in inside}
                     continue
-                jobs = {name: pool.submit(_hash, name, x, every_byte) for name, x in self._of(file, inside).items()}
+                jobs = {name: pool.submit(_hash, name, x, full) for name, x in self._of(file, inside).items()}
                 for name, job in counted(jobs.items(), f"hashing {self.source}", "tensors"):
                     hashes[name], size = job.result()
                     self.bytes_hashed += size
@@ -237,21 +237,21 @@ def find_file(source: str, file: str, revision: str | None) -> str | None:
     return located(*as_described(source, revision), file)
 
 
-def _hash(name: str, stored: Stored, every_byte: bool) -> tuple[bytes, int]:
+def _hash(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
     """sha256 of one tensor, or of its sample, and the number of bytes read.
 
     On CPUs with SHA instructions sha256 is the standard library's fastest hash.
     """
     digest, read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
-    for piece in stored.pieces(_sample_ranges(stored.nbytes, every_byte)):
+    for piece in stored.pieces(_sample_ranges(stored.nbytes, full)):
         digest.update(piece)
         read += len(piece)
     return digest.digest(), read
 
 
-def _sample_ranges(size: int, every_byte: bool) -> Iterator[tuple[int, int]]:
+def _sample_ranges(size: int, full: bool) -> Iterator[tuple[int, int]]:
     """(first byte, number of bytes) of the pieces to read of a tensor of `size` bytes."""
-    if every_byte or size <= _PIECES * _PIECE:
+    if full or size <= _PIECES * _PIECE:
         yield from ((at, min(_BLOCK, size - at)) for at in range(0, size, _BLOCK))
     else:
         yield from ((index * (size - _PIECE) // (_PIECES - 1), _PIECE) for index in range(_PIECES))
