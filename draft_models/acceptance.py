@@ -36,9 +36,9 @@ def acceptance_by_target(logits: Logits, hidden: Tensor) -> AcceptanceOf:
     """
 
     def accept(drafted: Tensor, rows: slice) -> Tensor:
-        known = logits(hidden[rows].to(drafted.device)).to(drafted.dtype)
-        shared = min(known.shape[-1], drafted.shape[-1])
-        return acceptance(known[:, :shared].log_softmax(-1), drafted[:, :shared].log_softmax(-1))
+        target_logits = logits(hidden[rows].to(drafted.device)).to(drafted.dtype)
+        shared = min(target_logits.shape[-1], drafted.shape[-1])
+        return acceptance(target_logits[:, :shared].log_softmax(-1), drafted[:, :shared].log_softmax(-1))
 
     return accept
 
@@ -77,15 +77,15 @@ def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[
         start, size = start + size, logits_at_once(drafted.shape[-1], drafted.device)
         choices[rows] = drafted.argmax(-1)
         if accept is not None:
-            found = accept(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows)
-            accepted = found.new_empty(len(hidden)) if accepted is None else accepted
-            accepted[rows] = found
+            rates = accept(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows)
+            accepted = rates.new_empty(len(hidden)) if accepted is None else accepted
+            accepted[rows] = rates
     return choices, accepted
 
 
-def placed(values: Tensor, keep: Tensor, other: float) -> Tensor:
-    """Scatter values [n] to the n positions marked by `keep` [B, T]; `other` elsewhere."""
-    return values.new_full(keep.shape, other).masked_scatter(keep, values)
+def placed(values: Tensor, keep: Tensor, fill: float) -> Tensor:
+    """Scatter values [n] to the n positions marked by `keep` [B, T]; `fill` elsewhere."""
+    return values.new_full(keep.shape, fill).masked_scatter(keep, values)
 
 
 def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
@@ -102,5 +102,4 @@ def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
 
 def tau_of_rounds(accepted: Tensor) -> Tensor:
     """1 + Σ_k Π_{i≤k} α_i of every row of accepted [..., length] without NaN: the expected tokens, [rows]."""
-    known = accepted[~accepted.isnan().any(-1)]
-    return 1 + known.cumprod(-1).sum(-1)
+    return 1 + accepted[~accepted.isnan().any(-1)].cumprod(-1).sum(-1)

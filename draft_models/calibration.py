@@ -25,8 +25,7 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = No
     reading: the overrides of an EAGLE-3 head's reading, since they change what it drafts. Raises `UserError` if the
     weights cannot be read.
     """
-    facts = {**model_identity(files), **({"reading": reading} if reading else {})}
-    return digest_of(facts)
+    return digest_of({**model_identity(files), **({"reading": reading} if reading else {})})
 
 
 def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
@@ -35,14 +34,9 @@ def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, fac
     facts: its training and quality, stored unchanged. A crash leaves the previous head or none.
     """
     blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
-    meta = {
-        **facts,
-        "format": FORMAT,
-        "drafter_sha256": drafter_sha256,
-        "weights_sha256": hashlib.sha256(blob).hexdigest(),
-    }
+    digests = {"drafter_sha256": drafter_sha256, "weights_sha256": hashlib.sha256(blob).hexdigest()}
     write_atomically(path / WEIGHTS_FILE, blob)
-    write_json(path / META_FILE, meta)
+    write_json(path / META_FILE, {**facts, "format": FORMAT, **digests})
 
 
 def load_calibration(
@@ -74,9 +68,8 @@ def load_calibration(
         parts = ("config", "tensors")
         if not isinstance(made_on, dict) or not all(isinstance(made_on.get(part), dict) for part in parts):
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
-        if wrong := model_differences(made_on, target):
-            found = f"its calibration head is of another target: {'; '.join(wrong)}"
-            raise UserError(f"checkpoint={path}: {found}; {remedy}")
+        if mismatch := "; ".join(model_differences(made_on, target)):
+            raise UserError(f"checkpoint={path}: its calibration head is of another target: {mismatch}; {remedy}")
     weights = load(read_sealed(weights_file, meta.get("weights_sha256"), remedy))
     head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
     head.load_state_dict(weights)

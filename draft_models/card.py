@@ -25,10 +25,8 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
-    tau, filled = (
-        next((facts[name] for name in TAUS if name in facts), None),
-        {"path": Shown(path), "target": Shown(target)},
-    )
+    tau = next((facts[name] for name in TAUS if name in facts), None)
+    filled = {"path": Shown(path), "target": Shown(target)}
     useless = isinstance(tau, float) and tau < LEAST_TAU
     if useless:
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")

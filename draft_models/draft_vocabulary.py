@@ -36,9 +36,9 @@ def count_tokens(rows: Iterable[Mapping[str, Tensor]], vocabulary: int) -> Tenso
 
 def choose_tokens(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
     """The `size` most frequent tokens, ascending; ties go to lower ids. always: ids that are included."""
-    wanted = counts.clone()
-    wanted[list(always)] = torch.iinfo(wanted.dtype).max
-    return wanted.sort(descending=True, stable=True).indices[:size].sort().values
+    priority = counts.clone()
+    priority[list(always)] = torch.iinfo(priority.dtype).max
+    return priority.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def coverage(counts: Tensor, tokens: Tensor) -> float:
@@ -50,47 +50,47 @@ def places(labels: Tensor, tokens: Tensor | None, vocabulary: int) -> Tensor:
     """Each label's index in `tokens`; IGNORE for labels outside. tokens None: the whole vocabulary."""
     if tokens is None:
         return labels
-    place = torch.full((vocabulary,), IGNORE, dtype=labels.dtype, device=labels.device)
-    place[tokens] = torch.arange(len(tokens), dtype=labels.dtype, device=labels.device)
-    return torch.where(labels == IGNORE, IGNORE, place[labels.clamp(min=0)])
+    index_of = torch.full((vocabulary,), IGNORE, dtype=labels.dtype, device=labels.device)
+    index_of[tokens] = torch.arange(len(tokens), dtype=labels.dtype, device=labels.device)
+    return torch.where(labels == IGNORE, IGNORE, index_of[labels.clamp(min=0)])
 
 
-def narrow_config(config: PreTrainedConfig, own: DraftVocabulary) -> None:
-    """Reduce the `config` of a model to the draft vocabulary `own`: k + 1 ids without special tokens."""
-    mark = {"tokens": len(own.tokens), "sha256": hashlib.sha256(_blob(own)).hexdigest()}
-    config.update({"vocab_size": len(own.tokens) + 1, MARK: mark})
+def narrow_config(config: PreTrainedConfig, draft_vocabulary: DraftVocabulary) -> None:
+    """Reduce the `config` of a model to `draft_vocabulary`: k + 1 ids without special tokens."""
+    mark = {"tokens": len(draft_vocabulary.tokens), "sha256": hashlib.sha256(_blob(draft_vocabulary)).hexdigest()}
+    config.update({"vocab_size": len(draft_vocabulary.tokens) + 1, MARK: mark})
     config.update(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 
 
 @torch.no_grad()
-def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
-    """Reduce `model` to the draft vocabulary `own`: embedding and head keep these rows unchanged.
+def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
+    """Reduce `model` to `draft_vocabulary`: embedding and head keep these rows unchanged.
 
     A further row stands for all other tokens: the mean of their rows.
     """
 
     def cut(rows: Tensor) -> Tensor:
-        others = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, own.tokens, False)
-        rest = rows[others] if bool(others.any()) else rows
-        return torch.cat([rows[own.tokens], rest.mean(0, keepdim=True)])
+        outside = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, draft_vocabulary.tokens, False)
+        outside_rows = rows[outside] if bool(outside.any()) else rows
+        return torch.cat([rows[draft_vocabulary.tokens], outside_rows.mean(0, keepdim=True)])
 
     _replace_rows(model, cut)
-    narrow_config(model.config, own)
-    model.draft_vocabulary = own
+    narrow_config(model.config, draft_vocabulary)
+    model.draft_vocabulary = draft_vocabulary
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, own: DraftVocabulary, special: Mapping[str, object]) -> None:
+def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special: Mapping[str, object]) -> None:
     """Undo `narrow`, for engines in which target and drafter share a vocabulary. special: the target's special ids.
 
     Tokens outside the draft vocabulary get the row for other tokens and are never the argmax (see `whole_rows`).
     """
-    size, count = own.vocabulary, len(own.tokens)
+    size, count = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
 
-    def whole(rows: Tensor, others: Tensor) -> Tensor:
-        return whole_rows(rows[:count], others, own.tokens, size)
+    def widened_rows(rows: Tensor, filler: Tensor) -> Tensor:
+        return whole_rows(rows[:count], filler, draft_vocabulary.tokens, size)
 
-    _replace_rows(model, lambda read: whole(read, read[count]), lambda said: whole(said, said[:count].mean(0)))
+    _replace_rows(model, lambda x: widened_rows(x, x[count]), lambda x: widened_rows(x, x[:count].mean(0)))
     model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
     delattr(model.config, MARK)
 
@@ -105,30 +105,30 @@ def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -
     config = model.config.get_text_config()
     if config.vocab_size == size:
         return
-    kept = torch.arange(min(size, config.vocab_size))
-    _replace_rows(model, lambda rows: whole_rows(rows[: len(kept)], rows.mean(0), kept, size))
+    ids = torch.arange(min(size, config.vocab_size))
+    _replace_rows(model, lambda rows: whole_rows(rows[: len(ids)], rows.mean(0), ids, size))
     config.update({"vocab_size": size, **special})
 
 
 def _replace_rows(
-    model: PreTrainedModel, read: Callable[[Tensor], Tensor], said: Callable[[Tensor], Tensor] | None = None
+    model: PreTrainedModel, embed_map: Callable[[Tensor], Tensor], head_map: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Replace the embedding's rows by `read(rows)`, the head's by `said(rows)`; None: by `read`, and still tied."""
+    """Map the embedding's rows by `embed_map`, the head's by `head_map`; None: by `embed_map`, and still tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)
-    tied, before = said is None and head.weight is embedding.weight, head.weight
-    embedding.weight = nn.Parameter(read(embedding.weight))
-    head.weight = embedding.weight if tied else nn.Parameter((said or read)(before))
+    tied, before = head_map is None and head.weight is embedding.weight, head.weight
+    embedding.weight = nn.Parameter(embed_map(embedding.weight))
+    head.weight = embedding.weight if tied else nn.Parameter((head_map or embed_map)(before))
     if head.bias is not None:
-        head.bias = nn.Parameter((said or read)(head.bias))
+        head.bias = nn.Parameter((head_map or embed_map)(head.bias))
     embedding.num_embeddings = head.out_features = len(head.weight)
     embedding.padding_idx = None
 
 
-def save_tokens(folder: Path, own: DraftVocabulary) -> None:
+def save_tokens(folder: Path, draft_vocabulary: DraftVocabulary) -> None:
     """Write `TOKENS_FILE` of a narrowed model."""
-    write_atomically(folder / TOKENS_FILE, _blob(own))
+    write_atomically(folder / TOKENS_FILE, _blob(draft_vocabulary))
 
 
 def read_draft_vocabulary(
@@ -151,5 +151,5 @@ def read_draft_vocabulary(
     return DraftVocabulary(tokens, size)
 
 
-def _blob(own: DraftVocabulary) -> bytes:
-    return save({"tokens": own.tokens.cpu()}, metadata={"of": str(own.vocabulary)})
+def _blob(draft_vocabulary: DraftVocabulary) -> bytes:
+    return save({"tokens": draft_vocabulary.tokens.cpu()}, metadata={"of": str(draft_vocabulary.vocabulary)})

@@ -75,26 +75,26 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         block = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-        wide, its = logits_at_once(len(teacher[1]), hidden.device) if teacher else 0, None
-        made = range(0)  # the rows of the teacher whose logits are there
+        wide, target_logits = logits_at_once(len(teacher[1]), hidden.device) if teacher else 0, None
+        taught_rows = range(0)  # the rows of the teacher whose logits are there
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])
-            for place, some in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
-                part = slice(place, place + len(some))
+            for begin, piece_logits in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
+                part = slice(begin, begin + len(piece_logits))
                 if teacher:
                     states, columns, owners = teacher
-                    first, end = owners[place], owners[place + len(some) - 1] + 1
-                    if end > made.stop:
-                        made = range(first, min(max(end, first + wide), len(states)))
-                        taught = states[first : made.stop] @ columns.T
-                    its = taught[first - made.start : end - made.start].to(exact)
-                raw = some.to(exact)
-                value, grad = objective(rule(raw), part, need_hidden or need_weight, its)
+                    first, end = owners[begin], owners[begin + len(piece_logits) - 1] + 1
+                    if end > taught_rows.stop:
+                        taught_rows = range(first, min(max(end, first + wide), len(states)))
+                        taught = states[first : taught_rows.stop] @ columns.T
+                    target_logits = taught[first - taught_rows.start : end - taught_rows.start].to(exact)
+                raw = piece_logits.to(exact)
+                value, grad = objective(rule(raw), part, need_hidden or need_weight, target_logits)
                 loss += value.sum() if shares is None else (value * shares[part]).sum()
                 if grad is not None:
                     grad = grad if rule == PLAIN else grad * rule.slope(raw)
-                    some.copy_(grad if shares is None else grad.mul_(shares[part, None]))
+                    piece_logits.copy_(grad if shares is None else grad.mul_(shares[part, None]))
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
             if grad_weight is not None:
@@ -132,10 +132,10 @@ def linear_cross_entropy(
     loss equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
-    wanted, shares = labels[keep], None if shares is None else shares[keep]
+    label_ids, shares = labels[keep], None if shares is None else shares[keep]
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        grad, picked = logits.softmax(-1), wanted[rows, None]
+        grad, picked = logits.softmax(-1), label_ids[rows, None]
         value = _normaliser(logits, grad) - logits.gather(-1, picked)[:, 0]
         if not need_grad:
             return value, None
@@ -187,25 +187,25 @@ def linear_divergence(
         target_weight, tokens = target_weight[tokens], None
     shared = min(weight.shape[0], target_weight.shape[0])
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
-    known, padding = target_hidden.detach(), weight.shape[0] - shared
+    target_states, padding = target_hidden.detach(), weight.shape[0] - shared
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert taught is not None
-        own = None if owners is None else owners[rows] - owners[rows.start]
+        offsets = None if owners is None else owners[rows] - owners[rows.start]
         if kind == "forward_kl":
-            value, grad = _forward_kl(target_rule(taught), logits[:, :shared], own)
+            value, grad = _forward_kl(target_rule(taught), logits[:, :shared], offsets)
         else:
             log_p, log_q = target_rule(taught).log_softmax(-1), logits[:, :shared].log_softmax(-1)
             log_p = log_p if tokens is None else log_p[:, tokens]
-            log_p = log_p if own is None else log_p[own]
+            log_p = log_p if offsets is None else log_p[offsets]
             value, slope = _divergence(kind, log_p, log_q)
             if not need_grad:
                 return value, None
             grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
-    each = range(len(hidden)) if owners is None else owners.tolist()
-    return _apply(hidden, weight, objective, rule, shares, (known, target_matrix, each))
+    teacher_rows = range(len(hidden)) if owners is None else owners.tolist()
+    return _apply(hidden, weight, objective, rule, shares, (target_states, target_matrix, teacher_rows))
 
 
 def linear_topk_divergence(
@@ -232,23 +232,23 @@ def linear_topk_divergence(
     other tokens, unless it has none.
     """
     keep = labels != IGNORE
-    logprobs, rest = top_logprobs[keep], tail[keep]
-    known = _Known.of(top_ids[keep], weight.shape[0])
+    logprobs, tails = top_logprobs[keep], tail[keep]
+    top_k = _Known.of(top_ids[keep], weight.shape[0])
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         lowest = torch.finfo(logits.dtype).min / 4  # finite, since 0 · −∞ is NaN
-        its = known.part(rows)
-        lacking = its.impossible
-        log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
+        part = top_k.part(rows)
+        lacking = part.impossible
+        log_p = top_k_logs(logprobs[rows].to(logits.dtype), tails[rows].to(logits.dtype))
         log_p = log_p.masked_fill(lacking, lowest)
         if kind not in OVERLAPS:
             log_p = log_p.log_softmax(-1)
-        log_q, within = its.buckets(logits)
+        log_q, within = part.buckets(logits)
         log_q = log_q.masked_fill_(lacking, lowest)
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
-        return value, its.spread(slope - log_q.exp_() * slope.sum(-1, keepdim=True), within)
+        return value, part.spread(slope - log_q.exp_() * slope.sum(-1, keepdim=True), within)
 
     return _apply(hidden[keep], weight, objective, rule)
 
@@ -261,17 +261,17 @@ class _Known:
     """
 
     outside: Tensor  # bool [n, k]: not in the drafter's vocabulary
-    places: Tensor  # int64 [n, k]: the column of each token; for tokens outside, the column of one inside
+    columns: Tensor  # int64 [n, k]: the column of each token; for tokens outside, the column of one inside
     stand_in: Tensor  # int64 [n, k]: the index along k of the token that has this column
     none: Tensor  # bool [n, 1]: all k tokens are outside; their columns are 0
-    every: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary
+    complete: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary
 
     @classmethod
     def of(cls, ids: Tensor, tokens: int) -> "_Known":
         """Create it from ids [n, k] in a vocabulary of `tokens` tokens, `IGNORE` for those outside it."""
         outside = ids == IGNORE
-        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), columns)
+        column_numbers = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), column_numbers)
         count = (~outside).sum(-1, keepdim=True)
         return cls(outside, ids.gather(-1, stand_in).clamp(min=0), stand_in, count == 0, count == tokens)
 
@@ -281,25 +281,25 @@ class _Known:
     @property
     def impossible(self) -> Tensor:
         """bool [n, k + 1]: buckets without a token of the drafter."""
-        return torch.cat([self.outside, self.every], -1)
+        return torch.cat([self.outside, self.complete], -1)
 
     def buckets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """log q [n, k + 1] of the buckets, and q [n, V] conditioned on the last bucket; overwrites the logits."""
-        own = logits.gather(-1, self.places)
-        others = logits.scatter_(-1, self.places, torch.where(self.none, own, -torch.inf))
-        largest = others.amax(-1, keepdim=True)
-        within = others.softmax(-1)
+        top_logits = logits.gather(-1, self.columns)
+        tail_logits = logits.scatter_(-1, self.columns, torch.where(self.none, top_logits, -torch.inf))
+        largest = tail_logits.amax(-1, keepdim=True)
+        within = tail_logits.softmax(-1)
         # a softmax's largest value is 1 / Σ exp(logit − largest)
-        rest = (largest - within.amax(-1, keepdim=True).log()).masked_fill(self.every, -torch.inf)
-        if self.places.shape[1] >= logits.shape[1]:  # else no row can have `every`
-            within = torch.where(self.every, 0.0, within)
-        return torch.cat([own.masked_fill(self.outside, -torch.inf), rest], -1).log_softmax(-1), within
+        last_bucket = (largest - within.amax(-1, keepdim=True).log()).masked_fill(self.complete, -torch.inf)
+        if self.columns.shape[1] >= logits.shape[1]:  # else no row can have `complete`
+            within = torch.where(self.complete, 0.0, within)
+        return torch.cat([top_logits.masked_fill(self.outside, -torch.inf), last_bucket], -1).log_softmax(-1), within
 
     def spread(self, by_bucket: Tensor, within: Tensor) -> Tensor:
         """The gradient [n, V] w.r.t. logits, from that w.r.t. buckets [n, k + 1]; overwrites `within`."""
         shared = within.mul_(by_bucket[:, -1:])
-        own = torch.where(self.none, shared.gather(-1, self.places), by_bucket.gather(-1, self.stand_in))
-        return shared.scatter_(-1, self.places, own)
+        top_gradient = torch.where(self.none, shared.gather(-1, self.columns), by_bucket.gather(-1, self.stand_in))
+        return shared.scatter_(-1, self.columns, top_gradient)
 
 
 def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
@@ -343,10 +343,10 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     q = log_q.exp()
     if kind == "kl_tv":
         share = (-KL_FADES * acceptance(log_p, log_q)).exp_()[:, None]  # λ
-        log_given = log_p - log_p.logsumexp(-1, keepdim=True)
-        given = log_given.exp()
-        value = share * given * (log_given - log_q) + (1 - share) * (q - p).clamp_min(0)
-        return value.sum(-1), (1 - share) * q * (q - p).sign() / 2 - share * given
+        log_conditional = log_p - log_p.logsumexp(-1, keepdim=True)
+        conditional = log_conditional.exp()
+        value = share * conditional * (log_conditional - log_q) + (1 - share) * (q - p).clamp_min(0)
+        return value.sum(-1), (1 - share) * q * (q - p).sign() / 2 - share * conditional
     if kind == "jensen_shannon":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         slope = q * (log_q - log_m) / 2

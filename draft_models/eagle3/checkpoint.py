@@ -92,7 +92,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
     held = dict(files.stored(files.file_of))
     require_weights(f"eagle3={source}", held)  # transformers has no part in it
-    shapes = {name: tuple(held[theirs].shape) for name, theirs in stored.items()}
+    shapes = {name: tuple(held[stored_name].shape) for name, stored_name in stored.items()}
     try:
         declared = read_config(config, shapes, target.num_hidden_layers, source)
     except UserError:
@@ -120,8 +120,8 @@ def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[in
     maps = {name: files.read([stored[name]])[stored[name]] for name in (D2T, T2D) if name in stored}
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
         return None
-    given = maps[D2T].long()
-    return (given if changes.draft_ids == "index" else torch.arange(len(given)) + given).tolist()
+    d2t = maps[D2T].long()
+    return (d2t if changes.draft_ids == "index" else torch.arange(len(d2t)) + d2t).tolist()
 
 
 def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
@@ -152,18 +152,18 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
     """
     if d2t is not None and d2t.is_floating_point():
         raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
-    places = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
-    given = torch.zeros_like(places) if d2t is None else d2t.long()
-    ids = given if reading.draft_ids == "index" else places + given
-    other = "offset" if reading.draft_ids == "index" else "index"
-    remedy = f"It holds {reading.draft_ids}s: reading.draft_ids={other} reads it otherwise. Or fetch the head again"
+    positions = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
+    entries = torch.zeros_like(positions) if d2t is None else d2t.long()
+    ids = entries if reading.draft_ids == "index" else positions + entries
+    inverse = "offset" if reading.draft_ids == "index" else "index"
+    remedy = f"It holds {reading.draft_ids}s: reading.draft_ids={inverse} reads it otherwise. Or fetch the head again"
     outside = (ids < 0) | (ids >= reading.vocabulary)
     wrong = outside | (ids <= torch.nn.functional.pad(ids[:-1], (1, 0), value=-1))
     if wrong.any():
-        place = int((outside if outside.any() else wrong).nonzero()[0])
+        index = int((outside if outside.any() else wrong).nonzero()[0])
         raise UserError(
-            f"eagle3={source}: {D2T}[{place}]={int(given[place])} makes draft token {place} the target's token "
-            f"{int(ids[place])}; expected ascending ones, 0 to {reading.vocabulary - 1}. {remedy}"
+            f"eagle3={source}: {D2T}[{index}]={int(entries[index])} makes draft token {index} the target's token "
+            f"{int(ids[index])}; expected ascending ones, 0 to {reading.vocabulary - 1}. {remedy}"
         )
     if len(ids) == reading.vocabulary:
         return None  # t2d may then be anything: trainers ignore it
@@ -184,16 +184,16 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
         expected[T2D] = (reading.vocabulary,)
     for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
         if names:
-            given = listed([their_name(name, dialect) for name in sorted(names)])
+            listing = listed([their_name(name, dialect) for name in sorted(names)])
             raise UserError(
-                f"eagle3={source}: {what} tensors: {given}. Expected those that its {CONFIG_FILE} asks for, and no "
+                f"eagle3={source}: {what} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
                 "others; fetch the head again, or correct its description"
             )
-    other = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
-    if other is not None:
+    misfit = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
+    if misfit is not None:
         raise UserError(
-            f"eagle3={source}: tensor {their_name(other, dialect)} has shape {list(shapes[other])}: expected "
-            f"{list(expected[other])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
+            f"eagle3={source}: tensor {their_name(misfit, dialect)} has shape {list(shapes[misfit])}: expected "
+            f"{list(expected[misfit])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
         )
 
 
@@ -216,8 +216,8 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in head_shapes(reading).items():
-        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-        weights[name] = made.to(stack.device)
+        weight = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+        weights[name] = weight.to(stack.device)
     rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
     weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
     signs = torch.ones(reading.hidden, dtype=stack.dtype, device=stack.device)
@@ -253,9 +253,9 @@ def save_head(
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     ids = stored.pop(DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":  # which requires d2t and t2d
-        places = torch.arange(head.reading.draft_vocabulary)
-        ids = places if ids is None else ids
-        stored[D2T] = ids - places
+        indices = torch.arange(head.reading.draft_vocabulary)
+        ids = indices if ids is None else ids
+        stored[D2T] = ids - indices
         stored[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
     tensors = {their_name(name, dialect): tensor for name, tensor in stored.items()}
     config = written_config(head.reading, dialect, target, target_name, drafted)
@@ -283,13 +283,13 @@ def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTraine
     reading = head.reading
     require_said(reading, head_shapes(reading), "gguf", target)
     config = layer_config(written_config(reading, "gguf", target, "", 1), 1)
-    own: dict[str, Value] = {"target_layers": [*reading.taps], "target_hidden_size": reading.target_hidden}
-    own |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}
+    head_fields: dict[str, Value] = {"target_layers": [*reading.taps], "target_hidden_size": reading.target_hidden}
+    head_fields |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}
     metadata = {key.replace("llama.", "eagle3."): value for key, value in require_gguf(config, tokenizer).items()}
-    metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in own.items()}}
-    names = {theirs.removeprefix("model."): name for name, theirs in tensor_names(empty_model(config), "llama").items()}
-    names |= _OF_HEADS
-    write_file(config, metadata, {names[ours]: tensor for ours, tensor in head.state_dict().items()}, path)
+    metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in head_fields.items()}}
+    ggml_names = tensor_names(empty_model(config), "llama").items()
+    names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _OF_HEADS
+    write_file(config, metadata, {names[parameter]: tensor for parameter, tensor in head.state_dict().items()}, path)
 
 
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
@@ -300,8 +300,8 @@ def use_of(dialect: Exported) -> str:
     what = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
     if dialect == "gguf":
         return f"{what}\n\n{serving(4, 'llama_cpp', head=True)}"
-    other = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
-    sglang = serving(4, "sglang", head=True) if dialect == "specforge" else other
+    refusal = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
+    sglang = serving(4, "sglang", head=True) if dialect == "specforge" else refusal
     return "\n\n".join([what, _OUTRIDER, serving(4, "vllm", head=True), sglang])
 
 

@@ -13,6 +13,7 @@ the number of layers: a config copied from the target's has that of the target (
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -53,7 +54,7 @@ _SWITCHES: dict[str, tuple[str, bool | str]] = {
     "norm_output": ("norm_output", False),
 }
 # The names in SGLang's first EAGLE-3.1 code for the norms of the aux hidden states, and for their switch.
-_FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
+_FORMER = {f"aux_norm_{level}.weight": f"fc_norm.{i}.weight" for i, level in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
 # For each dialect that is written: the fields of `_PLAIN` that the code of its readers supports.
 _KNOWN: dict[Exported, tuple[str, ...]] = {
@@ -96,8 +97,7 @@ def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) 
     if kind is not None:
         return "speculators"
     if any(name.removeprefix(BASE).startswith(MIDLAYER) for name in stored):
-        new = "eagle_config" in config or "Eagle3" in str(config.get("architectures"))
-        return "specforge" if new else "eagle"
+        return "specforge" if "eagle_config" in config or "Eagle3" in str(config.get("architectures")) else "eagle"
     return "modelopt"
 
 
@@ -117,11 +117,11 @@ def read_config(
 
 
 def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
-    for name, (known, what) in _FIXED.items():
-        if (given := _switch(config, name, known)) != known:
-            raise UserError(f"{name}={given!r}: {what}; expected {known!r}")
-    found = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdigit()}
-    layers = max(found, default=0) + 1
+    for name, (expected, what) in _FIXED.items():
+        if (setting := _switch(config, name, expected)) != expected:
+            raise UserError(f"{name}={setting!r}: {what}; expected {expected!r}")
+    parts = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
+    layers = max((int(part) for part in parts if part.isdigit()), default=0) + 1
     described = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
     layer = layer_config(described, layers)
     rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
@@ -151,11 +151,11 @@ def _switch(config: Mapping[str, Any], name: str, default: object) -> Any:
     Raises `UserError` if two values differ.
     """
     names = (name, _FORMER_SWITCH.get(name, name))
-    found = [one[key] for one in (config, _inner(config)) for key in names if one.get(key) is not None]
-    other = next((value for value in found if value != found[0]), None)
-    if other is not None:
-        raise UserError(f"{name}={found[0]!r} at the top, {other!r} in eagle_config: expected one of them")
-    return found[0] if found else default
+    settings = [section[key] for section in (config, _inner(config)) for key in names if section.get(key) is not None]
+    conflict = next((value for value in settings if value != settings[0]), None)
+    if conflict is not None:
+        raise UserError(f"{name}={settings[0]!r} at the top, {conflict!r} in eagle_config: expected one of them")
+    return settings[0] if settings else default
 
 
 def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -173,31 +173,32 @@ def layer_config(described: object, layers: int) -> PreTrainedConfig:
     kind = described.get("model_type", "llama")
     if kind not in _LAYERS:
         raise UserError(f"model_type={kind!r}: a head has layers of one of {', '.join(_LAYERS)}")
-    given = {key: described[key] for key in (*_LAYER, *_FURTHER) if described.get(key) is not None}
+    fields = {key: described[key] for key in (*_LAYER, *_FURTHER) if described.get(key) is not None}
     try:
-        return _LAYERS[kind](**given | {"num_hidden_layers": layers})
+        return _LAYERS[kind](**fields | {"num_hidden_layers": layers})
     except Exception as error:  # any error of the class for unexpected values
         raise UserError(f"describes no layer ({reason(error)})") from None
 
 
 def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
-    places = {"": config, "eagle_config.": _inner(config)}
-    named: dict[str, tuple[int, ...]] = {}
-    for name, layers in {at + key: one.get(key) for at, one in places.items() for key in (TAPS, "layer_ids")}.items():
+    sections = {"": config, "eagle_config.": _inner(config)}
+    boundaries: dict[str, tuple[int, ...]] = {}
+    for at, key in product(sections, (TAPS, "layer_ids")):
+        name, layers = at + key, sections[at].get(key)
         if not layers:
             continue
-        if not (isinstance(layers, list) and all(type(one) is int for one in layers)):
+        if not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
             raise UserError(f"{name}={layers!r}: expected a list of layers")
         outputs = name == f"eagle_config.{TAPS}"  # the others are boundaries, as vLLM reads them
-        named[f"{name}={layers!r}"] = tuple(layer + outputs for layer in layers)
-    if len(set(named.values())) > 1:
-        said = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in named.items())
-        raise UserError(f"{said}: expected the same, or give reading.taps")
-    if not named and target_layers < 7:
-        few = f"the target's {target_layers} layers are too few to choose"
-        raise UserError(f"names no {TAPS}: expected them, as {few}; or give reading.taps")
-    return next(iter(named.values()), default_taps(target_layers))
+        boundaries[f"{name}={layers!r}"] = tuple(layer + outputs for layer in layers)
+    if len(set(boundaries.values())) > 1:
+        meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
+        raise UserError(f"{meanings}: expected the same, or give reading.taps")
+    if not boundaries and target_layers < 7:
+        cause = f"the target's {target_layers} layers are too few to choose"
+        raise UserError(f"names no {TAPS}: expected them, as {cause}; or give reading.taps")
+    return next(iter(boundaries.values()), default_taps(target_layers))
 
 
 def require_said(reading: Reading, shapes: Shapes, dialect: Exported, target: PreTrainedConfig) -> None:
@@ -208,17 +209,17 @@ def require_said(reading: Reading, shapes: Shapes, dialect: Exported, target: Pr
     if not reading.own_head:
         raise UserError("reading.own_head=false: expected null: a written head holds the rows of its own logits")
     # A head is always written with these two values.
-    wanted = asdict(replace(reading, draft_ids="offset", own_head=True))
-    lost = [name for name, plain in _PLAIN.items() if name not in _KNOWN[dialect] and wanted[name] != plain]
+    fields = asdict(replace(reading, draft_ids="offset", own_head=True))
+    lost = [name for name, plain in _PLAIN.items() if name not in _KNOWN[dialect] and fields[name] != plain]
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")
     again = asdict(read_config(written_config(reading, dialect, target, "", 1), shapes, 0, "export"))
-    lost += [name for name, value in wanted.items() if again[name] != value and name not in lost]
+    lost += [name for name, value in fields.items() if again[name] != value and name not in lost]
     if lost:
-        said = ", ".join(f"{name}={wanted[name]!r}" for name in lost)
+        listing = ", ".join(f"{name}={fields[name]!r}" for name in lost)
         raise UserError(
-            f"dialect={dialect}: has no word for {said}, so its readers would run another head; take another dialect"
+            f"dialect={dialect}: has no word for {listing}, so its readers would run another head; take another dialect"
         )
 
 
@@ -226,11 +227,10 @@ def written_config(
     reading: Reading, dialect: Exported, target: PreTrainedConfig, target_name: str, drafted: int
 ) -> dict[str, object]:
     """config.json of a head in `dialect`. target, target_name, drafted: as in `save_head`."""
-    switches = {_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES}
     config: dict[str, object] = {
         "draft_vocab_size": reading.draft_vocabulary,
         TAPS: list(reading.taps),  # vLLM reads boundaries here, SGLang outputs of layers in eagle_config
-        **switches,
+        **{_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES},
     }
     if len(reading.taps) != 3:
         config["num_aux_hidden_states"] = len(reading.taps)
@@ -243,7 +243,6 @@ def written_config(
     if sizes := set(filter(None, reading.windows)):
         kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
         layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}
-    verifier = {"name_or_path": target_name, "architectures": list(target.architectures or ())}
     return config | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -252,7 +251,7 @@ def written_config(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted}],
-            "verifier": verifier,
+            "verifier": {"name_or_path": target_name, "architectures": list(target.architectures or ())},
         },
     }
 

@@ -53,9 +53,9 @@ class Steps:
         """
         width = embedding.shape[-1]
         if self.now == 0:
-            self._of_tokens = [F.linear(embedding, one.weight[:, :width], one.bias).flatten(0, 1) for one in layers]
+            self._of_tokens = [F.linear(embedding, x.weight[:, :width], x.bias).flatten(0, 1) for x in layers]
         at, pairs = self.tokens[self.now], zip(layers, self._of_tokens, strict=True)
-        return [F.linear(features, one.weight[:, width:]) + F.embedding(at, known) for one, known in pairs]
+        return [F.linear(features, layer.weight[:, width:]) + F.embedding(at, product) for layer, product in pairs]
 
     def attend(self, module: nn.Module, query: Tensor, entry: Entry, mask: Band, layer: int, scaling: float) -> Tensor:
         """query [B, H, N, D] of step `now`, whose keys and values are `entry` → [B, N, H, D].
@@ -68,31 +68,31 @@ class Steps:
         key, value = (x.transpose(1, 2)[..., None, :] for x in entry)
         if self.now > 1:
             before = map(self._picked, self._own[layer, self.now - 1])
-            key, value = (torch.cat(both, 3) for both in zip(before, (key, value), strict=True))
+            key, value = (torch.cat(pair, 3) for pair in zip(before, (key, value), strict=True))
         self._own[layer, self.now] = key, value
         return join(module, query, self._first[layer], (key, value), mask, scaling)
 
-    def _picked(self, own: Tensor) -> Tensor:
+    def _picked(self, rows: Tensor) -> Tensor:
         pick = self.picks.get(self.now)
-        return own if pick is None else F.embedding(pick, own.flatten(0, 1).flatten(1)).unflatten(-1, own.shape[2:])
+        return rows if pick is None else F.embedding(pick, rows.flatten(0, 1).flatten(1)).unflatten(-1, rows.shape[2:])
 
 
-def join(module: nn.Module, query: Tensor, first: Entry, own: Entry, mask: Band, scaling: float) -> Tensor:
-    """One softmax over the entries `first`, by `mask`, and the entries `own` of the query's position: [B, N, H, D].
+def join(module: nn.Module, query: Tensor, first: Entry, local: Entry, mask: Band, scaling: float) -> Tensor:
+    """One softmax over the entries `first`, by `mask`, and the entries `local` of the query's position: [B, N, H, D].
 
-    query [B, H, N, D]; own: [B, N, Hk, steps, D]. The entries of `own` at a position act as one additional key: its
+    query [B, H, N, D]; local: [B, N, Hk, steps, D]. The entries of `local` at a position act as one additional key: its
     score is the logsumexp of their scores, and its value is their softmax-weighted mean. So the score matrix is never
     larger than for `first`.
     """
     exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
     with torch.autocast(query.device.type, enabled=False):
         grouped = query.transpose(1, 2).unflatten(2, (first[0].shape[1], -1)).to(exact)
-        scores = grouped @ own[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
-        mean = (scores.softmax(-1) @ own[1].to(exact)).flatten(2, 3)
+        scores = grouped @ local[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
+        mean = (scores.softmax(-1) @ local[1].to(exact)).flatten(2, 3)
     wide = _widened(query, *first, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
     out, _ = grouped_attention(module, *wide, replace(mask, front=1), scaling=scaling)
-    found, share = out[..., :-EXTRA], out[..., -EXTRA, None]
-    return found + share * mean.to(out.dtype)
+    attended, share = out[..., :-EXTRA], out[..., -EXTRA, None]
+    return attended + share * mean.to(out.dtype)
 
 
 def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,8 +103,8 @@ def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
     """
     dtype = value.dtype
     held = score.to(dtype)
-    left = (score - held).to(dtype)
-    query = F.pad(torch.cat([query.to(dtype), held[..., None], left[..., None]], -1), (0, EXTRA - 2))
+    remainder = (score - held).to(dtype)
+    query = F.pad(torch.cat([query.to(dtype), held[..., None], remainder[..., None]], -1), (0, EXTRA - 2))
     wide = key.shape[-1] + EXTRA
     front = key.new_zeros(wide, dtype=dtype)
     front[-EXTRA : 2 - EXTRA] = 1
@@ -112,8 +112,7 @@ def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
     ahead[-EXTRA] = 1
 
     def with_front(part: Tensor, row: Tensor) -> Tensor:
-        padded = F.pad(part.to(dtype), (0, EXTRA))
-        return torch.cat([row.expand(*part.shape[:2], 1, wide), padded], 2)
+        return torch.cat([row.expand(*part.shape[:2], 1, wide), F.pad(part.to(dtype), (0, EXTRA))], 2)
 
     return query, with_front(key, front), with_front(value, ahead)
 
@@ -145,11 +144,11 @@ class HeadAttention(nn.Module):
             x = [part.to(torch.get_autocast_dtype(part.device.type)) for part in x]  # once, not for three products
         layers = [self.q_proj, self.k_proj, self.v_proj]
         if isinstance(cache, Steps) and len(x) > 1:
-            made = cache.products(layers, *x)
+            projections = cache.products(layers, *x)
         else:
-            whole = torch.cat([*x], -1)
-            made = [layer(whole) for layer in layers]
-        query, key, value = map(self._by_head, made)
+            joined = torch.cat([*x], -1)
+            projections = [layer(joined) for layer in layers]
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projections)
         query, key = self._rotated(self.q_norm(query), rotary), self._rotated(self.k_norm(key), rotary)
         scaling = self.head_dim**-0.5
         if isinstance(cache, Steps):
@@ -159,18 +158,14 @@ class HeadAttention(nn.Module):
             if cache is not None:
                 key, value = cache.update(key, value, self.layer_idx)
             mixed, _ = grouped_attention(self, query, key, value, mask, scaling=scaling)
-        out: Tensor = self.o_proj(mixed.flatten(2))
-        return out
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return self.o_proj(mixed.flatten(2))
 
     def _rotated(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
         cos, sin = (table[:, None] for table in rotary.tables[0])
-        turned, rest = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        turned, plain = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
         turned = turned * cos + rotate_half(turned) * sin
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        return torch.cat([turned, plain], dim=-1) if plain.shape[-1] else turned
 
 
 class HeadLayer(GradientCheckpointingLayer):
@@ -207,8 +202,7 @@ class HeadLayer(GradientCheckpointingLayer):
             attended = [self.input_layernorm(embedding), normed]
             hidden = normed if self.norm_before_residual else hidden
         hidden = hidden + self.self_attn(attended, mask, rotary, cache)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(nn.Module):
@@ -275,8 +269,7 @@ class Eagle3(nn.Module):
     def _plain(self) -> Tensor:
         """A weight that keeps its layout when linear layers are packed."""
         first: Any = self.layers[0]
-        weight: Tensor = first.hidden_norm.weight
-        return weight
+        return first.hidden_norm.weight
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -312,8 +305,7 @@ class Eagle3(nn.Module):
         if len(self.fc_norm):
             parts = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        features: Tensor = self.fc(self.input_norm(aux))
-        return features
+        return self.fc(self.input_norm(aux))
 
     def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: Cache = None) -> Tensor:
         """The layers on tokens' embeddings and the features one position before them: [B, Q, H] → [B, Q, H].
@@ -325,18 +317,15 @@ class Eagle3(nn.Module):
         hidden = features
         for layer, window in zip(self.layers, self.windows, strict=True):
             hidden = layer(embedding, hidden, masks[window], rotary, cache)
-        normed: Tensor = self.norm(hidden) if self.reading.norm_output else hidden
-        return normed
+        return self.norm(hidden) if self.reading.norm_output else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → the input of the logits' matrix [..., H]."""
-        normed: Tensor = hidden if self.reading.norm_output else self.norm(hidden)
-        return normed
+        return hidden if self.reading.norm_output else self.norm(hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → logits over the draft vocabulary [..., V_d]."""
-        logits: Tensor = self.lm_head(self.normed(hidden))
-        return logits
+        return self.lm_head(self.normed(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""

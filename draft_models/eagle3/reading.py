@@ -82,32 +82,32 @@ class Reading(Settings):
 
 def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
     """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
-    given = changes.stated()
-    rope, theta = given.pop("rope", None), given.pop("rope_theta", None)
-    found = dict(reading.rope)
+    overrides = changes.stated()
+    rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
+    parameters = dict(reading.rope)
     if rope == "plain":
-        found = {"rope_type": "default", "rope_theta": found["rope_theta"]}
+        parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
     elif rope == "target":
-        found = dict(getattr(target, "rope_parameters", None) or {})
-        if "rope_theta" not in found:
+        parameters = dict(getattr(target, "rope_parameters", None) or {})
+        if "rope_theta" not in parameters:
             raise UserError("reading.rope=target: the target has no rope, or several; give reading.rope_theta")
     if theta is not None:
-        found["rope_theta"] = theta
+        parameters["rope_theta"] = theta
     try:
-        return replace(reading, **given, rope=found)
+        return replace(reading, **overrides, rope=parameters)
     except UserError as error:
         raise UserError(f"reading.{error}") from None
 
 
 def require_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:
     """Raise `UserError` unless a head of this `reading` fits a target of `config`; source: the head's location."""
-    for ours, theirs, given, expected in (
+    for head_key, key, size, expected in (
         ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
         ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),
     ):
-        if given != expected:
+        if size != expected:
             raise UserError(
-                f"eagle3={source}: made for a target with {theirs}={given} ({ours}), this one has {theirs}={expected}; "
+                f"eagle3={source}: made for a target with {key}={size} ({head_key}), this one has {key}={expected}; "
                 "give the target that it was trained for, or a head for this one"
             )
     if reading.taps[-1] > config.num_hidden_layers:
@@ -156,8 +156,7 @@ def new_reading(
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
-    chosen = (2, layers // 2, layers - 3) if layers >= 7 else (1, layers // 2, layers - 1)
-    return tuple(sorted(set(chosen)))
+    return tuple(sorted({2, layers // 2, layers - 3} if layers >= 7 else {1, layers // 2, layers - 1}))
 
 
 def rope_base(target: PreTrainedConfig) -> float:

@@ -78,8 +78,8 @@ def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -
 
     With the target as an online teacher, training reads the other layers too; the fingerprint samples those.
     """
-    wanted = model_spec(config).prefixes(exit_layers(config, exit_layer))
-    return files.digests([name for name in files.file_of if name.startswith(wanted)], whole=True)
+    prefixes = model_spec(config).prefixes(exit_layers(config, exit_layer))
+    return files.digests([name for name in files.file_of if name.startswith(prefixes)], full=True)
 
 
 def save_pretrained(
@@ -101,9 +101,7 @@ def save_pretrained(
     where = Path(fingerprint.target)
     if where.exists() and not where.is_absolute():  # elsewhere it would look like a name on the Hub
         fingerprint = dataclasses.replace(fingerprint, target=f"./{where}")
-    weights = {
-        name: placed(tensor.detach(), "cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
-    }
+    weights = {name: on_device(x.detach(), "cpu", dtype).contiguous() for name, x in drafter.state_dict().items()}
     blob = save(weights, metadata={"format": "pt"})
     meta = DrafterMeta(
         kind="early_exit",
@@ -185,7 +183,7 @@ def from_pretrained(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
             f"stored {stored.get(differing[0])}, expected {expected.get(differing[0])}"
         )
-    drafter.load_state_dict({name: placed(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
+    drafter.load_state_dict({name: on_device(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()
 
 
@@ -205,7 +203,7 @@ def read_draft_tokens(path: Path | str) -> list[int] | None:
     return None if meta.draft_vocabulary is None else _read_weights(path, meta)["draft_tokens"].tolist()
 
 
-def placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+def on_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """`tensor` on `device`, in `dtype` unless it is an integer tensor."""
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
@@ -216,7 +214,7 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
     if not wrong:
         files = open_tensors(fingerprint.target, fingerprint.revision)
         names = [name for name in files.file_of if part_of(name) in meta.trained_on]
-        wrong = changed_parts(meta.trained_on, files.digests(names, whole=True))
+        wrong = changed_parts(meta.trained_on, files.digests(names, full=True))
     if wrong:
         raise UserError(
             f"{path} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "
@@ -224,14 +222,14 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
             + ". Give the target it was trained for, or train a drafter for this one."
         )
     if unchecked := meta.fingerprint.unchecked(fingerprint):
-        made = f"checkpoint={path}: made with no record of the weights in {listed(unchecked)}"
-        warn(f"{made}; not checked against {fingerprint.target}")
+        gap = f"checkpoint={path}: made with no record of the weights in {listed(unchecked)}"
+        warn(f"{gap}; not checked against {fingerprint.target}")
 
 
 def provenance() -> dict[str, str]:
     """Versions of the writing software: this project (with a digest of its sources), torch, transformers."""
-    made = {"torch": torch.__version__, "transformers": version("transformers")}
-    return made | {"outrider": package_version(), "code": code_version()}
+    versions = {"torch": torch.__version__, "transformers": version("transformers")}
+    return versions | {"outrider": package_version(), "code": code_version()}
 
 
 def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
@@ -253,10 +251,10 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
     if drafter.parallel:
         what = f"an early exit that drafts {drafter.parallel} tokens in one pass"
         raise UserError(f"{what}: no engine runs it, as no token stands for its masks; it runs here alone")
-    own = () if isinstance(drafter.layer, NoLayer) else drafter.layers
+    top_layers = () if isinstance(drafter.layer, NoLayer) else drafter.layers
     last = target.config.num_hidden_layers - 1
-    model = target.layers([*range(drafter.exit_layer), *(last for _ in own)], dtype=dtype)
-    for layer, trained in zip(decoder_layers(model)[drafter.exit_layer :], own, strict=True):
+    model = target.layers([*range(drafter.exit_layer), *(last for _ in top_layers)], dtype=dtype)
+    for layer, trained in zip(decoder_layers(model)[drafter.exit_layer :], top_layers, strict=True):
         layer.load_state_dict(trained.state_dict(), assign=True)  # the old weights may be the next layer's too
     final_norm(model).load_state_dict(drafter.norm.state_dict())
     if drafter.head is None:
@@ -283,14 +281,14 @@ def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
             )
 
 
-def _put_head(model: PreTrainedModel, own: nn.Linear, tokens: torch.Tensor | None) -> None:
-    """Give `model` the head `own`, which may have rows for `tokens` only. It is not tied to the embedding."""
+def _put_head(model: PreTrainedModel, drafter_head: nn.Linear, tokens: torch.Tensor | None) -> None:
+    """Give `model` the `drafter_head`, which may have rows for `tokens` only. It is not tied to the embedding."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    for name, parameter in own.named_parameters():
-        rows, given = parameter.detach(), getattr(head, name)
-        whole = rows if tokens is None else whole_rows(rows, rows.mean(0), tokens, len(given))
-        setattr(head, name, nn.Parameter(whole.to(given.dtype), requires_grad=False))
+    for name, parameter in drafter_head.named_parameters():
+        rows, target_rows = parameter.detach(), getattr(head, name)
+        full_rows = rows if tokens is None else whole_rows(rows, rows.mean(0), tokens, len(target_rows))
+        setattr(head, name, nn.Parameter(full_rows.to(target_rows.dtype), requires_grad=False))
     model.config.tie_word_embeddings = False
 
 

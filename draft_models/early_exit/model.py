@@ -105,8 +105,8 @@ class EarlyExit(nn.Module):
         """The input [B, Q, d] of the target's first layer for tokens or masks at positions [B, Q]."""
         if self.mask is None:
             return stack.embed(tokens, positions)
-        known = stack.embed(tokens.clamp(max=self.vocabulary - 1), positions)
-        return known + (tokens == self.vocabulary)[..., None] * self.mask.to(known.dtype)
+        embedding = stack.embed(tokens.clamp(max=self.vocabulary - 1), positions)
+        return embedding + (tokens == self.vocabulary)[..., None] * self.mask.to(embedding.dtype)
 
     def run(self, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
         """The exit's layers on hidden states [B, Q, d] of the target's layer N → [B, Q, d]."""
@@ -120,9 +120,9 @@ def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
     if tokens is None:
         return copy.deepcopy(head)
     rows = nn.Linear(head.weight.shape[1], len(tokens), bias=head.bias is not None, device="meta")
-    for name, whole in (("weight", head.weight), ("bias", head.bias)):  # of a packed head, which has no parameters
-        if whole is not None:
-            setattr(rows, name, nn.Parameter(whole.detach()[tokens], requires_grad=False))
+    for name, parameter in (("weight", head.weight), ("bias", head.bias)):  # of a packed head, which has no parameters
+        if parameter is not None:
+            setattr(rows, name, nn.Parameter(parameter.detach()[tokens], requires_grad=False))
     return rows
 
 

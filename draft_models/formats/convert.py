@@ -100,8 +100,8 @@ def _mapped(source: str, path: Path, size: int, changed: int) -> "GgufModel":
 def is_as_written(source: str, revision: str | None) -> bool:
     """Whether a conversion wrote the tokenizer in `source`: then it is loaded as written, not by its architecture."""
     file = located(source, revision, TOKENIZER_FILE)
-    said = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
-    return said.get(AS_WRITTEN) is True
+    fields = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
+    return fields.get(AS_WRITTEN) is True
 
 
 def located(source: str, revision: str | None, file: str, *, fetch: bool = True) -> str | None:
@@ -126,12 +126,12 @@ def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = Tr
 
     if is_local(source):
         return Path(source)
-    wanted = [*DESCRIPTIONS]
+    patterns = [*DESCRIPTIONS]
     if weights:
         index = None if _has(source, revision, kind.single) else located(source, revision, kind.index)
-        wanted += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
+        patterns += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except Exception as error:  # any error of the Hub's client
         raise UserError(f"{source}: cannot be fetched ({reason(error)})") from None
 
@@ -188,17 +188,15 @@ def cache_folder() -> Path:
 
 def stamp_of(files: Mapping[str, Path]) -> str:
     """A digest that changes with any of the files, from their paths, sizes and times alone."""
-    found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
-    said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    stats = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
+    facts = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def _is_whole(entry: Path) -> bool:
     """Whether a description is there, and its files have as many bytes as were written. Raises `UserError`."""
     record = entry / RECORD_FILE
-    if not record.exists():
-        return False
-    return read_mapping(record, "record of a description", "remove it").get("bytes") == _size(entry)
+    return record.exists() and read_mapping(record, "record of a description", "remove it").get("bytes") == _size(entry)
 
 
 def _size(entry: Path) -> int:
@@ -254,17 +252,17 @@ def _write_weights(
     tensors: Mapping[str, Stored], folder: Path, dtype: torch.dtype | None, shard_bytes: int, remedy: str
 ) -> int:
     """Write the missing weight files and the index; returns the number of weight files."""
-    sizes = {name: math.prod(one.shape) * _written(one, dtype).itemsize for name, one in tensors.items()}
+    sizes = {name: math.prod(tensor.shape) * _written(tensor, dtype).itemsize for name, tensor in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
-    left = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
-    names = [name for inner in left.values() for name in inner]
+    missing = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
+    names = [name for inner in missing.values() for name in inner]
     size, free = sum(sizes[name] for name in names), shutil.disk_usage(folder).free
     if size > free:
         raise UserError(f"{folder}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")
     with Stage("writing", len(names), "tensors") as stage:
-        for file, inner in left.items():
+        for file, inner in missing.items():
             weights = {}
             for name in inner:
                 weights[name] = tensors[name].read().to(_written(tensors[name], dtype))

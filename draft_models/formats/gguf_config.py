@@ -82,7 +82,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
     name = require_family(file)
-    family, own = FAMILIES[name], _own_keys(file)
+    family, metadata = FAMILIES[name], _own_keys(file)
     layers = _count(file, "block_count")
     most = min(MOST_LAYERS, len(file.tensors))
     if layers > most:  # a config creates lists of this length before its other fields are checked
@@ -97,15 +97,15 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
             f"{head_dim} values; only whole heads of one size are supported"
         )
-    kind = "mistral" if name == "llama" and _WINDOW in own else family.kind
+    kind = "mistral" if name == "llama" and _WINDOW in metadata else family.kind
     keys = {_WINDOW: "sliding_window"} if kind == "mistral" else family.keys
-    known = {field.name for field in fields(CONFIG_MAPPING[kind])}
+    config_fields = {field.name for field in fields(CONFIG_MAPPING[kind])}
     ends = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
-    ends = [*dict.fromkeys(one for one in ends if one is not None)]
+    ends = [*dict.fromkeys(token for token in ends if token is not None)]
     values: dict[str, object] = {
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}),
         **_mapped(file, kind, keys),
-        **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in known},
+        **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in config_fields},
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
@@ -114,19 +114,19 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int, None),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],  # which serving engines use
     }
-    if "num_key_value_heads" in known:
+    if "num_key_value_heads" in config_fields:
         values["num_key_value_heads"] = kv_heads
-    if kv_heads != (1 if kind == "falcon" else heads) and "num_key_value_heads" not in known:
+    if kv_heads != (1 if kind == "falcon" else heads) and "num_key_value_heads" not in config_fields:
         raise UserError(
             f"{file.path}: {name}.attention.head_count_kv={kv_heads} of {heads} heads is not supported; {_WAY_OUT}"
         )
-    if "head_dim" in known or head_dim != hidden // heads:
+    if "head_dim" in config_fields or head_dim != hidden // heads:
         values["head_dim"] = head_dim
-    if "rope_parameters" in known:
+    if "rope_parameters" in config_fields:
         values["rope_parameters"] = _rope(file, head_dim, rotary)
     if kind == "stablelm":
         values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
-    if "query_pre_attn_scalar" in known:  # it has no key
+    if "query_pre_attn_scalar" in config_fields:  # it has no key
         values["query_pre_attn_scalar"] = hidden // heads if (name, layers) in _WIDE_SCALE else head_dim
     try:
         return AutoConfig.for_model(kind, **values)
@@ -141,19 +141,17 @@ def require_family(file: GgufFile) -> str:
             f"{file.path}: one of {file.metadata['split.count']} files of a model (split.count); put them together "
             "with llama-gguf-split --merge"
         )
-    family = file.get("general.architecture", str)
-    if family not in FAMILIES:
-        raise UserError(
-            f"{file.path}: general.architecture={family!r}; read in GGUF: {', '.join(FAMILIES)}; {_WAY_OUT}"
-        )
-    return family
+    name = file.get("general.architecture", str)
+    if name not in FAMILIES:
+        raise UserError(f"{file.path}: general.architecture={name!r}; read in GGUF: {', '.join(FAMILIES)}; {_WAY_OUT}")
+    return name
 
 
 def _own_keys(file: GgufFile) -> dict[str, Value]:
     """The metadata with the architecture's prefix that have an effect, by keys without that prefix."""
     prefix = f"{file.metadata['general.architecture']}."
-    found = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    return {key: value for key, value in found.items() if key not in _OFF or value != _OFF[key]}
+    metadata = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    return {key: value for key, value in metadata.items() if key not in _OFF or value != _OFF[key]}
 
 
 def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int | float]:
@@ -161,16 +159,16 @@ def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int
 
     A missing key of `keys` leaves the config's default, unless that default fits one model only.
     """
-    own, theirs = _own_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
-    for key, value in own.items():
-        if key not in {*theirs, *keys, *_OPTIONAL}:
+    metadata, key_map = _own_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
+    for key, value in metadata.items():
+        if key not in {*key_map, *keys, *_OPTIONAL}:
             raise UserError(
                 f"{file.path}: {file.metadata['general.architecture']}.{key}={value!r} is not supported; it may change "
                 f"what the model computes; {_WAY_OUT}"
             )
-    needed = {key for key in keys if key.endswith(("_epsilon", "_length"))} | theirs.keys() | own.keys()
-    found = {key: name for key, name in {**theirs, **keys}.items() if name and key in needed - _OPTIONAL}
-    return {name: (_number if key.endswith(_REAL) else _count)(file, key) for key, name in found.items()}
+    needed = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys() | metadata.keys()
+    field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in needed - _OPTIONAL}
+    return {name: (_number if key.endswith(_REAL) else _count)(file, key) for key, name in field_of.items()}
 
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
@@ -189,19 +187,19 @@ def _number(file: GgufFile, key: str, default: float | None = None, kind: type[i
 
 def _vocabulary_size(file: GgufFile) -> int:
     """The number of rows of the embedding, which may be padded beyond the tokens."""
-    place = file.tensors.get("token_embd.weight")
-    if place is None or len(place.shape) != 2 or 0 in place.shape:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2 or 0 in embedding.shape:
         raise UserError(f"{file.path}: holds no matrix 'token_embd.weight'; expected a whole model; fetch it again")
-    return place.shape[0]
+    return embedding.shape[0]
 
 
 def _dtype(file: GgufFile) -> str:
     """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
     names = {0: "float32", 1: "float16"}
     sizes: dict[str, int] = {}
-    for place in file.tensors.values():
-        name = names.get(place.kind, "bfloat16")
-        sizes[name] = sizes.get(name, 0) + math.prod(place.shape)
+    for tensor in file.tensors.values():
+        name = names.get(tensor.kind, "bfloat16")
+        sizes[name] = sizes.get(name, 0) + math.prod(tensor.shape)
     return max(sizes, key=lambda name: sizes[name])
 
 
@@ -210,27 +208,27 @@ def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
 
     rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
     """
-    found = _scaling(file, _number(file, "rope.freq_base", 10000.0), head_dim)
+    rope = _scaling(file, _number(file, "rope.freq_base", 10000.0), head_dim)
     family = str(file.metadata["general.architecture"])
     if FAMILIES[family].partial:
-        return {**found, "partial_rotary_factor": rotary / head_dim}
+        return {**rope, "partial_rotary_factor": rotary / head_dim}
     if family == "gemma3":  # its layers with a window have another base, and no scaling
         base = _number(file, "rope.freq_base_swa", 10000.0)
-        return {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
-    return found
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
+    return rope
 
 
 def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
     """The rotary positions of base `theta`, rescaled as the file says."""
-    own, family = _own_keys(file), file.metadata["general.architecture"]
+    metadata, family = _own_keys(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta, **_llama3(file, theta, head_dim)}
-    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    kind = metadata.get("rope.scaling.type", "linear" if "rope.scale_linear" in metadata else "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn"):
         raise UserError(f"{file.path}: {family}.rope.scaling.type={kind!r}; supported: none, linear, yarn")
-    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    key = "rope.scaling.factor" if "rope.scaling.factor" in metadata else "rope.scale_linear"
     scaling: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": _number(file, key)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = _count(file, "rope.scaling.original_context_length")
@@ -239,11 +237,11 @@ def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
     """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
-    place = file.tensors[ROPE_FACTORS]
+    tensor = file.tensors[ROPE_FACTORS]
     refused = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
-    if place.kind != 0 or place.shape != (head_dim // 2,):
+    if tensor.kind != 0 or tensor.shape != (head_dim // 2,):
         raise UserError(f"{refused} (expected {head_dim // 2} values in F32); not supported")
-    stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=place.begin)
+    stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=tensor.begin)
     if len(stored) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
     scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}
@@ -257,5 +255,4 @@ def llama3_factors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float
     parameters = {"rope_type": "llama3", **rope}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
     plain = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
-    factors: NDArray[np.float32] = (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)
-    return factors
+    return (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)

@@ -58,14 +58,14 @@ class GgufFile:
             raise UserError(f"{self.path}: says no {key}; convert the model again with a current llama.cpp")
         accepted = (int, float) if kind is float else kind
         if value is not default and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
-            raise UserError(f"{self.path}: {key}={_shown(value)}: expected {kind.__name__}; {_DAMAGED}")
+            raise UserError(f"{self.path}: {key}={_excerpt(value)}: expected {kind.__name__}; {_DAMAGED}")
         return value
 
     def texts(self, key: str) -> list[str]:
         """The list of strings under `key`. Raises `UserError`."""
-        found = self.get(key, list)
-        texts = [one for one in found if isinstance(one, str)]
-        if len(texts) < len(found):
+        array = self.get(key, list)
+        texts = [text for text in array if isinstance(text, str)]
+        if len(texts) < len(array):
             raise UserError(f"{self.path}: {key}: expected texts only; {_DAMAGED}")
         return texts
 
@@ -84,11 +84,11 @@ def find_gguf(source: str) -> Path | None:
         return path
     if not os.path.isdir(path) or (path / "config.json").exists():
         return None
-    found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    candidates = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
+    if len(candidates) > 1:
+        names = ", ".join(file.name for file in candidates)
         raise UserError(f"{source}: holds several GGUF files ({names}); give one of them, with its name")
-    return found[0] if found else None
+    return candidates[0] if candidates else None
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -122,26 +122,26 @@ class _Parser:
         for _ in range(keys):
             key = self.name("metadata", metadata)
             metadata[key] = self.value(self.integer("I"))
-        places: dict[str, TensorPlace] = {}
+        locations: dict[str, TensorPlace] = {}
         for _ in range(tensors):
-            name = self.name("list of tensors", places)
+            name = self.name("list of tensors", locations)
             dimensions = self.integer("I")
             if not 1 <= dimensions <= 4:
                 raise self.damaged(f"{dimensions} dimensions")
             shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
-            places[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
+            locations[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
         self.what, step = "general.alignment", metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
             raise self.damaged(repr(step))
         start = -(-self.at // step) * step
-        placed = {name: replace(one, begin=start + one.begin) for name, one in places.items()}
-        return GgufFile(self.path, metadata, placed)
+        file_locations = {name: replace(location, begin=start + location.begin) for name, location in locations.items()}
+        return GgufFile(self.path, metadata, file_locations)
 
-    def name(self, part: str, known: Collection[str]) -> str:
-        """The name of the next key or tensor, which is none of the `known` ones."""
+    def name(self, part: str, names: Collection[str]) -> str:
+        """The name of the next key or tensor, which is none of `names`."""
         self.what = part
         self.what = name = self.text()
-        if name in known:
+        if name in names:
             raise self.damaged("it twice")
         return name
 
@@ -176,8 +176,7 @@ class _Parser:
         return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")
 
     def numbers(self, letter: str, count: int) -> list[Value]:
-        content = self.take(count * struct.calcsize(f"<{letter}"))
-        return [*struct.unpack(f"<{count}{letter}", content)]
+        return [*struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}")))]
 
     def take(self, size: int) -> bytes:
         """The next `size` bytes. Raises `UserError` beyond the end of the file, where damaged lengths lead."""
@@ -186,10 +185,10 @@ class _Parser:
         self.at += size
         return self.content[self.at - size : self.at]
 
-    def damaged(self, found: str) -> UserError:
-        return UserError(f"{self.path}: damaged at {self.what} (found {found}); {_DAMAGED}")
+    def damaged(self, fault: str) -> UserError:
+        return UserError(f"{self.path}: damaged at {self.what} (found {fault}); {_DAMAGED}")
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) < 60 else f"{text[:60]}…"

@@ -60,7 +60,7 @@ class GgufModel:
     @property
     def quantised(self) -> bool:
         """Whether any of its tensors is quantised."""
-        return any(place.kind not in PLAIN for place in self.file.tensors.values())
+        return any(tensor.kind not in PLAIN for tensor in self.file.tensors.values())
 
     @property
     def by_transformers(self) -> bool:
@@ -98,9 +98,9 @@ class GgufModel:
         file ends before its last tensor does.
         """
         file = self.file
-        for one, following in pairwise(sorted(file.tensors.values(), key=lambda place: place.begin)):
-            if _end(file, one) > following.begin:
-                raise UserError(f"{file.path}: tensors {one.name!r} and {following.name!r} overlap; fetch it again")
+        for tensor, following in pairwise(sorted(file.tensors.values(), key=lambda location: location.begin)):
+            if _end(file, tensor) > following.begin:
+                raise UserError(f"{file.path}: tensors {tensor.name!r} and {following.name!r} overlap; fetch it again")
         model, family = _empty_model(file), require_family(file)
         names, held = tensor_names(model, family), file.tensors.keys() - IGNORED
         for name in sorted(names.keys() ^ held):
@@ -108,8 +108,8 @@ class GgufModel:
             raise UserError(f"{file.path}: {what} {name!r}; fetch it again, or convert it again")
         layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
         parts: dict[str, list[TensorPlace]] = {}
-        for name, theirs in names.items():
-            parts.setdefault(theirs, []).append(file.tensors[name])
+        for name, parameter in names.items():
+            parts.setdefault(parameter, []).append(file.tensors[name])
         state = model.state_dict()
         return {name: _Made(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
 
@@ -142,11 +142,11 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
     state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
     layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
     # Without submodules: transformers would search each of them, for seconds, and find the same names again.
-    whole = SimpleNamespace(state_dict=lambda: state, named_children=list)
-    known = get_gguf_hf_weights_map(whole, layout, family, model.config.num_hidden_layers)
-    found = {name: theirs for name, theirs in known.items() if theirs in state and theirs != tied}
+    stub = SimpleNamespace(state_dict=lambda: state, named_children=list)
+    weights_map = get_gguf_hf_weights_map(stub, layout, family, model.config.num_hidden_layers)
+    names = {name: key for name, key in weights_map.items() if key in state and key != tied}
     # transformers' map lacks the suffix of experts' names
-    return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": theirs for name, theirs in found.items()}
+    return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": key for name, key in names.items()}
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,14 @@ class MappedTensor(Stored):
         """See `_Made.codes`."""
         return self.source.codes
 
-    def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes, decoded, at each (first byte, number of bytes); where it can be, only those rows are decoded."""
         rows = self.codes
         if rows is None:
-            yield from super().pieces(places)
+            yield from super().pieces(ranges)
             return
         size_of_row = 4 * rows.inputs
-        for begin, size in places:
+        for begin, size in ranges:
             first, last = begin // size_of_row, -(-(begin + size) // size_of_row)
             content = rows.decoded(first, last).reshape(-1).view(torch.uint8).numpy().data
             yield content[begin - first * size_of_row : begin - first * size_of_row + size]
@@ -175,104 +175,102 @@ class MappedTensor(Stored):
 
 @dataclass(frozen=True)
 class _Made:
-    """Hugging Face's tensor `name` of `shape`, made from the file's tensors `places` by transformers' `layout`."""
+    """Hugging Face's tensor `name` of `shape`, made from the file's tensors `parts` by transformers' `layout`."""
 
     file: GgufFile
     name: str
     shape: tuple[int, ...]
-    places: Sequence[TensorPlace]
+    parts: Sequence[TensorPlace]
     layout: TensorProcessor
 
     def stored(self) -> Stored:
         """The tensor, not read yet. Raises `UserError` if it is outside the file, or has another size there."""
         size = self.file.path.stat().st_size
-        for place in self.places:
-            if math.prod(place.shape) * len(self.places) != math.prod(self.shape):
-                raise self._misshapen(place)
-            if _end(self.file, place) > size:
-                raise UserError(f"{self.file.path}: ends within tensor {place.name!r}; fetch it again")
-        kinds = {_row_size(self.file, place)[0].name for place in self.places}
+        for part in self.parts:
+            if math.prod(part.shape) * len(self.parts) != math.prod(self.shape):
+                raise self._misshapen(part)
+            if _end(self.file, part) > size:
+                raise UserError(f"{self.file.path}: ends within tensor {part.name!r}; fetch it again")
+        kinds = {_row_size(self.file, part)[0].name for part in self.parts}
         dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
         return MappedTensor(dtype, [*self.shape], lambda: self.read().to(dtype), self)
 
     @cached_property
     def codes(self) -> CodedRows | None:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
-        tensor = self.places[0]
-        kind, _ = _row_size(self.file, tensor)
-        if len(self.places) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
+        part = self.parts[0]
+        kind, _ = _row_size(self.file, part)
+        if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
             return None
         # A layout that changes numbers, or their order in a row, changes these.
-        rows = np.arange(tensor.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
-        names: dict[str, str] = {tensor.name.removesuffix(".weight"): self.name}
-        moved = self.layout.process(
-            rows, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
-        ).weights
+        rows = np.arange(part.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
+        keys: dict[str, str] = {part.name.removesuffix(".weight"): self.name}
+        moved = self.layout.process(rows, part.name, tensor_key_mapping=keys, parsed_parameters={"tensors": {}}).weights
         if moved is None or moved.shape != rows.shape:
             return None
         order = np.rint(moved[:, 0]).astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
             return None
-        raw = _mapped(self.file, tensor)
+        raw = _mapped(self.file, part)
         return CodedRows(kind.name, raw if np.array_equal(moved, rows) else raw[order])
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""
         joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # a layout puts a tensor joined from several here
-        for place in self.places:
-            names = {place.name.removesuffix(".weight"): self.name}
+        for part in self.parts:
+            names = {part.name.removesuffix(".weight"): self.name}
             try:
-                found = self.layout.process(
-                    _dequantised(self.file, place), place.name, tensor_key_mapping=names, parsed_parameters=joined
+                tensor = self.layout.process(
+                    _dequantised(self.file, part), part.name, tensor_key_mapping=names, parsed_parameters=joined
                 )
             except ValueError:  # numpy's, of rows that do not divide into heads
-                raise self._misshapen(place) from None
-            if found.name is not None:
-                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(found.weights))
+                raise self._misshapen(part) from None
+            if tensor.name is not None:
+                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(tensor.weights))
         return joined["tensors"][self.name].reshape(self.shape)
 
-    def _misshapen(self, place: TensorPlace) -> UserError:
+    def _misshapen(self, part: TensorPlace) -> UserError:
         return UserError(
-            f"{self.file.path}: tensor {place.name!r} of shape {list(place.shape)}, of which {list(self.shape)} is to "
+            f"{self.file.path}: tensor {part.name!r} of shape {list(part.shape)}, of which {list(self.shape)} is to "
             "be made by the metadata; fetch it again"
         )
 
 
-def _end(file: GgufFile, place: TensorPlace) -> int:
+def _end(file: GgufFile, tensor: TensorPlace) -> int:
     """The position of the first byte after a tensor."""
-    return place.begin + math.prod(place.shape[:-1]) * _row_size(file, place)[1]
+    return tensor.begin + math.prod(tensor.shape[:-1]) * _row_size(file, tensor)[1]
 
 
-def _dequantised(file: GgufFile, place: TensorPlace) -> NDArray[np.float32]:
+def _dequantised(file: GgufFile, tensor: TensorPlace) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
-    kind, raw = _row_size(file, place)[0], _mapped(file, place)
+    kind, raw = _row_size(file, tensor)[0], _mapped(file, tensor)
     if kind.name in KINDS:
-        return decoded(kind.name, torch.from_numpy(raw)).numpy().reshape(place.shape)
-    return load_package().quants.dequantize(np.array(raw), kind).reshape(place.shape)
+        return decoded(kind.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
+    return load_package().quants.dequantize(np.array(raw), kind).reshape(tensor.shape)
 
 
-def _mapped(file: GgufFile, place: TensorPlace) -> NDArray[np.uint8]:
+def _mapped(file: GgufFile, tensor: TensorPlace) -> NDArray[np.uint8]:
     """The bytes of a tensor by rows [rows, bytes]; they are read when they are used."""
     # copy on write: PyTorch wants memory that could be written
-    return np.memmap(file.path, np.uint8, "c", place.begin, (math.prod(place.shape[:-1]), _row_size(file, place)[1]))
+    return np.memmap(file.path, np.uint8, "c", tensor.begin, (math.prod(tensor.shape[:-1]), _row_size(file, tensor)[1]))
 
 
-def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType", int]:
+def _row_size(file: GgufFile, tensor: TensorPlace) -> tuple["GGMLQuantizationType", int]:
     """The type of a tensor and the bytes per row. Raises `UserError` if it cannot be dequantised."""
     gguf, kind = load_package(), None
     try:
-        kind = gguf.GGMLQuantizationType(place.kind)
+        kind = gguf.GGMLQuantizationType(tensor.kind)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:
             gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         raise UserError(
-            f"{file.path}: tensor {place.name!r} is quantised as {kind.name if kind else place.kind}, which the gguf "
+            f"{file.path}: tensor {tensor.name!r} is quantised as {kind.name if kind else tensor.kind}, which the gguf "
             "package cannot undo; take a file of another quantisation, or a newer gguf"
         ) from None
-    if place.shape[-1] % block:
+    if tensor.shape[-1] % block:
         raise UserError(
-            f"{file.path}: tensor {place.name!r} of shape {list(place.shape)}: expected rows of whole blocks of "
+            f"{file.path}: tensor {tensor.name!r} of shape {list(tensor.shape)}: expected rows of whole blocks of "
             f"{block} values ({kind.name}); fetch it again"
         )
-    return kind, place.shape[-1] // block * size
+    return kind, tensor.shape[-1] // block * size

@@ -38,8 +38,8 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
         _add_tokens(tokenizer, file, tokens)
         ids = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
-        given = [(name, index) for name, index in ids.items() if index is not None]
-        special = {name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in given}
+        pairs = [(name, index) for name, index in ids.items() if index is not None]
+        special = {name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in pairs}
         tokenizer.post_processor = _post_processor(file, kind, special, tokens)
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
@@ -61,25 +61,20 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         raise UserError(
             f"{file.path}: {_KEY}pre={cut!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
         )
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
+    merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
     pattern = PATTERNS[cut]
-    bpe = models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    before: list[pre_tokenizers.PreTokenizer] = (
-        [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    )
+    before: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     after: list[pre_tokenizers.PreTokenizer] = []
     if cut in ("smollm", "starcoder", "refact"):
         before = [pre_tokenizers.Digits(individual_digits=True)]
     elif cut == "falcon":
         before = [pre_tokenizers.Punctuation("contiguous")]
-        after = [
-            pre_tokenizers.Digits(individual_digits=False),
-            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
-        ]
+        by_threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        after = [pre_tokenizers.Digits(individual_digits=False), by_threes]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of, *after])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -111,21 +106,21 @@ def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     SentencePiece joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers
     rank merges by id instead of score; the joined token may be user-defined.
     """
-    given, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
-    scores = [one for one in given if isinstance(one, float)]
+    array, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    scores = [score for score in array if isinstance(score, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
     gemma = _is_gemma(file)
     joined = (_NORMAL, _USER_DEFINED) if gemma else (_NORMAL,)
     plain = {token: index for index, token in enumerate(tokens) if types[index] in joined}
-    found: list[tuple[float, int, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, int, str, str]] = []
     for token, index in plain.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        for left, right in cuts:
-            if left in plain and right in plain:
-                rank = (0.0, index, -len(left)) if gemma else (-scores[index], index, plain[left])
-                found.append((*rank, plain[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+        for prefix, suffix in cuts:
+            if prefix in plain and suffix in plain:
+                rank = (0.0, index, -len(prefix)) if gemma else (-scores[index], index, plain[prefix])
+                merges.append((*rank, plain[suffix], prefix, suffix))
+    return [(prefix, suffix) for *_, prefix, suffix in sorted(merges)]
 
 
 def _is_gemma(file: GgufFile) -> bool:
@@ -136,15 +131,13 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
     types = _types(file, tokens)
     phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
-    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
-        special = kind == _CONTROL
-        wanted = [
-            token for token, one in zip(tokens, types, strict=True) if one == kind or (special and one == _UNKNOWN)
-        ]
+    for kinds, add in (((_CONTROL, _UNKNOWN), tokenizer.add_special_tokens), ((_USER_DEFINED,), tokenizer.add_tokens)):
+        special = _CONTROL in kinds
+        added_tokens = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
         strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; the file has no key for it
         add(
             [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEPT_SPACE)
-             for token in wanted]
+             for token in added_tokens]
         )  # fmt: skip
 
 
@@ -154,10 +147,10 @@ def _post_processor(
     """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
     sides = []
     for side, default in (("bos", kind == "llama"), ("eos", False)):
-        wanted = file.get(f"{_KEY}add_{side}_token", bool, default)
-        if wanted and f"{side}_token" not in special:
+        enabled = file.get(f"{_KEY}add_{side}_token", bool, default)
+        if enabled and f"{side}_token" not in special:
             raise UserError(f"{file.path}: {_KEY}add_{side}_token is on, but {_KEY}{side}_token_id is missing")
-        sides.append([special[f"{side}_token"]] if wanted else [])
+        sides.append([special[f"{side}_token"]] if enabled else [])
     bos, eos = sides
     if not bos and not eos:
         return processors.ByteLevel(trim_offsets=False) if kind == "gpt2" else None

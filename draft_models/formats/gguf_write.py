@@ -40,14 +40,14 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
-    own: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
-    own["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+    entries: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
+    entries["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
         raise _unsaid(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
-    found: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": own[key] for key in own}
-    _require_read_back(config, found)
+    metadata: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": entries[key] for key in entries}
+    _require_read_back(config, metadata)
     none: dict[str, Value] = {"tokenizer.ggml.model": "none"}
-    return found | none if tokenizer is None else _with_tokenizer(found, tokenizer, config.vocab_size)
+    return metadata | none if tokenizer is None else _with_tokenizer(metadata, tokenizer, config.vocab_size)
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
@@ -57,7 +57,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     """
     metadata, state = require_gguf(model.config, tokenizer), model.state_dict()
     names = tensor_names(model, str(metadata["general.architecture"]))
-    write_file(model.config, metadata, {name: state[theirs] for name, theirs in names.items()}, path)
+    write_file(model.config, metadata, {name: state[parameter] for name, parameter in names.items()}, path)
 
 
 def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -76,8 +76,7 @@ def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Ma
         tensor, part = tensor.detach().cpu(), f".{name}".split(".")[-2]
         if part in heads and paired:
             tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
-        tensor = tensor.contiguous()
-        tensor = tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor
+        tensor = (tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor).contiguous()
         if tensor.dtype != torch.bfloat16:
             writer.add_tensor(name, tensor.numpy())
         else:  # for which numpy has no name
@@ -93,38 +92,38 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
-    places = {name: TensorPlace(name, tuple(state[names[name]].shape), 0, 0) for name in names}
-    found = gguf_config(GgufFile(Path(GGUF_FILE), metadata, places)).to_dict()
-    given, rope = config.to_dict(), config.rope_parameters
+    locations = {name: TensorPlace(name, tuple(state[names[name]].shape), 0, 0) for name in names}
+    fields = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
+    expected, rope = config.to_dict(), config.rope_parameters
     if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # a tensor says it
-        given["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    for name in sorted(given.keys() & found.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
-        if given[name] != found[name]:
-            raise _unsaid(f"{name}={given[name]!r}")
+        expected["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    for name in sorted(expected.keys() & fields.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
+        if expected[name] != fields[name]:
+            raise _unsaid(f"{name}={expected[name]!r}")
 
 
 def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
     """`metadata` with the tokenizer's, for an embedding of `rows` rows. Raises `UserError` for one of another kind."""
-    found = metadata | _tokens(tokenizer, rows)
+    base = metadata | _tokens(tokenizer, rows)
     backend = tokenizer.backend_tokenizer
     model = json.loads(backend.to_str())["model"]
     if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
-        found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(place) for place in range(rows)]}
+        base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(rows)]}
         ways: list[dict[str, Value]] = [{"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)]
     else:
         merges: list[Value] = [" ".join(merge) for merge in model.get("merges", ())]
         if not merges:
             raise _unsaid("a tokenizer without merges")
-        found |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
+        base |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
         ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
-    text, own = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
+    text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
     for way in ways:
-        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), found | way, {}))
-        if _rules(again) == own and _ids(again, [text]) == _ids(tokenizer, [text]):
-            words = backend.decode_batch([[place] for place in range(rows)], skip_special_tokens=False)
+        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | way, {}))
+        if _rules(again) == rules and _ids(again, [text]) == _ids(tokenizer, [text]):
+            words = backend.decode_batch([[index] for index in range(rows)], skip_special_tokens=False)
             forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
             if _ids(again, forms) == _ids(tokenizer, forms):
-                return found | way
+                return base | way
     raise _unsaid(f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece")
 
 
@@ -134,8 +133,8 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     model, steps = state["model"], [*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])]
     if model.get("byte_fallback"):  # every space is a ▁ before a text is cut
         steps = [step for step in steps if step["type"] != "Split" or step["pattern"] != {"String": " "}]
-    found = {*tokenizer.get_added_vocab(), *_BYTES}
-    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & found]]
+    unmerged_tokens = {*tokenizer.get_added_vocab(), *_BYTES}
+    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & unmerged_tokens]]
 
 
 def _steps(part: Step | None) -> list[Step]:
@@ -144,39 +143,39 @@ def _steps(part: Step | None) -> list[Step]:
         return []
     if part["type"] == "Sequence":
         inner = cast(list[Step], part.get("normalizers") or part.get("pretokenizers") or [])
-        return [step for one in inner for step in _steps(one)]
+        return [step for member in inner for step in _steps(member)]
     if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
         return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     return [{key: value for key, value in part.items() if key != "trim_offsets"}]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    return [found.ids for found in tokenizer.backend_tokenizer.encode_batch(texts)]
+    return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
     """The tokens with their types, the ids of the special ones, and the chat template."""
-    pieces, added = {place: piece for piece, place in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
+    pieces, added = {index: piece for piece, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     if max(pieces) >= rows:
         raise _unsaid(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
-    found: dict[str, Value] = {
-        f"{_KEY}tokens": [pieces.get(place, f"[PAD{place}]") for place in range(rows)],
+    metadata: dict[str, Value] = {
+        f"{_KEY}tokens": [pieces.get(index, f"[PAD{index}]") for index in range(rows)],
         f"{_KEY}token_type": [
-            _UNUSED if place not in pieces
-            else (_CONTROL if added[place].special else _USER_DEFINED) if place in added
-            else _BYTE if pieces[place] in _BYTES
+            _UNUSED if index not in pieces
+            else (_CONTROL if added[index].special else _USER_DEFINED) if index in added
+            else _BYTE if pieces[index] in _BYTES
             else _NORMAL
-            for place in range(rows)
+            for index in range(rows)
         ],
     }  # fmt: skip
     for name, word in SPECIAL.items():
-        if (place := getattr(tokenizer, f"{name}_id")) is not None:
-            found[f"{_KEY}{word}_token_id"] = place
+        if (index := getattr(tokenizer, f"{name}_id")) is not None:
+            metadata[f"{_KEY}{word}_token_id"] = index
     ids, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    found[f"{_KEY}add_bos_token"], found[f"{_KEY}add_eos_token"] = ids[:1] != plain[:1], ids[-1:] != plain[-1:]
+    metadata[f"{_KEY}add_bos_token"], metadata[f"{_KEY}add_eos_token"] = ids[:1] != plain[:1], ids[-1:] != plain[-1:]
     if isinstance(tokenizer.chat_template, str):
-        found["tokenizer.chat_template"] = tokenizer.chat_template
-    return found
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return metadata
 
 
 def _unsaid(what: str) -> UserError:

@@ -54,7 +54,7 @@ def _bits(groups: object) -> object:
     """The bits of the integer weights of `config_groups`; None if they differ, or some are no integers."""
     parts = [*groups.values()] if isinstance(groups, dict) else []
     weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
-    ints = [one.get("num_bits") for one in weights if isinstance(one, dict) and one.get("type", "int") == "int"]
+    ints = [kind.get("num_bits") for kind in weights if isinstance(kind, dict) and kind.get("type", "int") == "int"]
     return ints[0] if ints and ints == ints[:1] * len(parts) else None
 
 

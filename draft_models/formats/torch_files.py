@@ -57,7 +57,7 @@ class Stored:
     shape: Sequence[int]
     read: Callable[[], Tensor]
 
-    def __getitem__(self, whole: object) -> Tensor:  # transformers indexes the tensors that it reads
+    def __getitem__(self, index: object) -> Tensor:  # transformers indexes the tensors that it reads
         return self.read()
 
     @property
@@ -70,10 +70,10 @@ class Stored:
         """Its rows as the file stores them, where they can be multiplied as they are."""
         return None
 
-    def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes at each (first byte, number of bytes); no others of a mapped safetensors file are read."""
         content = self.read().reshape(-1).view(torch.uint8).numpy().data
-        for at, size in places:
+        for at, size in ranges:
             yield content[at : at + size]
 
 
@@ -123,7 +123,7 @@ def open_safetensors(path: str) -> Mapping[str, Stored]:
     with readable(path, "safetensors file"):
         handle = safe_open(path, framework="pt")  # compares its header with the length of the file
         slices = {name: handle.get_slice(name) for name in handle.offset_keys()}
-        described = {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+        described = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
     for name, (kind, _) in described.items():
         if kind not in TYPES:
             expected = f"expected one of {', '.join(TYPES)}; give the model in another format"
@@ -146,20 +146,20 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     if wrong:
         raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
     head = content.get(HEAD)
-    held = [(one.data_ptr(), one.shape, one.stride()) for name, one in content.items() if "lm_head" not in name]
+    held = [(x.data_ptr(), x.shape, x.stride()) for name, x in content.items() if "lm_head" not in name]
     tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in held
     return {
-        name: Stored(one.dtype, [*one.shape], partial(one.clone, memory_format=torch.contiguous_format))
-        for name, one in content.items()
+        name: Stored(tensor.dtype, [*tensor.shape], partial(tensor.clone, memory_format=torch.contiguous_format))
+        for name, tensor in content.items()
         if not (tied and name == HEAD)
     }
 
 
-def _refused(path: str, said: str) -> str:
-    told = [line for line in said.splitlines() if "GLOBAL" in line]  # the class or function that the file asks for
+def _refused(path: str, message: str) -> str:
+    lines = [line for line in message.splitlines() if "GLOBAL" in line]  # the class or function that the file asks for
     return (
-        f"{path}: torch's weights-only loader refuses it ({(told or said.splitlines() or ['no reason given'])[0]}): it "
-        "is damaged, or its pickle holds more than tensors and could run code. Fetch it again, or get the model as "
+        f"{path}: torch's weights-only loader refuses it ({(lines or message.splitlines() or ['no reason given'])[0]}):"
+        " it is damaged, or its pickle holds more than tensors and could run code. Fetch it again, or get the model as "
         "safetensors"
     )
 
@@ -215,17 +215,17 @@ class Kind:
         A symlink in the directory may lead anywhere.
         """
         what, remedy = f"index of {self.name}", "fetch the checkpoint again"
-        found = read_mapping(index, what, remedy).get("weight_map")
-        if not isinstance(found, dict) or not found:
+        weight_map = read_mapping(index, what, remedy).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: damaged {what} (no weight_map of tensor and file names); {remedy}")
-        for name, file in found.items():
+        for name, file in weight_map.items():
             inside = isinstance(file, str) and file.endswith(self.suffix) and "\0" not in file
             if not inside or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
                 raise UserError(
                     f"{index}: damaged {what} (weight_map.{name}={file!r}: expected a {self.suffix} file in its "
                     f"directory); {remedy}"
                 )
-        return found
+        return weight_map
 
     def open_part(
         self, source: str, file: str, path: str | None, names: Iterable[str], elsewhere: Iterable[str]
@@ -275,29 +275,29 @@ class FolderModel:
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
-        found: dict[str, Stored] = {}
+        tensors: dict[str, Stored] = {}
         by_file = self._by_file()
         for file, names in by_file.items():
             path = self.folder / file
-            elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
+            elsewhere = [name for other_file, inside in by_file.items() if other_file != file for name in inside]
             held = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
-            found |= {name: held[name] for name in names or held if name in held}
+            tensors |= {name: held[name] for name in names or held if name in held}
         if packing := packing_of(quantisation_of(self.folder / CONFIG_FILE)):
-            layers = packed_layers(packing, found, self.source)
+            layers = packed_layers(packing, tensors, self.source)
             used = {name + suffix for name in layers for suffix in (*packing[3:], ".weight_shape")}
-            found = {name: stored for name, stored in found.items() if name not in used}
-            for name, one in layers.items():
-                found[f"{name}.weight"] = PackedTensor(torch.float32, one.shape, one.read, one)
-            return found
+            tensors = {name: stored for name, stored in tensors.items() if name not in used}
+            for name, layer in layers.items():
+                tensors[f"{name}.weight"] = PackedTensor(torch.float32, layer.shape, layer.read, layer)
+            return tensors
         suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
-        scaled = {name for name in found if name + suffix in found}
+        scaled = {name for name in tensors if name + suffix in tensors}
         block = self._block() if scaled and suffix == SCALES else None
         for name in scaled:
-            weight, scales = found[name], found[name + suffix]
+            weight, scales = tensors[name], tensors[name + suffix]
             read = partial(unscaled, weight, scales, block, f"{self.source}: {name}")
-            found[name] = Stored(torch.float32, weight.shape, read)
+            tensors[name] = Stored(torch.float32, weight.shape, read)
         unused = {SCALES: (SCALES,), SCALE: (f".weight{SCALE}", *_UNUSED)}[suffix]
-        weights = {name: stored for name, stored in found.items() if not name.endswith(unused)}
+        weights = {name: stored for name, stored in tensors.items() if not name.endswith(unused)}
         require_weights(self.source, weights, config=self.folder / CONFIG_FILE)
         return weights
 
@@ -316,23 +316,22 @@ class FolderModel:
 
     def _descriptions(self) -> list[Path]:
         files = [path for path in self.folder.iterdir() if path.is_file()]
-        return sorted(path for path in files if any(fnmatch(path.name, one) for one in DESCRIPTIONS))
+        return sorted(path for path in files if any(fnmatch(path.name, pattern) for pattern in DESCRIPTIONS))
 
     def _by_file(self) -> dict[str, list[str]]:
         """The tensors in each file according to the index; a single file wins over an index; its list is empty."""
         index = self.folder / self.kind.index
         if (self.folder / self.kind.single).exists() or not index.exists():
             return {self.kind.single: []}
-        found: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for name, file in self.kind.file_of(index).items():
-            found.setdefault(file, []).append(name)
-        return found
+            names_of.setdefault(file, []).append(name)
+        return names_of
 
     def _block(self) -> tuple[int, int]:
         """Rows and columns per scale, from config.json. Raises `UserError`."""
-        quantised = quantisation_of(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
-        block = quantised.get("weight_block_size")
-        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) and one > 0 for one in block):
+        block = quantisation_of(self.folder / CONFIG_FILE, self.folder / QUANT_FILE).get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise UserError(
                 f"{self.source}: has scales of fp8 weights, but quantization_config.weight_block_size={block!r} in "
                 "config.json: expected rows and columns; give the model in another format"
@@ -401,7 +400,7 @@ def unscaled(stored: Stored, stored_scales: Stored, block: tuple[int, int] | Non
     weight, scales = stored.read(), stored_scales.read()
     if not weight.is_floating_point() or weight.itemsize > 1:
         raise UserError(f"{what}: has scales, and is {weight.dtype}: expected floats of 8 bits; fetch the model again")
-    expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)] if block else [1]
+    expected = [-(-size // side) for size, side in zip(weight.shape, block, strict=True)] if block else [1]
     if list(scales.shape or [1]) != expected:
         raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
     if block is None:

@@ -35,8 +35,7 @@ def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Calla
     It skips numba's type dispatch, which takes 15 µs per call with many arrays; it must not be called with other types.
     """
     assert isinstance(function, Dispatcher)
-    compiled: Callable[P, R] = function.compile(tuple(map(typeof, arguments)))
-    return compiled
+    return function.compile(tuple(map(typeof, arguments)))
 
 
 def token_bits(vocabulary: int) -> int:
@@ -85,10 +84,10 @@ def mix(packed: np.uint64, width: int) -> np.uint64:
 
     x ^= x >> h; x = x·A mod 2^width; twice; x ^= x >> h, with h = ⌈width/2⌉ and odd A.
     """
-    one = np.uint64(1)
+    unit = np.uint64(1)
     bits = np.uint64(width)
-    mask = (one << bits) - one
-    half = (bits + one) >> one
+    mask = (unit << bits) - unit
+    half = (bits + unit) >> unit
     x = np.uint64(packed)
     x ^= x >> half
     x = (x * np.uint64(0xBF58476D1CE4E5B9)) & mask
@@ -196,24 +195,24 @@ def group(
     size = len(keys)
     out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
     ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token
-    contexts, kept, begin = 0, 0, 0
+    contexts, successors, begin = 0, 0, 0
     while begin < size:
-        end, total, found = begin, np.uint64(0), kept
+        end, total, stop = begin, np.uint64(0), successors
         while end < size and keys[end] == keys[begin]:
             total += np.uint64(counts[end])
             if counts[end] >= min_count:
-                ranks[found] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
-                found += 1
+                ranks[stop] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
+                stop += 1
             end += 1
-        _sort(ranks, kept, found)
-        length = min(found - kept, max_successors)
+        _sort(ranks, successors, stop)
+        length = min(stop - successors, max_successors)
         if length:
             out_keys[contexts], lengths[contexts] = keys[begin], length
             totals[contexts] = min(total, _LARGEST)
-            contexts, kept = contexts + 1, kept + length
+            contexts, successors = contexts + 1, successors + length
         begin = end
-    out_tokens, out_counts = np.empty(kept, np.uint32), np.empty(kept, np.uint32)
-    for i in range(kept):
+    out_tokens, out_counts = np.empty(successors, np.uint32), np.empty(successors, np.uint32)
+    for i in range(successors):
         out_tokens[i] = ranks[i] & _LARGEST
         out_counts[i] = _LARGEST - (ranks[i] >> np.uint64(32))
     return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts
@@ -242,8 +241,7 @@ def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     a, b, out = 0, 0, 0
     while a < len(keys_a) or b < len(keys_b):
         has_a, has_b = a < len(keys_a), b < len(keys_b)
-        same = has_a and has_b and keys_a[a] == keys_b[b] and tokens_a[a] == tokens_b[b]
-        if same:
+        if has_a and has_b and keys_a[a] == keys_b[b] and tokens_a[a] == tokens_b[b]:
             keys[out], tokens[out] = keys_a[a], tokens_a[a]
             counts[out] = min(np.uint64(counts_a[a]) + np.uint64(counts_b[b]), _LARGEST)
             a, b = a + 1, b + 1
@@ -294,5 +292,4 @@ def count_grams(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
     first = np.ones(len(keys), bool)
     first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
     begins = np.flatnonzero(first)
-    counts = np.diff(begins, append=len(keys)).astype(np.uint32)
-    return Grams(keys[begins], tokens[begins], counts)
+    return Grams(keys[begins], tokens[begins], np.diff(begins, append=len(keys)).astype(np.uint32))

@@ -71,71 +71,71 @@ def new_map(contexts: int = 1 << 10) -> ContextMap:
     return ContextMap(slots, np.zeros(size // _LOAD, _ENTRY), np.zeros(2, np.int64))
 
 
-def with_room(known: ContextMap, more: int) -> ContextMap:
-    """`known`, or a larger copy of it, with capacity for `more` further contexts and entries."""
-    needed = max(int(known.used[0]), int(known.used[1])) + more
-    if needed <= len(known.entries):
-        return known
+def with_room(contexts: ContextMap, more: int) -> ContextMap:
+    """`contexts`, or a larger copy of it, with capacity for `more` further contexts and entries."""
+    needed = max(int(contexts.used[0]), int(contexts.used[1])) + more
+    if needed <= len(contexts.entries):
+        return contexts
     larger = new_map(2 * needed)
-    _copy_contexts(known, larger)
-    larger.entries[: known.used[1]] = known.entries[: known.used[1]]
-    larger.used[:] = known.used
+    _copy_contexts(contexts, larger)
+    larger.entries[: contexts.used[1]] = contexts.entries[: contexts.used[1]]
+    larger.used[:] = contexts.used
     return larger
 
 
 @lean
-def slot_of(known, key):
+def slot_of(contexts, key):
     """The slot of context `key`, or the free slot (head −1) where it would be inserted."""
-    slots = len(known.slots)
+    slots = len(contexts.slots)
     slot = np.int64((key * _GOLDEN) >> np.uint64(32)) & (slots - 1)
-    while known.slots[slot].head >= 0 and known.slots[slot].key != key:
+    while contexts.slots[slot].head >= 0 and contexts.slots[slot].key != key:
         slot = (slot + 1) & (slots - 1)
     return slot
 
 
 @lean
-def _copy_contexts(known: ContextMap, larger: ContextMap) -> None:
-    for slot in range(len(known.slots)):
-        if known.slots[slot].head >= 0:
-            larger.slots[slot_of(larger, known.slots[slot].key)] = known.slots[slot]
+def _copy_contexts(contexts: ContextMap, larger: ContextMap) -> None:
+    for slot in range(len(contexts.slots)):
+        if contexts.slots[slot].head >= 0:
+            larger.slots[slot_of(larger, contexts.slots[slot].key)] = contexts.slots[slot]
 
 
 @lean
-def _take(known: ContextMap, slot: int, token: int) -> int:
+def _take(contexts: ContextMap, slot: int, token: int) -> int:
     """Unlink the entry of `token` at `slot`; −1 if there is none."""
-    before, entry = -1, known.slots[slot].head
-    while entry >= 0 and known.entries[entry].token != token:
-        before, entry = entry, known.entries[entry].following
+    before, entry = -1, contexts.slots[slot].head
+    while entry >= 0 and contexts.entries[entry].token != token:
+        before, entry = entry, contexts.entries[entry].following
     if entry >= 0:
         if before < 0:
-            known.slots[slot].head = known.entries[entry].following
+            contexts.slots[slot].head = contexts.entries[entry].following
         else:
-            known.entries[before].following = known.entries[entry].following
+            contexts.entries[before].following = contexts.entries[entry].following
     return entry
 
 
 @lean
-def _put(known: ContextMap, slot: int, entry: int) -> None:
+def _put(contexts: ContextMap, slot: int, entry: int) -> None:
     """Insert `entry` by falling weight; of equal weights the newest comes first."""
-    weight = known.entries[entry].weight
-    before, after = -1, known.slots[slot].head
-    while after >= 0 and known.entries[after].weight > weight:
-        before, after = after, known.entries[after].following
-    known.entries[entry].following = after
+    weight = contexts.entries[entry].weight
+    before, after = -1, contexts.slots[slot].head
+    while after >= 0 and contexts.entries[after].weight > weight:
+        before, after = after, contexts.entries[after].following
+    contexts.entries[entry].following = after
     if before < 0:
-        known.slots[slot].head = entry
+        contexts.slots[slot].head = entry
     else:
-        known.entries[before].following = entry
+        contexts.entries[before].following = entry
 
 
 @lean
-def _new_entry(known: ContextMap, slot: int, key: np.uint64, token: int, weight: float) -> int:
-    if known.slots[slot].head < 0 and known.slots[slot].seen == 0:
-        known.slots[slot].key = key
-        known.used[0] += 1
-    entry = known.used[1]
-    known.used[1] += 1
-    known.entries[entry].token, known.entries[entry].weight = token, weight
+def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weight: float) -> int:
+    if contexts.slots[slot].head < 0 and contexts.slots[slot].seen == 0:
+        contexts.slots[slot].key = key
+        contexts.used[0] += 1
+    entry = contexts.used[1]
+    contexts.used[1] += 1
+    contexts.entries[entry].token, contexts.entries[entry].weight = token, weight
     return entry
 
 
@@ -155,7 +155,7 @@ def table_probability(level: LevelArrays, key: np.uint64, token: int) -> float:
 
 
 @lean
-def adapt(known, level, ids, start, stop, vocabulary, increment, highest):
+def adapt(contexts, level, ids, start, stop, vocabulary, increment, highest):
     """Algorithm 2 over the n-grams that end at ids[start : stop]; n-grams with ids beyond the table are skipped."""
     size = level.order - 1
     for end in range(max(start, size), stop):
@@ -165,16 +165,16 @@ def adapt(known, level, ids, start, stop, vocabulary, increment, highest):
         if not inside:
             continue
         key = context_key(ids, end, size, level.bits)
-        slot = slot_of(known, key)
-        entry = _take(known, slot, ids[end])
+        slot = slot_of(contexts, key)
+        entry = _take(contexts, slot, ids[end])
         if entry < 0:
-            entry = _new_entry(known, slot, key, ids[end], table_probability(level, key, ids[end]))
+            entry = _new_entry(contexts, slot, key, ids[end], table_probability(level, key, ids[end]))
         else:
-            known.slots[slot].sum -= known.entries[entry].weight
-        known.entries[entry].weight = min(known.entries[entry].weight + increment, highest)
-        known.slots[slot].sum += known.entries[entry].weight
-        known.slots[slot].seen += 1
-        _put(known, slot, entry)
+            contexts.slots[slot].sum -= contexts.entries[entry].weight
+        contexts.entries[entry].weight = min(contexts.entries[entry].weight + increment, highest)
+        contexts.slots[slot].sum += contexts.entries[entry].weight
+        contexts.slots[slot].seen += 1
+        _put(contexts, slot, entry)
 
 
 class Overlay:
@@ -215,24 +215,24 @@ def longer_key(key: np.uint64, token: int) -> np.uint64:
 
 
 @lean
-def index_text(known: ContextMap, ids: np.ndarray, start: int, stop: int, longest: int, decay: float) -> None:
+def index_text(contexts: ContextMap, ids: np.ndarray, start: int, stop: int, longest: int, decay: float) -> None:
     """Count each of ids[start : stop] as successor of its contexts of 1 to `longest` tokens; older counts decay."""
     for end in range(max(start, 1), stop):
         key = np.uint64(0)
         for size in range(1, min(longest, end) + 1):
             key = longer_key(key, ids[end - size])
-            slot = slot_of(known, key)
-            entry = _take(known, slot, ids[end])
-            other = known.slots[slot].head
-            while other >= 0:
-                known.entries[other].weight *= decay
-                other = known.entries[other].following
+            slot = slot_of(contexts, key)
+            entry = _take(contexts, slot, ids[end])
+            successor = contexts.slots[slot].head
+            while successor >= 0:
+                contexts.entries[successor].weight *= decay
+                successor = contexts.entries[successor].following
             if entry < 0:
-                entry = _new_entry(known, slot, key, ids[end], 0.0)
-            known.slots[slot].sum = known.slots[slot].sum * decay + 1.0
-            known.entries[entry].weight = known.entries[entry].weight * decay + 1.0
-            known.slots[slot].seen += 1
-            _put(known, slot, entry)
+                entry = _new_entry(contexts, slot, key, ids[end], 0.0)
+            contexts.slots[slot].sum = contexts.slots[slot].sum * decay + 1.0
+            contexts.entries[entry].weight = contexts.entries[entry].weight * decay + 1.0
+            contexts.slots[slot].seen += 1
+            _put(contexts, slot, entry)
 
 
 class TextIndex:
@@ -283,42 +283,41 @@ def place_of(recycled, key):
 
 
 @lean
-def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, places: np.ndarray) -> int:
-    """Write the slots of the last 1, 2, … tokens to `places`, −1: unknown; returns their number. recent[0]: latest."""
+def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, slots: np.ndarray) -> int:
+    """Write the slots of the last 1, 2, … tokens to `slots`, −1: unknown; returns their number. recent[0]: latest."""
     size, key = 0, np.uint64(0)
     while size < min(recycled.longest, length):
         key = longer_key(key, recent[size])
-        place = place_of(recycled, key)
-        known = recycled.seen[place] > 0 and recycled.keys[place] == key
-        places[size] = place if known else -1
+        slot = place_of(recycled, key)
+        slots[size] = slot if recycled.seen[slot] > 0 and recycled.keys[slot] == key else -1
         size += 1
     return size
 
 
 @lean
-def recycle(recycled, ids, stop, tokens, parents, rows, found):
+def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
     """Store the target's top-k after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    found: float32 [m, 2k] (see `sampling.top_tokens`). A row with non-finite numbers is skipped.
+    top_k: float32 [m, 2k] (see `sampling.top_tokens`). A row with non-finite numbers is skipped.
     """
-    width = found.shape[1] // 2
-    kept = min(width, recycled.tokens.shape[1])
+    width = top_k.shape[1] // 2
+    count = min(width, recycled.tokens.shape[1])
     for i in range(len(rows)):
-        if not found[i, width] > 0:
+        if not top_k[i, width] > 0:
             continue
-        node, place, key = rows[i] - 1, stop - 1, np.uint64(0)
+        node, position, key = rows[i] - 1, stop - 1, np.uint64(0)
         for _ in range(recycled.longest):
-            if node < 0 and place < 0:
+            if node < 0 and position < 0:
                 break
             if node >= 0:
                 key, node = longer_key(key, tokens[node]), parents[node]
             else:
-                key, place = longer_key(key, ids[place]), place - 1
+                key, position = longer_key(key, ids[position]), position - 1
             slot = place_of(recycled, key)
             recycled.seen[slot] = recycled.seen[slot] + 1 if recycled.keys[slot] == key else 1
             recycled.keys[slot] = key
-            for j in range(kept):
-                recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(found[i, j]), found[i, width + j]
-            for j in range(kept, recycled.tokens.shape[1]):
+            for j in range(count):
+                recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(top_k[i, j]), top_k[i, width + j]
+            for j in range(count, recycled.tokens.shape[1]):
                 recycled.probs[slot, j] = 0.0

@@ -94,10 +94,10 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     for offset in range(0, REACH, together):
         groups = np.cumsum(begins)
         alike = np.bincount(groups)[groups] > 1  # singletons are already in place
-        places = order[alike].astype(np.int64) + offset
-        keys = np.zeros(len(places), np.uint64)
+        positions = order[alike].astype(np.int64) + offset
+        keys = np.zeros(len(positions), np.uint64)
         for ahead in range(min(together, REACH - offset)):
-            keys = (keys << np.uint64(bits)) | padded[places + ahead].astype(np.uint64)
+            keys = (keys << np.uint64(bits)) | padded[positions + ahead].astype(np.uint64)
         ranked = np.lexsort((keys, groups[alike]))
         keys, order[alike] = keys[ranked], order[alike][ranked]
         differ = begins[alike]
@@ -122,19 +122,19 @@ def fault_of_suffixes(suffixes: Suffixes, vocabulary: int) -> str:
 
 
 @lean
-def _token_at(suffixes, place):
-    """The corpus's token at `place`; the separator beyond its end."""
-    return np.int64(suffixes.tokens[place]) if place < len(suffixes.tokens) else len(suffixes.starts) - 1
+def _token_at(suffixes, position):
+    """The corpus's token at `position`; the separator beyond its end."""
+    return np.int64(suffixes.tokens[position]) if position < len(suffixes.tokens) else len(suffixes.starts) - 1
 
 
 @lean
-def _after(suffixes, place, recent, skip, size):
-    """Whether the corpus from `place` on sorts after the context (1), before it (−1), or begins with it (0)."""
+def _after(suffixes, position, recent, skip, size):
+    """Whether the corpus from `position` on sorts after the context (1), before it (−1), or begins with it (0)."""
     for i in range(1, size):
-        wanted = recent[skip + size - 1 - i]
-        found = _token_at(suffixes, place + i)
-        if found != wanted:
-            return 1 if found > wanted else -1
+        expected = recent[skip + size - 1 - i]
+        token = _token_at(suffixes, position + i)
+        if token != expected:
+            return 1 if token > expected else -1
     return 0
 
 
@@ -181,17 +181,17 @@ def _bound(suffixes, low, high, ahead, token):
 
 
 @lean
-def _least_places(suffixes, recent, places):
+def _least_places(suffixes, recent, workspace):
     """`places_of` the last `LEAST` tokens. It searches only the occurrences of all but the latest of these tokens."""
     ahead, key = LEAST - 1, np.int64(0)
     for i in range(ahead, 0, -1):
         key = (key << 21) | recent[i]  # all ids are below 2^21
     slot = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
-    if places.begun[slot, 0] != key:
-        places.begun[slot, 1], places.begun[slot, 2] = places_of(suffixes, recent, 1, ahead)
-        places.begun[slot, 0] = key
-    most, number = places.begun[slot, 2], 0
-    first = _bound(suffixes, places.begun[slot, 1], most, ahead, recent[0])
+    if workspace.begun[slot, 0] != key:
+        workspace.begun[slot, 1], workspace.begun[slot, 2] = places_of(suffixes, recent, 1, ahead)
+        workspace.begun[slot, 0] = key
+    most, number = workspace.begun[slot, 2], 0
+    first = _bound(suffixes, workspace.begun[slot, 1], most, ahead, recent[0])
     last = first + FEW - 1
     if last < most and _token_at(suffixes, np.int64(suffixes.order[last]) + ahead) == recent[0]:
         return first, _bound(suffixes, last + 1, most, ahead, recent[0] + 1)
@@ -203,9 +203,9 @@ def _least_places(suffixes, recent, places):
 
 
 @lean
-def known_suffixes(suffixes, recent, length, places):
+def known_suffixes(suffixes, recent, length, workspace):
     """(length of the longest suffix of the text that is in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 if none is;
-    the context length from which on `places.near` has all occurrences).
+    the context length from which on `workspace.near` has all occurrences).
 
     Once a context has few occurrences, longer ones are searched among these, not in the whole corpus.
     """
@@ -214,64 +214,64 @@ def known_suffixes(suffixes, recent, length, places):
         reach += 1
     while len(suffixes.order) > 0 and size < reach:
         if size < LEAST:
-            first, end = _least_places(suffixes, recent, places)
+            first, end = _least_places(suffixes, recent, workspace)
         else:
             first, end = places_of(suffixes, recent, 0, size + 1)
         if first == end:
             break
         size += 1
-        places.first[size], places.number[size] = first, end - first
+        workspace.first[size], workspace.number[size] = first, end - first
         if end - first < FEW:
-            return _look_closer(suffixes, recent, reach, first, end, size, places), size
+            return _look_closer(suffixes, recent, reach, first, end, size, workspace), size
     return size, size + 1
 
 
 @lean
-def _look_closer(suffixes, recent, reach, first, end, size, places):
-    """Fill `places.near` from order[first : end], of a context of `size` tokens; return the longest match there."""
-    places.number[size + 1 :] = 0
+def _look_closer(suffixes, recent, reach, first, end, size, workspace):
+    """Fill `workspace.near` from order[first : end], of a context of `size` tokens; return the longest match there."""
+    workspace.number[size + 1 :] = 0
     longest = size
     for i in range(end - first):  # a separate loop: independent reads overlap their cache misses
-        places.near[0, i] = _token_at(suffixes, np.int64(suffixes.order[first + i]) + size)
+        workspace.near[0, i] = _token_at(suffixes, np.int64(suffixes.order[first + i]) + size)
     for i in range(end - first):
         before, agree = np.int64(suffixes.order[first + i]) - 1, size
         while agree < reach and before >= 0 and suffixes.tokens[before] == recent[agree]:
             agree, before = agree + 1, before - 1
-            places.number[agree] += 1
-        places.near[1, i] = agree
+            workspace.number[agree] += 1
+        workspace.near[1, i] = agree
         longest = max(longest, agree)
     return longest
 
 
 @lean
-def successors_at(suffixes, size, narrow, places):
+def successors_at(suffixes, size, narrow, workspace):
     """Successors of a context of `size` tokens that `known_suffixes` found; narrow: its second result.
 
-    `places.followers` gets the token after each sampled occurrence, `places.tokens` and `places.counts` the distinct
-    successors and their counts. Returns how many successors there are, the largest count, and the number of
+    `workspace.followers` gets the token after each sampled occurrence, `workspace.tokens` and `workspace.counts` the
+    distinct successors and their counts. Returns how many successors there are, the largest count, and the number of
     occurrences sampled, ends of documents included.
     """
-    found, largest, seen, followers = 0, 0, 0, places.followers
+    successor_count, largest, seen, followers = 0, 0, 0, workspace.followers
     if size >= narrow:
-        for i in range(places.number[narrow]):
-            if places.near[1, i] >= size:
-                followers[seen] = places.near[0, i]
+        for i in range(workspace.number[narrow]):
+            if workspace.near[1, i] >= size:
+                followers[seen] = workspace.near[0, i]
                 seen += 1
     else:
-        for i in range(0, places.number[size], max(1, places.number[size] // SAMPLE)):
-            followers[seen] = _token_at(suffixes, np.int64(suffixes.order[places.first[size] + i]) + size)
+        for i in range(0, workspace.number[size], max(1, workspace.number[size] // SAMPLE)):
+            followers[seen] = _token_at(suffixes, np.int64(suffixes.order[workspace.first[size] + i]) + size)
             seen += 1
     ascend = min(size, narrow) < REACH  # tokens beyond `REACH` are not sorted
     for i in range(seen):
         token = followers[i]
         if token >= len(suffixes.starts) - 1:
             continue
-        at = max(0, found - 1) if ascend else 0
-        while at < found and places.tokens[at] != token:
+        at = max(0, successor_count - 1) if ascend else 0
+        while at < successor_count and workspace.tokens[at] != token:
             at += 1
-        if at == found:
-            places.tokens[at], places.counts[at] = token, 0
-            found += 1
-        places.counts[at] += 1
-        largest = max(largest, places.counts[at])
-    return found, largest, seen
+        if at == successor_count:
+            workspace.tokens[at], workspace.counts[at] = token, 0
+            successor_count += 1
+        workspace.counts[at] += 1
+        largest = max(largest, workspace.counts[at])
+    return successor_count, largest, seen

@@ -85,8 +85,7 @@ class Level:
 
     def fault(self, vocabulary: int) -> str:
         """Why compiled look-up could not rely on the arrays, or ""."""
-        expected = level_types(self.order, vocabulary, len(self.keys), len(self.tokens))
-        for name, described in expected.items():
+        for name, described in level_types(self.order, vocabulary, len(self.keys), len(self.tokens)).items():
             array = getattr(self, name)
             if (array.dtype, len(array)) != described:
                 return f"{name} are {len(array)} of {array.dtype}, expected {described[1]} of {described[0]}"
@@ -141,17 +140,11 @@ class TrigramTable:
         levels = {}
         for order in sorted(orders):
             grams = count_grams([context_grams(document, order, bits) for document in ids])
-            grouped = group(*grams, min_count, max_successors or vocabulary)
-            levels[order] = make_level(order, vocabulary, grouped)
-        facts = {
-            "tokens": sum(map(len, ids)),
-            "documents": len(ids),
-            "min_count": min_count,
-            "max_successors": max_successors,
-            "corpus": corpus,
-        }
-        kept = sort_suffixes(separated(ids, vocabulary), vocabulary) if suffixes else None
-        return cls(vocabulary, tokenizer, levels, facts, kept)
+            levels[order] = make_level(order, vocabulary, group(*grams, min_count, max_successors or vocabulary))
+        facts: dict[str, Any] = {"tokens": sum(map(len, ids)), "documents": len(ids)}
+        facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
+        suffix_array = sort_suffixes(separated(ids, vocabulary), vocabulary) if suffixes else None
+        return cls(vocabulary, tokenizer, levels, facts, suffix_array)
 
     @classmethod
     def open(cls, path: Path | str) -> "TrigramTable":
@@ -160,10 +153,10 @@ class TrigramTable:
         orders, bits = [order for order in ORDERS if f"{order}.keys" in arrays], token_bits(header.vocabulary)
         try:
             levels = {order: Level(order, bits, *(arrays[f"{order}.{name}"] for name in ARRAYS)) for order in orders}
-            kept = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
+            fields = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
         except KeyError as error:
             raise damaged(path, f"no array {error}") from None
-        table = cls(header.vocabulary, header.tokenizer, levels, header.facts, Suffixes(*kept) if kept else None)
+        table = cls(header.vocabulary, header.tokenizer, levels, header.facts, Suffixes(*fields) if fields else None)
         if unknown := sorted(arrays.keys() - table.arrays.keys()):
             raise damaged(path, f"arrays {', '.join(unknown)}")
         for order, level in levels.items():
@@ -176,9 +169,9 @@ class TrigramTable:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by the names that they have in a file."""
-        found = {f"{order}.{name}": getattr(self.levels[order], name) for order in self.levels for name in ARRAYS}
-        kept = {} if self.suffixes is None else self.suffixes._asdict()
-        return found | {f"suffixes.{name}": array for name, array in kept.items()}
+        arrays = {f"{order}.{name}": getattr(self.levels[order], name) for order in self.levels for name in ARRAYS}
+        suffixes = {} if self.suffixes is None else self.suffixes._asdict()
+        return arrays | {f"suffixes.{name}": array for name, array in suffixes.items()}
 
     def save(self, path: Path | str) -> None:
         """Write the table to a new directory, completely or not at all. Raises `UserError`."""
@@ -194,9 +187,9 @@ class TrigramTable:
 
     def require_rows(self, rows: int, where: str) -> None:
         """Raise `UserError` if the table could draft an id of `rows` or more; its tokenizer may have more ids."""
-        kept, larger = self.suffixes, self.vocabulary > rows
-        found = larger and any(bool((level.tokens >= rows).any()) for level in self.levels.values())
-        if found or (larger and kept is not None and kept.starts[rows] < kept.starts[-1]):
+        suffixes, larger = self.suffixes, self.vocabulary > rows
+        beyond = larger and any(bool((level.tokens >= rows).any()) for level in self.levels.values())
+        if beyond or (larger and suffixes is not None and suffixes.starts[rows] < suffixes.starts[-1]):
             raise UserError(f"{where}: it holds ids beyond the target's {rows}; build it from other texts")
 
     @property
@@ -282,7 +275,7 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
         with safe_open(file, "np") as stored:  # compares its header with the length of the file
             metadata = stored.metadata() or {}
             slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
-            described = [(name, one.get_dtype(), one.get_shape()) for name, one in slices.items()]
+            described = [(name, view.get_dtype(), view.get_shape()) for name, view in slices.items()]
         content = np.asarray(np.memmap(file, np.uint8, "r"))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: no readable n-gram table ({reason(error)}); {_AGAIN}") from None

@@ -47,18 +47,18 @@ def load_small_lm(
     """
     config = read_config(source, revision, role="small_lm")
     passes_of(config)
-    own = read_draft_vocabulary(source, revision, config)
+    vocabulary = read_draft_vocabulary(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     try:
-        if own is None and (why := why_not_by_layers(config)) is not None:
+        if vocabulary is None and (why := why_not_by_layers(config)) is not None:
             raise NotByLayersError(why)
         files, layers = open_tensors(source, revision), range(config.num_hidden_layers)
         model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm")
     except NotByLayersError:
-        if own is not None:
+        if vocabulary is not None:
             raise
         return load_plain_lm(source, config, revision, dtype, device)
-    model.draft_vocabulary = None if own is None else own.to(device)  # type: ignore[assignment]
+    model.draft_vocabulary = None if vocabulary is None else vocabulary.to(device)  # type: ignore[assignment]
     return layer_stack(model)
 
 
@@ -85,8 +85,8 @@ def load_whole_lm(
     rows: size of the target's embedding, to pad it to; None: unknown. Raises `UserError` if it cannot be loaded.
     """
     model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
-    if (own := read_draft_vocabulary(source, None, read_config(source, role="small_lm"))) is not None:
-        widen(model, own, special_tokens(tokenizer))
+    if (vocabulary := read_draft_vocabulary(source, None, read_config(source, role="small_lm"))) is not None:
+        widen(model, vocabulary, special_tokens(tokenizer))
     if rows is not None:
         fit_rows(model, rows, special_tokens(tokenizer))
     return model
@@ -112,19 +112,19 @@ def load_plain_lm(
 
 def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` unless both tokenizers give every token the same id."""
-    mine, theirs = drafter.get_vocab(), target.get_vocab()
-    if mine == theirs:
+    drafter_ids, target_ids = drafter.get_vocab(), target.get_vocab()
+    if drafter_ids == target_ids:
         return
     differing = sorted(
-        (theirs.get(token, mine.get(token, 0)), token)
-        for token in mine.keys() | theirs.keys()
-        if mine.get(token) != theirs.get(token)
+        (target_ids.get(token, drafter_ids.get(token, 0)), token)
+        for token in drafter_ids.keys() | target_ids.keys()
+        if drafter_ids.get(token) != target_ids.get(token)
     )
     _, token = differing[0]
     raise UserError(
-        f"small_lm={drafter.name_or_path}: its vocabulary ({len(mine)} tokens) is not the target's "
-        f"({target.name_or_path}: {len(theirs)} tokens); {len(differing)} tokens differ, first {token!r}: drafter id "
-        f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
+        f"small_lm={drafter.name_or_path}: its vocabulary ({len(drafter_ids)} tokens) is not the target's "
+        f"({target.name_or_path}: {len(target_ids)} tokens); {len(differing)} tokens differ, first {token!r}: drafter "
+        f"id {drafter_ids.get(token)}, target id {target_ids.get(token)}. Use a drafter of the target's own family"
     )
 
 

@@ -95,15 +95,14 @@ def grouped_attention(
     if softcap is not None or s_aux is not None:
         if causal:
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-        out = _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
-        return out.transpose(1, 2), None
+        return _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux).transpose(1, 2), None
     if causal:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
         )
         return out.transpose(1, 2), None
-    whole = (batch, value.shape[3]) == (1, width) and not dropout
-    if callable(_kernel) and attention_mask is not None and whole:
+    single_text = (batch, value.shape[3]) == (1, width) and not dropout
+    if callable(_kernel) and attention_mask is not None and single_text:
         scale = scaling if scaling is not None else width**-0.5
         return _kernel(query.contiguous(), key, value, attention_mask, scale), None
     if group > 1:
@@ -121,11 +120,11 @@ def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: 
 
     Raises `KeysChangedError` if key or value is not what the cache returned.
     """
-    (own_key, own_value), *shown = texts.shown
-    if key is not own_key or value is not own_value:
+    (joint_key, joint_value), *by_text = texts.entries
+    if key is not joint_key or value is not joint_value:
         raise KeysChangedError
-    each = zip(query.split(texts.rows, dim=2), shown, texts.masks, strict=True)
-    return torch.cat([grouped_attention(module, own, *shown, mask, **options)[0] for own, shown, mask in each], dim=1)
+    passes = zip(query.split(texts.rows, dim=2), by_text, texts.masks, strict=True)
+    return torch.cat([grouped_attention(module, q, *entries, mask, **options)[0] for q, entries, mask in passes], dim=1)
 
 
 def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
@@ -134,27 +133,27 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
     Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them.
     """
 
-    def attend(own: Band, place: tuple[int, ...], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return grouped_attention(module, queries, keys, values, own.block(*place), **options)[0]
+    def attend(row_band: Band, block: tuple[int, ...], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(module, queries, keys, values, row_band.block(*block), **options)[0]
 
     alike, rows = len(query) // len(band.blocks), []
-    given = [x.split(alike) for x in (query, key, value, band.first)]
-    for blocks, q, *shown, first in zip(band.blocks, *given, strict=True):
-        own, parts = replace(band, first=first), []
+    splits = [x.split(alike) for x in (query, key, value, band.first)]
+    for blocks, q, *keys_values, first in zip(band.blocks, *splits, strict=True):
+        row_band, parts = replace(band, first=first), []
         seen = [[(0, band.front)] for _ in blocks]
         for ranges, (_, end, start, *more) in zip(seen, blocks, strict=True):
             stop, mates = more or (end, end)
             ranges += [(band.front + a, band.front + b) for a, b in ((start, stop), (mates, end))]
-        edges = sorted({0, shown[0].shape[2], *chain(*chain(*seen))})
+        edges = sorted({0, keys_values[0].shape[2], *chain(*chain(*seen))})
         # in pieces, since the gradient of a slice is as long as what it is of
-        pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in shown]
+        pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in keys_values]
         sizes = [end - begin for begin, end, *_ in blocks]
-        for place, queries, keys in zip(blocks, q.split(sizes, 2), seen, strict=True):
+        for block, queries, keys in zip(blocks, q.split(sizes, 2), seen, strict=True):
             states, run = (queries, *(_joined(x, keys) for x in pieces)), attend
             long = states[1].shape[2] > band.BLOCK
             if long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
                 run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-            parts.append(run(own, place, *states))
+            parts.append(run(row_band, block, *states))
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows)
 
@@ -220,8 +219,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     if not query.is_cuda:
         return query.float() @ key.float().mT
     # The product itself outputs float32: converting the keys first would write and read them once more.
-    flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32)
-    return flat.unflatten(0, query.shape[:2])
+    return torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32).unflatten(0, query.shape[:2])
 
 
 # transformers' layers expect a contiguous result.
@@ -249,14 +247,14 @@ def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator
 
     The layers may be shared with the runtime, which uses ours.
     """
-    ours = model.config._attn_implementation
-    if ours == ATTENTION:  # a model that does not support ours has transformers' own already
+    implementation = model.config._attn_implementation
+    if implementation == ATTENTION:  # a model that does not support ours has transformers' own already
         model.set_attn_implementation(name or stock_name(model))
     try:
         yield
     finally:
-        if ours == ATTENTION:
-            model.set_attn_implementation(ours)
+        if implementation == ATTENTION:
+            model.set_attn_implementation(implementation)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -273,11 +271,11 @@ def packed_band(documents: Tensor, window: int | None = None, *, kind: type[Band
 
     On a CPU its blocks end where documents do. A GPU prefers few blocks, of all rows.
     """
-    places = torch.arange(documents.shape[1], device=documents.device)
+    positions = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    first = torch.where(begins, places, 0).cummax(1).values
+    first = torch.where(begins, positions, 0).cummax(1).values
     if window is not None:
-        first = torch.maximum(first, places - (window - 1))
+        first = torch.maximum(first, positions - (window - 1))
     if documents.device.type == "cpu":
         ends = [[*row.nonzero()[:, 0].tolist(), len(row)] for row in begins]
         return kind(first, tuple(map(kind.cut, ends, first.tolist())))

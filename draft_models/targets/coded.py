@@ -63,8 +63,7 @@ class CodedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] → [..., in]. Decodes their rows."""
-        flat = self.rows.picked(tokens.flatten())
-        return flat.view(*tokens.shape, -1).to(self.like.dtype)
+        return self.rows.picked(tokens.flatten()).view(*tokens.shape, -1).to(self.like.dtype)
 
 
 def keep_codes(

@@ -50,9 +50,9 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
         return tokenizer(texts, **options)["input_ids"]
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    made = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
+    encoder = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
     rows = None if os.path.isfile(source) else open_target.rows_beside(source, revision)
-    return made if rows is None or rows >= made.vocabulary else made._replace(rows=rows)
+    return encoder if rows is None or rows >= encoder.vocabulary else encoder._replace(rows=rows)
 
 
 def _of_sentencepiece(source: str) -> Encoder:

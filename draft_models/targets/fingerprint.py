@@ -50,26 +50,26 @@ class Fingerprint:
     config: dict[str, object]
     tensors: dict[str, str]
 
-    def differences(self, other: "Fingerprint") -> list[str]:
-        """Descriptions of the fields, except the path, in which the target `other` differs from the drafter's."""
+    def differences(self, target: "Fingerprint") -> list[str]:
+        """Descriptions of the fields, except the path, in which `target` differs from the drafter's."""
         plain = ("target", "revision", "config", "tensors")
-        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
-        found = [(k, mine[k], theirs[k]) for k in mine if k not in plain and mine[k] != theirs[k]]
-        words = [f"{key}: drafter {a!r}, target {b!r}" for key, a, b in found]
-        return words + model_differences(mine, theirs)
+        drafter_fields, target_fields = dataclasses.asdict(self), dataclasses.asdict(target)
+        pairs = [(key, value, target_fields[key]) for key, value in drafter_fields.items() if key not in plain]
+        words = [f"{key}: drafter {a!r}, target {b!r}" for key, a, b in pairs if a != b]
+        return words + model_differences(drafter_fields, target_fields)
 
-    def unchecked(self, other: "Fingerprint") -> list[str]:
-        """The parts of the `other` model without recorded tensors, which `differences` does not compare."""
-        return sorted(other.tensors.keys() - self.tensors.keys())
+    def unchecked(self, target: "Fingerprint") -> list[str]:
+        """The parts of the model of `target` without recorded tensors, which `differences` does not compare."""
+        return sorted(target.tensors.keys() - self.tensors.keys())
 
 
 def _sampled(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
     """The tensors outside the layers and of the first and the last layer; all tensors if the layers are unknown."""
     try:
-        wanted = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
+        prefixes = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
     except UserError:
         return list(files.file_of)
-    return [name for name in files.file_of if name.startswith(wanted)]
+    return [name for name in files.file_of if name.startswith(prefixes)]
 
 
 def fingerprint_target(
@@ -101,25 +101,24 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
     """The fields of config.json, without `NOT_DECIDING`, as they stand in the file, without transformers' defaults, and
     without those that repeat its `rope_parameters` for older readers."""
-    place, revision = as_described(source, revision)
-    values, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
+    directory, revision = as_described(source, revision)
+    values, _ = PreTrainedConfig.get_config_dict(directory, revision=revision)
     rope = dict[str, object]((key, values[key]) for key in ("model_type", "rope_parameters") if key in values)
     older = [(key, value) for key, value in with_older_rope(rope).items() if key not in rope]
     return {key: value for key, value in values.items() if key not in NOT_DECIDING and (key, value) not in older}
 
 
-def model_differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def model_differences(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> list[str]:
     """How a target's `model_identity` differs from a drafter's, in words; facts that one lacks are not compared."""
-    before, now = mine.get("config"), theirs.get("config")
-    known = before is not None and now is not None
-    found = config_differences(before, now) if known else []
-    words = [f"config.{key}: drafter {a!r}, target {b!r}" for key, a, b in found]
-    return words + changed_parts(mine.get("tensors") or {}, theirs.get("tensors") or {})
+    configs = drafter.get("config"), target.get("config")
+    changes = [] if None in configs else config_differences(*configs)
+    words = [f"config.{key}: drafter {a!r}, target {b!r}" for key, a, b in changes]
+    return words + changed_parts(drafter.get("tensors") or {}, target.get("tensors") or {})
 
 
-def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One line that names the parts of `before` whose digest differs or is missing `now`; empty if there are none."""
-    parts = [part for part in sorted(before) if before[part] != now.get(part)]
+def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """One line naming the parts of `before` whose digest differs in `after` or is missing there; empty: none."""
+    parts = [part for part in sorted(before) if before[part] != after.get(part)]
     return [f"the weights differ in {listed(parts)}"] if parts else []
 
 

@@ -82,13 +82,13 @@ def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
     Raises `UserError` for weights outside linear layers (see `require_linear`), or not finite.
     """
     require_linear(model, name)
-    made: dict[int, Int8Linear] = {}
+    layers: dict[int, Int8Linear] = {}
     for path, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                if id(child) not in made:
-                    made[id(child)] = _quantised(child, dtype, f"{name}: {path}.{child_name}")
-                setattr(parent, child_name, made[id(child)])
+                if id(child) not in layers:
+                    layers[id(child)] = _quantised(child, dtype, f"{name}: {path}.{child_name}")
+                setattr(parent, child_name, layers[id(child)])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not buffers: rotary frequencies are float32 in any model
 
@@ -104,16 +104,16 @@ def _quantised(linear: nn.Linear, dtype: torch.dtype, name: str) -> Int8Linear:
 
 def require_linear(model: nn.Module, name: str) -> None:
     """Raise `UserError` unless every matrix of `model` is a linear layer's or an embedding; it may be on meta."""
-    others = [
+    unsupported = [
         f"{path} ({type(module).__name__})"
         for path, module in model.named_modules()
         if type(module) is not nn.Linear and not isinstance(module, nn.Embedding)
         if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     ]
-    if others:
+    if unsupported:
         raise UserError(
             f"{name}: dtype=int8 quantises linear layers, and these of its modules hold weights of another kind: "
-            f"{listed(others)}. Decode with dtype=fast"
+            f"{listed(unsupported)}. Decode with dtype=fast"
         )
 
 
@@ -126,6 +126,6 @@ def int8_bytes(model: nn.Module, itemsize: int) -> int:
 
 def _floats(model: nn.Module, linears: Sequence[nn.Linear]) -> list[nn.Parameter]:
     """The parameters that stay floats; this includes an embedding tied to the head."""
-    kept = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    gone = {id(linear.weight) for linear in linears} - kept.keys()
+    embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    gone = {id(linear.weight) for linear in linears} - embeddings.keys()
     return [parameter for parameter in model.parameters() if id(parameter) not in gone]

@@ -41,13 +41,13 @@ class _ProbeLayer(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         signature = inspect.signature(type(self._layer[0]).forward)
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                given.update(given.pop(name, {}))
-        _, first, *_ = given
-        given.pop(next(iter(given)))  # self
-        self._notes.append({"hidden": given.pop(first), **given})
+                arguments.update(arguments.pop(name, {}))
+        _, first, *_ = arguments
+        arguments.pop(next(iter(arguments)))  # self
+        self._notes.append({"hidden": arguments.pop(first), **arguments})
         return self._notes[-1]["hidden"]
 
 
@@ -74,8 +74,7 @@ def find_layers(model: PreTrainedModel) -> str:
 
 def watch(model: PreTrainedModel, **options: object) -> _Trace:
     """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
-    layers_name = find_layers(model)
-    base_name, _, attribute = layers_name.rpartition(".")
+    base_name, _, attribute = find_layers(model).rpartition(".")
     base = model.get_submodule(base_name)
     seen = _Trace([], [], [])
     embed = model.get_input_embeddings()
@@ -113,7 +112,7 @@ def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Ite
 
 def _arguments(model: PreTrainedModel) -> dict[str, object]:
     """The arguments of the traced forward: embeddings of ones, and values for everything it would choose itself."""
-    device, dtype = _place(model)
+    device, dtype = _device_and_dtype(model)
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return {
@@ -125,7 +124,7 @@ def _arguments(model: PreTrainedModel) -> dict[str, object]:
     }
 
 
-def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """The device and dtype in which a forward of `model` can run: the CPU if its parameters are on the meta device."""
     first = next(model.parameters())
     return torch.device("cpu") if first.is_meta else first.device, first.dtype
@@ -134,17 +133,17 @@ def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 @contextmanager
 def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
     """Context manager: parameters on the meta device, except the token embedding's, are replaced by zeros."""
-    kept = []
+    originals = []
     for module in base.modules():
         for name, parameter in module._parameters.items():
             if module is not embed and parameter is not None and parameter.is_meta:
-                kept.append((module, name, parameter))
-    for module, name, parameter in kept:
+                originals.append((module, name, parameter))
+    for module, name, parameter in originals:
         module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), False)
     try:
         yield
     finally:
-        for module, name, parameter in kept:
+        for module, name, parameter in originals:
             module._parameters[name] = parameter
 
 
@@ -160,12 +159,9 @@ def observe(model: PreTrainedModel) -> ModelSpec:
 
 
 def _observe(model: PreTrainedModel) -> ModelSpec:
-    forgetting = {
-        type(layer) for layer in DynamicCache(config=model.config).layers if not isinstance(layer, DynamicLayer)
-    }
-    if forgetting:
-        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in forgetting)})")
-    layers = find_layers(model)
+    states = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
+    if states:
+        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in states)})")
     seen = watch(model)
     count = model.config.num_hidden_layers
     if len(seen.layers) != count:
@@ -189,38 +185,37 @@ def _observe(model: PreTrainedModel) -> ModelSpec:
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
-    scale = 1.0 if positions or input_norm else float(hidden.flatten()[0])
     return ModelSpec(
-        layers=layers,
+        layers=find_layers(model),
         embed=names[id(model.get_input_embeddings())],
         norm=norms[0],
         head=names[id(head)],
-        calls=tuple(_call(given, tables, slide) for given, slide in zip(seen.layers, slides, strict=True)),
+        calls=tuple(_call(arguments, tables, slide) for arguments, slide in zip(seen.layers, slides, strict=True)),
         tables=tuple(table for table, _ in tables),
         positions=positions,
         input_norm=input_norm,
-        scale=scale,
+        scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),
         logits=_logit_rule(model, names[id(head)]),
     )
 
 
 def _tables(seen: _Trace) -> list[tuple[Table, object]]:
     """Every call of a rotary module before the layers, with its output."""
-    found: list[tuple[Table, object]] = []
+    tables: list[tuple[Table, object]] = []
     for name, module, args, kwargs, output in seen.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            options = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
-            found.append((Table(name, tuple(options.items())), output))
-    return found
+            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            options = {key: value for key, value in arguments.items() if not isinstance(value, Tensor)}
+            tables.append((Table(name, tuple(options.items())), output))
+    return tables
 
 
-def _call(given: Mapping[str, object], tables: Sequence[tuple[Table, object]], slides: bool) -> LayerCall:
+def _call(arguments: Mapping[str, object], tables: Sequence[tuple[Table, object]], slides: bool) -> LayerCall:
     """The `LayerCall` of a layer, from its traced arguments. Raises `ValueError` for an unknown argument."""
     keywords: dict[str, str] = {}
     table = 0
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == "hidden" or value is None or isinstance(value, bool):
             continue
         if isinstance(value, DynamicCache):
@@ -253,14 +248,14 @@ def _slides(model: PreTrainedModel, count: int) -> list[bool]:
     rows = torch.arange(ROWS)
     causal = rows <= rows[:, None]
     banded = causal & (rows > rows[:, None] - WINDOW)
-    found = []
-    for given in layers:
-        mask = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() == 4), None)
+    slides = []
+    for arguments in layers:
+        mask = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() == 4), None)
         seen = causal if mask is None else (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
         if not torch.equal(seen, causal) and not torch.equal(seen, banded):
             raise ValueError("its masks are neither causal nor a sliding window")
-        found.append(torch.equal(seen, banded))
-    return found
+        slides.append(torch.equal(seen, banded))
+    return slides
 
 
 class _KnownHead(nn.Module):
@@ -277,29 +272,26 @@ class _KnownHead(nn.Module):
 
 def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
     """What the model does to its head's logits, found by a head of known output. Raises `ValueError` if unsupported."""
-    device, dtype = _place(model)
-    given = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
+    device, dtype = _device_and_dtype(model)
+    logits = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
     parent_name, _, attribute = head.rpartition(".")
     parent = model.get_submodule(parent_name)
-    kept = getattr(parent, attribute)
+    head_module = getattr(parent, attribute)
     embed = model.get_input_embeddings()
-    setattr(parent, attribute, _KnownHead(given))
+    setattr(parent, attribute, _KnownHead(logits))
     try:
         with _stood_in_for(model, []), _filled(model, embed), torch.no_grad():
-            found = model.eval()(**_arguments(model)).logits[0, -1]
+            output = model.eval()(**_arguments(model)).logits[0, -1]
     finally:
-        setattr(parent, attribute, kept)
-    config = model.config
-    cap = getattr(config, "final_logit_softcapping", None)
-    candidates = [LogitRule(), LogitRule(cap=cap)]
+        setattr(parent, attribute, head_module)
+    candidates = [LogitRule(), LogitRule(cap=getattr(model.config, "final_logit_softcapping", None))]
     for name in ("logit_scale", "logits_scaling"):
-        value = getattr(config, name, None)
-        if value:
+        if value := getattr(model.config, name, None):
             candidates += [LogitRule(factor=value), LogitRule(divisor=value)]
     for rule in candidates:
-        if torch.equal(rule(given).to(found.dtype), found):
+        if torch.equal(rule(logits).to(output.dtype), output):
             return rule
     for rule in candidates:
-        if torch.allclose(rule(given).to(found.dtype), found, rtol=1e-5, atol=1e-6):
+        if torch.allclose(rule(logits).to(output.dtype), output, rtol=1e-5, atol=1e-6):
             return rule
     raise ValueError("it changes its head's logits in a way that is not known here")

@@ -33,16 +33,16 @@ _KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
 def model_spec(config: PreTrainedConfig) -> ModelSpec:
     """The structure of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
-    said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-    if said not in _KNOWN:
-        _KNOWN[said] = observe(empty_model(config).float())  # 16 bits would round a scale
-    return _KNOWN[said]
+    description = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if description not in _KNOWN:
+        _KNOWN[description] = observe(empty_model(config).float())  # 16 bits would round a scale
+    return _KNOWN[description]
 
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:
     """The structure of `model`, which may have only some of the layers of a target (see `empty_layers`)."""
-    found = getattr(model, "spec", None)
-    return found if isinstance(found, ModelSpec) else model_spec(model.config)
+    spec = getattr(model, "spec", None)
+    return spec if isinstance(spec, ModelSpec) else model_spec(model.config)
 
 
 def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None) -> LayerStack:
@@ -88,13 +88,13 @@ def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int,
     """A copy of `model` with only the given layers, in that order. copied: the memo of `copy.deepcopy` (id of a part →
     its replacement), which is extended.
     """
-    parts, every = spec_of(model), decoder_layers(model)
-    copied[id(every)] = nn.ModuleList()
+    parts, all_layers = spec_of(model), decoder_layers(model)
+    copied[id(all_layers)] = nn.ModuleList()
     picked = copy.deepcopy(model, copied)
     # A layer may occur twice. All layers share one config, since transformers reads the attention to use from it.
-    chosen = [copy.deepcopy(every[index], dict(copied)) for index in layers]
-    for place, layer in enumerate(chosen):
-        number_layer(layer, place)
+    chosen = [copy.deepcopy(all_layers[index], dict(copied)) for index in layers]
+    for number, layer in enumerate(chosen):
+        number_layer(layer, number)
     module_list(picked, parts.layers).extend(chosen)
     for name, values in settings_by_layer(model.config).items():
         setattr(picked.config, name, [values[index] for index in layers])
@@ -133,17 +133,17 @@ def load_causal_lm(
     if files.original is not None and not files.original.by_transformers:
         return _load_original(files, role, coded, **options)
     dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
-    where, revision = files.place
+    where, revision = files.location
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
-    with Stage(f"loading {source} by transformers"), _with_metadata(where) as place:
+    with Stage(f"loading {source} by transformers"), _with_metadata(where) as folder:
         model = fitted(
-            AutoModelForCausalLM, place, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
+            AutoModelForCausalLM, folder, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
             use_safetensors=files.original is None, **({"config": part} if part else {}), **renamed, **options,
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
     if renamed:  # else saving the model would restore the prefix
         conversions = vars(model)["_weight_conversions"]
-        conversions[:] = [one for one in conversions if one.target_patterns != [""]]
+        conversions[:] = [conversion for conversion in conversions if conversion.target_patterns != [""]]
     return model
 
 
@@ -153,8 +153,8 @@ def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -
     config = AutoConfig.from_pretrained(described, revision=revision, trust_remote_code=False)
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
-    names, place = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
-    model = _filled(model, files, names, config.dtype, place, role, exact=bool(files.wrapped), coded=coded)
+    names, device_map = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
+    model = _filled(model, files, names, config.dtype, device_map, role, exact=bool(files.wrapped), coded=coded)
     model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
     model.name_or_path = model.config.name_or_path = files.source
     return model
@@ -164,15 +164,15 @@ def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -
 def _with_metadata(where: str) -> Iterator[str]:
     """`where`; if its index lacks the "metadata" that transformers requires, a directory of links with it added."""
     index = next((index for kind in (SAFETENSORS, PICKLES) if (index := Path(where, kind.index)).exists()), Path())
-    said = read_mapping(index, "index", "fetch the checkpoint again") if index.name else {"metadata": {}}
-    if "metadata" in said:
+    fields = read_mapping(index, "index", "fetch the checkpoint again") if index.name else {"metadata": {}}
+    if "metadata" in fields:
         yield where
         return
     with TemporaryDirectory() as folder:
         for file in index.absolute().parent.iterdir():
             if file.name != index.name:
                 Path(folder, file.name).symlink_to(file)
-        write_json(Path(folder, index.name), {"metadata": {}, **said})
+        write_json(Path(folder, index.name), {"metadata": {}, **fields})
         yield folder
 
 
@@ -213,13 +213,13 @@ def load_layers(
     config.dtype = dtype  # also the dtype of the buffers that transformers creates
     model = empty_layers(config, layers)
     names = _names(files, spec_of(model).layers, layers)
-    place = {"": torch.device(device)}
-    return _filled(model, files, names, dtype, place, role, exact=bool(files.wrapped) or part, coded=coded)
+    device_map = {"": torch.device(device)}
+    return _filled(model, files, names, dtype, device_map, role, exact=bool(files.wrapped) or part, coded=coded)
 
 
 def _filled(
-    model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, place: Any, role: str, *,
-    exact: bool | None, coded: bool,
+    model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, device_map: Any,
+    role: str, *, exact: bool | None, coded: bool,
 ) -> PreTrainedModel:  # fmt: skip
     """`model`, which is on meta, with the tensors of `files`. names: its tensors' names → names in the files."""
     tied = model.config.tie_word_embeddings
@@ -228,8 +228,8 @@ def _filled(
     added = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
     computed = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
-    device = place[""] if isinstance(place, dict) and [*place] == [""] else None
-    options = {} if device == torch.device("cpu") else {"device_map": place}
+    device = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else None
+    options = {} if device == torch.device("cpu") else {"device_map": device_map}
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
         stored = files.unread(set(names.values()), device or "cpu", stage)
         fitted(
@@ -248,11 +248,11 @@ def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[st
     """Tensor name in a model of `layers` → name in the files; a layer may occur several times."""
     numbered, names = re.compile(rf"(^|\.){list_name.rpartition('.')[2]}\.(\d+)\."), dict[str, str]()
     for source in files.file_of:
-        if (found := numbered.search(source)) is None:
+        if (match := numbered.search(source)) is None:
             names[source] = source
         else:
-            places = [place for place, layer in enumerate(layers) if layer == int(found[2])]
-            names |= {f"{source[: found.start(2)]}{place}{source[found.end(2) :]}": source for place in places}
+            positions = [position for position, layer in enumerate(layers) if layer == int(match[2])]
+            names |= {f"{source[: match.start(2)]}{position}{source[match.end(2) :]}": source for position in positions}
     return names
 
 
@@ -272,25 +272,21 @@ def fitted(kind: Any, where: str | None, name: str, *, exact: bool | None, **opt
         raise
     except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
         raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
-    missing, others = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    found = [f"no {listed(missing)}"] if missing else []
-    found += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    wrong = [f"no {listed(missing)}"] if missing else []
+    wrong += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
-    found += [
-        f"{one} and {other} differ, which are tied" for one, other in tied if one not in loaded.all_tied_weights_keys
-    ]
-    if found or (exact and others):
-        prefixes = {other.removesuffix(key) for key in missing for other in others if other.endswith(f".{key}")}
-        instead = (
-            f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(others)}"
-        )
+    wrong += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
+    if wrong or (exact and unused):
+        prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
+        hint = f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(unused)}"
         raise UserError(
-            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(found)}{instead if others else ''}. Save or "
+            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(wrong)}{hint if unused else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
         )
-    if others and exact is not None:
+    if unused and exact is not None:
         warn_once(
-            f"{name}: {listed(others)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are more "
+            f"{name}: {listed(unused)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are more "
             "than other heads, as biases, adapters and scales are, it is another model without them"
         )
     return loaded

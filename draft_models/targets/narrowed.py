@@ -21,12 +21,12 @@ def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
 
 
-def whole_rows(rows: Tensor, others: Tensor, tokens: Tensor, size: int) -> Tensor:
-    """rows [k, …] of `tokens` [k] → [size, …], with `others` […] for every other token.
+def whole_rows(rows: Tensor, filler: Tensor, tokens: Tensor, size: int) -> Tensor:
+    """rows [k, …] of `tokens` [k] → [size, …], with `filler` […] for every other token.
 
     For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
     """
-    return others.expand(size, *others.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
+    return filler.expand(size, *filler.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
 
 
 class DraftVocabulary(nn.Module):
@@ -37,19 +37,19 @@ class DraftVocabulary(nn.Module):
     """
 
     tokens: Tensor
-    place: Tensor
+    index_of: Tensor
 
     def __init__(self, tokens: Tensor, vocabulary: int):
         super().__init__()
-        place = tokens.new_full((vocabulary + 1,), len(tokens))  # the last entry: for ids of padded embeddings
-        place[tokens] = torch.arange(len(tokens), device=tokens.device)
+        index_of = tokens.new_full((vocabulary + 1,), len(tokens))  # the last entry: for ids of padded embeddings
+        index_of[tokens] = torch.arange(len(tokens), device=tokens.device)
         self.vocabulary = vocabulary
         self.register_buffer("tokens", tokens, persistent=False)
-        self.register_buffer("place", place, persistent=False)
+        self.register_buffer("index_of", index_of, persistent=False)
 
     def inward(self, ids: Tensor) -> Tensor:
         """The model's ids for the target's."""
-        return self.place[ids.clamp(max=self.vocabulary)]
+        return self.index_of[ids.clamp(max=self.vocabulary)]
 
     def outward(self, logits: Tensor) -> Tensor:
         """The model's logits [..., k + 1] → [..., vocabulary]."""
@@ -58,8 +58,8 @@ class DraftVocabulary(nn.Module):
 
 def draft_vocabulary_of(model: nn.Module) -> DraftVocabulary | None:
     """The draft vocabulary of `model`; None if it has all of the target's tokens."""
-    found = getattr(model, "draft_vocabulary", None)
-    return found if isinstance(found, DraftVocabulary) else None
+    vocabulary = getattr(model, "draft_vocabulary", None)
+    return vocabulary if isinstance(vocabulary, DraftVocabulary) else None
 
 
 def is_narrowed(config: PreTrainedConfig) -> bool:

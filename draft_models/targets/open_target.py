@@ -161,12 +161,12 @@ def load_proven(
     if files.original is not None and not files.original.by_transformers:
         files.original.prove_decoding()
     elif files.complete:
-        every, part = empty_model(config), None
-        if dtype.itemsize * sum(weight.numel() for weight in every.parameters()) > LARGEST_COPY:
+        full_model, part = empty_model(config), None
+        if dtype.itemsize * sum(weight.numel() for weight in full_model.parameters()) > LARGEST_COPY:
             load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)
-            part = pick_layers(every, [0], {}).config
-        theirs = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
-        prove_weights(model, layers, theirs, f"{role}={files.source}")
+            part = pick_layers(full_model, [0], {}).config
+        reference = load_causal_lm(files.source, files.revision, role=role, part=part, dtype=dtype)
+        prove_weights(model, layers, reference, f"{role}={files.source}")
     prove_layers(model, f"{role}={files.source}")
     record.write(True)
     return model
@@ -174,9 +174,9 @@ def load_proven(
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """The tokenizer's special token ids, under their names in model configs; None for one without a row (`rows_of`)."""
-    found = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     rows = rows_of(tokenizer)
-    return {name: None if rows and token is not None and token >= rows else token for name, token in found.items()}
+    return {name: None if rows and token is not None and token >= rows else token for name, token in ids.items()}
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
@@ -191,10 +191,10 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one."""
-    place, revision = as_described(source, revision)
-    kind = PreTrainedTokenizerFast if is_as_written(place, revision) else AutoTokenizer
+    directory, revision = as_described(source, revision)
+    kind = PreTrainedTokenizerFast if is_as_written(directory, revision) else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+        tokenizer = kind.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are only checked now
     except Exception as error:  # any error of the Hub client or of a tokenizer's own files
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
@@ -225,8 +225,7 @@ def pick_device(name: str) -> torch.device:
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16; or float32 on a CPU without bfloat16 instructions, which would be several times slower in bfloat16."""
-    quick = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if quick else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -238,9 +237,7 @@ def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> tor
     """
     if name == "int8" and device.type == "cuda" and torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    if name == "int8":
-        return fast_dtype(device)
-    if name == "fast" and device.type == "cpu":
+    if name == "int8" or (name == "fast" and device.type == "cpu"):
         return fast_dtype(device)
     if name not in ("auto", "fast"):
         return getattr(torch, name)
@@ -258,9 +255,8 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     role: the option that names the model, if it is not the target.
     """
     config = read_config(source, revision, role=role)
-    reason = why_not_by_layers(config)
-    if reason is not None:
-        raise UserError(f"{role}={source}: {reason}")
+    if (why := why_not_by_layers(config)) is not None:
+        raise UserError(f"{role}={source}: {why}")
     if any(call.slides for call in model_spec(config).calls) and config.sliding_window < 1:
         raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config
@@ -288,9 +284,9 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
     require_no_adapter(source, revision, role)
-    place, revision = as_described(source, revision)
+    directory, revision = as_described(source, revision)
     try:
-        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
@@ -304,8 +300,7 @@ def require_description(source: str, revision: str | None, role: str) -> None:
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         return  # transformers says why
-    described = read_mapping(file, "description of a model", "fetch the model again")
-    layers = described.get("num_hidden_layers", 1)
+    layers = read_mapping(file, "description of a model", "fetch the model again").get("num_hidden_layers", 1)
     # A config creates lists of this length before it checks other fields.
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise UserError(
@@ -330,14 +325,12 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
 
 def quantisation(config: PreTrainedConfig) -> str | None:
     """The quantisation method of a checkpoint's weights, by its name in transformers; None if not quantised."""
-    found = getattr(config, "quantization_config", None) or {}
-    settings = found if isinstance(found, dict) else found.to_dict()
+    description = getattr(config, "quantization_config", None) or {}
+    settings = description if isinstance(description, dict) else description.to_dict()
     if not settings:
         return None
-    by_flag = next(
-        (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed"
-    )
-    return str(settings.get("quant_method") or by_flag)
+    flag = next((f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed")
+    return str(settings.get("quant_method") or flag)
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

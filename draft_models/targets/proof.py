@@ -41,17 +41,17 @@ class NotByLayersError(UserError):
     """A model that this toolkit cannot run layer by layer; its own forward may still do."""
 
 
-def prove_weights(model: PreTrainedModel, layers: Sequence[int], theirs: PreTrainedModel, name: str) -> None:
-    """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `theirs`.
+def prove_weights(model: PreTrainedModel, layers: Sequence[int], reference: PreTrainedModel, name: str) -> None:
+    """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `reference`.
 
-    layers: the target's layers in `model`. theirs: the target as transformers loads it, or its first layers.
+    layers: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
     """
-    held, numbered = theirs.state_dict(), re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
-    for place, tensor in model.state_dict().items():
-        stored = numbered.sub(lambda found: str(layers[int(found[0])]), place, count=1)
-        other = held.get(stored, tensor)  # `theirs` may lack later layers: these are not compared
-        pair = [one.to(tensor.device).flatten().view(torch.uint8) for one in (tensor, other)]
-        if other.dtype != tensor.dtype or not torch.equal(*pair):
+    held, numbered = reference.state_dict(), re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
+    for key, tensor in model.state_dict().items():
+        stored = numbered.sub(lambda match: str(layers[int(match[0])]), key, count=1)
+        expected = held.get(stored, tensor)  # `reference` may lack later layers: these are not compared
+        pair = [side.to(tensor.device).flatten().view(torch.uint8) for side in (tensor, expected)]
+        if expected.dtype != tensor.dtype or not torch.equal(*pair):
             raise UserError(
                 f"{name}: {stored} is another tensor than the one that transformers loads from the same place, so the "
                 "two would run different models; save the model again by transformers' save_pretrained"
@@ -101,8 +101,7 @@ def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
     layers = decoder_layers(model)
     inside = {id(tensor) for tensor in _halves(layers)}
     by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
-    outer = [tensor for tensor in _halves(model) if id(tensor) not in inside]
-    stored = [(tensor, tensor.data) for tensor in outer]
+    stored = [(tensor, tensor.data) for tensor in _halves(model) if id(tensor) not in inside]
     padding, size = embed.padding_idx, config.vocab_size
     of_layers: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
@@ -225,16 +224,16 @@ def _difference(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, s
                       └ kept ─ follower
     """
     length, cache = len(ids) - 4, target.cache(len(ids))
-    places = torch.arange(len(ids), device=ids.device)
+    indices = torch.arange(len(ids), device=ids.device)
     visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-    found = [target.rows(ids[:length], places[:length], visible, cache)[1]]
-    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
-    visible = torch.cat([own.new_ones(3, length), own], dim=1)
-    positions = places[[length, length + 1, length + 1]]
-    found.append(target.rows(ids[length:-1], positions, visible, cache)[1])
+    logits = [target.rows(ids[:length], indices[:length], visible, cache)[1]]
+    branches = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
+    visible = torch.cat([branches.new_ones(3, length), branches], dim=1)
+    positions = indices[[length, length + 1, length + 1]]
+    logits.append(target.rows(ids[length:-1], positions, visible, cache)[1])
     cache.keep(length, [0, 2])
-    found.append(target.rows(ids[-1:], places[[length + 2]], own.new_ones(1, length + 3), cache)[1])
-    off = (torch.cat(found) - expected).float().square().mean(-1).sqrt() / expected.float().std()
+    logits.append(target.rows(ids[-1:], indices[[length + 2]], branches.new_ones(1, length + 3), cache)[1])
+    off = (torch.cat(logits) - expected).float().square().mean(-1).sqrt() / expected.float().std()
     worst = int(off.argmax())
     in_text = worst < length + 2
     return float(off[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"

@@ -117,10 +117,10 @@ class ReadingChanges(Settings):
 
     def __str__(self) -> str:
         """The options as a user gives them: "reading.taps=[2,4,5]"."""
-        return " ".join(f"reading.{name}={_shown(value)}" for name, value in self.stated().items())
+        return " ".join(f"reading.{name}={_option_text(value)}" for name, value in self.stated().items())
 
 
-def _shown(value: object) -> str:
+def _option_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

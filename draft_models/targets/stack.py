@@ -59,8 +59,7 @@ class _RowLayer(DynamicLayer):
         stop = self.length + key_states.shape[2]
         if not self._buffers or stop > self._buffers[0].shape[2]:
             slots, before = min(slots_of(stop), self.capacity), self._buffers
-            states = (key_states, value_states)
-            self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in states)
+            self._buffers = tuple(t.new_empty((*t.shape[:2], slots, t.shape[3])) for t in (key_states, value_states))
             for buffer, state in zip(self._buffers, before, strict=False):
                 buffer[:, :, : self.length] = state[:, :, : self.length]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
@@ -107,15 +106,15 @@ def call_layer(
     layer: nn.Module, call: LayerCall, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None
 ) -> Tensor:
     """A decoder layer on hidden [B, Q, d], called as its model calls it."""
-    given: dict[str, object] = {}
-    for ours, theirs in call.keywords:
-        if ours == "rotary":
-            given[theirs] = rotary.tables[call.table]
-        elif ours == "positions":
-            given[theirs] = rotary.positions
+    arguments: dict[str, object] = {}
+    for role, keyword in call.keywords:
+        if role == "rotary":
+            arguments[keyword] = rotary.tables[call.table]
+        elif role == "positions":
+            arguments[keyword] = rotary.positions
         else:
-            given[theirs] = mask if ours == "mask" else cache
-    out = layer(hidden, **given)
+            arguments[keyword] = mask if role == "mask" else cache
+    out = layer(hidden, **arguments)
     return out if isinstance(out, Tensor) else out[0]
 
 
@@ -123,16 +122,16 @@ def normed_product(norm: Any, head: Any, hidden: Tensor) -> Tensor:
     """head(norm(hidden)), fused into one step if the head supports it (`after`)."""
     if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
         return head(norm(hidden))
-    done = head.after(norm.weight, norm.eps, hidden)
-    return head(norm(hidden)) if done is None else done
+    product = head.after(norm.weight, norm.eps, hidden)
+    return head(norm(hidden)) if product is None else product
 
 
 def module_list(model: PreTrainedModel, name: str) -> nn.ModuleList:
     """The list of modules that `model` has under this name."""
-    found = model.get_submodule(name)
-    if not isinstance(found, nn.ModuleList):
-        raise TypeError(f"{name} of {type(model).__name__} is a {type(found).__name__}: expected a list of modules")
-    return found
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.ModuleList):
+        raise TypeError(f"{name} of {type(model).__name__} is a {type(module).__name__}: expected a list of modules")
+    return module
 
 
 class LayerStack(nn.Module):
@@ -205,9 +204,9 @@ class LayerStack(nn.Module):
         self._reserved = positions
         like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
         # Only padding exceeds the limit; texts never do.
-        every = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
+        position_ids = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
         for number, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
-            cos, sin = module(like, position_ids=every, **dict(table.options))
+            cos, sin = module(like, position_ids=position_ids, **dict(table.options))
             setattr(self, f"cos{number}", cos[0])
             setattr(self, f"sin{number}", sin[0])
 
@@ -235,11 +234,11 @@ class LayerStack(nn.Module):
         """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
         if self.at_once is not None and stop > start:
             call = self.spec.calls[start]
-            done = self.at_once.run(hidden, start, stop, rotary.tables[call.table], masks[self.windows[start]], cache)
-            if done is not None:
-                return done
-        every = zip(self.layers, self.spec.calls, self.windows, strict=True)  # an index into modules is slow
-        for layer, call, window in islice(every, start, stop):
+            output = self.at_once.run(hidden, start, stop, rotary.tables[call.table], masks[self.windows[start]], cache)
+            if output is not None:
+                return output
+        layer_calls = zip(self.layers, self.spec.calls, self.windows, strict=True)  # an index into modules is slow
+        for layer, call, window in islice(layer_calls, start, stop):
             hidden = call_layer(layer, call, hidden, masks[window], rotary, cache)
         return hidden
 

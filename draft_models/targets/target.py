@@ -31,10 +31,10 @@ class Band:
     front: int = 0
 
     @classmethod
-    def sliding(cls, places: Tensor, window: int) -> "Band":
-        """The mask of one text at `places` 0, 1, …, T − 1 [T]; a token sees `window` tokens, itself included."""
-        first = [max(0, place - window + 1) for place in range(len(places))]
-        return cls((places - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(places)], first),))
+    def sliding(cls, positions: Tensor, window: int) -> "Band":
+        """The mask of one text at `positions` 0, 1, …, T − 1 [T]; a token sees `window` tokens, itself included."""
+        first = [max(0, position - window + 1) for position in range(len(positions))]
+        return cls((positions - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(positions)], first),))
 
     @classmethod
     def cut(cls, ends: Sequence[int], first: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -53,14 +53,14 @@ class Band:
 class Texts:
     """The mask of a pass over several texts, one text after another: each row sees keys of its own text only.
 
-    rows, masks, caches: the number of rows, the mask and the cache of each. shown: in the running layer, the keys and
+    rows, masks, caches: the number of rows, the mask and the cache of each. entries: in the running layer, the keys and
     values that its cache returns, then those of each text with its own rows.
     """
 
     rows: tuple[int, ...]
     masks: "tuple[Mask, ...]"
     caches: "tuple[LayerCache, ...]"
-    shown: list[tuple[Tensor, Tensor]]
+    entries: list[tuple[Tensor, Tensor]]
 
 
 Mask = Tensor | Band | Texts | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask
@@ -108,7 +108,6 @@ class Target(Runnable, Protocol):
 
     def cache(self, capacity: int) -> "RowCache":
         """An empty cache for the rows of one text."""
-        ...
 
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: "RowCache", *, last_only: bool = False
@@ -118,7 +117,6 @@ class Target(Runnable, Protocol):
         Returns the last hidden states [n, d], and next-token logits [n, V], or with `last_only` only those of the last
         row, [1, V].
         """
-        ...
 
 
 class Layers(Runnable, Protocol):
@@ -139,8 +137,6 @@ class Layers(Runnable, Protocol):
 
     def reserve(self, positions: int) -> None:
         """Prepare `rotary` for positions 0..positions−1."""
-        ...
 
     def rotary(self, positions: Tensor) -> Rotary:
         """The rotary tables at positions [B, Q], which must have been reserved."""
-        ...

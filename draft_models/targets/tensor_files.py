@@ -53,7 +53,7 @@ class TensorFiles:
     source: str
     revision: str | None
     file_of: dict[str, str]  # tensor name → file name
-    place: tuple[str, str | None]  # directory or Hub name of the files, and its revision
+    location: tuple[str, str | None]  # directory or Hub name of the files, and its revision
     headless: bool = False  # saved without the prefix
     wrapped: str = ""  # a wrapper's prefix of all stored names
     original: Original | None = None  # the model, if it is not plain safetensors: its tensors are read from there
@@ -70,8 +70,8 @@ class TensorFiles:
         Without `dtype`, tensors keep their stored type; integer tensors always do. device: each tensor is moved there
         as soon as it is read. Raises `UserError`.
         """
-        tensors, wanted = {}, list(names)
-        for name, stored in counted(self.stored(wanted), f"reading {self.source}", "tensors", len(wanted)):
+        tensors, tensor_names = {}, list(names)
+        for name, stored in counted(self.stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)):
             tensor = self._read(name, stored)
             tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
             tensors[name] = tensor.to(device)
@@ -89,11 +89,11 @@ class TensorFiles:
         """The tensors in `names`, which transformers will read, as `stage` counts; for the meta device only shapes."""
         only_shapes = torch.device(device).type == "meta"
 
-        def read(name: str, one: Stored) -> Tensor:
+        def read(name: str, tensor: Stored) -> Tensor:
             stage.advance()
-            return torch.empty(one.shape, device=device) if only_shapes else self._read(name, one)
+            return torch.empty(tensor.shape, device=device) if only_shapes else self._read(name, tensor)
 
-        return {name: replace(one, read=partial(read, name, one)) for name, one in self.stored(names)}
+        return {name: replace(tensor, read=partial(read, name, tensor)) for name, tensor in self.stored(names)}
 
     @property
     def complete(self) -> bool:
@@ -109,34 +109,32 @@ class TensorFiles:
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
-        for file, wanted in self._by_file(names).items():
-            yield from self._of(file, wanted).items()
+        for file, inside in self._by_file(names).items():
+            yield from self._of(file, inside).items()
 
-    def digests(self, names: Iterable[str], *, whole: bool = False, fetch: bool = True) -> dict[str, str]:
+    def digests(self, names: Iterable[str], *, full: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
 
         `_PIECES` pieces of each tensor are read, evenly spread. A change is detected unless it lies wholly between two
         pieces, within a 32nd of one tensor.
-        whole: read every byte instead, and detect any change. fetch: fetch missing files; otherwise omit parts that are
+        full: read every byte instead, and detect any change. fetch: fetch missing files; otherwise omit parts that are
         not completely on this machine. Adds the bytes read to `bytes_hashed`. Raises `UserError`.
         """
         hashes: dict[str, bytes] = {}
         incomplete: set[str] = set()
         with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
-            for file, wanted in self._by_file(names).items():
+            for file, inside in self._by_file(names).items():
                 if not fetch and self.original is None and self._path(file, fetch) is None:
-                    incomplete |= {part_of(name) for name in wanted}
+                    incomplete |= {part_of(name) for name in inside}
                     continue
-                jobs = {name: pool.submit(_hash, name, one, whole) for name, one in self._of(file, wanted).items()}
+                jobs = {name: pool.submit(_hash, name, x, full) for name, x in self._of(file, inside).items()}
                 for name, job in counted(jobs.items(), f"hashing {self.source}", "tensors"):
                     hashes[name], size = job.result()
                     self.bytes_hashed += size
         parts: dict[str, bytes] = {}
         for name in sorted(hashes):
             parts[part_of(name)] = parts.get(part_of(name), b"") + hashes[name]
-        return {
-            part: hashlib.sha256(all_of).hexdigest()[:16] for part, all_of in parts.items() if part not in incomplete
-        }
+        return {part: hashlib.sha256(blob).hexdigest()[:16] for part, blob in parts.items() if part not in incomplete}
 
     def digest(self, names: Iterable[str]) -> str:
         """A short hash of three rows (or the scalar) of each named tensor."""
@@ -144,8 +142,8 @@ class TensorFiles:
         for name in sorted(stored):
             length = stored[name].shape[0] if stored[name].shape else 1
             row = stored[name].nbytes // max(1, length)
-            places = [(max(0, index) * row, row) for index in sorted({0, length // 2, length - 1})]
-            for piece in stored[name].pieces(places):
+            ranges = [(max(0, index) * row, row) for index in sorted({0, length // 2, length - 1})]
+            for piece in stored[name].pieces(ranges):
                 digest.update(name.encode())
                 digest.update(piece)
         return digest.hexdigest()[:16]
@@ -170,8 +168,8 @@ class TensorFiles:
         if self.original is not None:
             return {name: self._tensors[self._stored(name)] for name in names}
         stored = {name: self._stored(name) for name in names}
-        others = (self._stored(name) for name, one in self.file_of.items() if one != file)
-        held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), others)
+        elsewhere = (self._stored(name) for name, source_file in self.file_of.items() if source_file != file)
+        held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), elsewhere)
         tensors = {name: held[stored[name]] for name in names}
         require_weights(self.source, tensors, self._path(CONFIG_FILE))
         return tensors
@@ -180,7 +178,7 @@ class TensorFiles:
         return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
 
     def _path(self, file: str, fetch: bool = True) -> str | None:
-        return located(*self.place, file, fetch=fetch)
+        return located(*self.location, file, fetch=fetch)
 
 
 def part_of(name: str) -> str:
@@ -195,9 +193,9 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     Raises `UserError`, also for an index that is damaged or names a file outside the directory.
     """
     original = find_original(source, revision)
-    place = (str(original.folder), None) if isinstance(original, FolderModel) else (source, revision)
-    single = None if original else located(*place, SAFETENSORS.single)  # transformers prefers it to an index
-    index = None if original or single else located(*place, SAFETENSORS.index)
+    location = (str(original.folder), None) if isinstance(original, FolderModel) else (source, revision)
+    single = None if original else located(*location, SAFETENSORS.single)  # transformers prefers it to an index
+    index = None if original or single else located(*location, SAFETENSORS.index)
     if original is not None:
         file_of = dict.fromkeys(original.tensors(), source)
     elif single is not None:
@@ -209,7 +207,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
             "pytorch_model.bin, or a GGUF file (convert other formats with model.save_pretrained)"
         )
-    wrapped = min((found[0] for name in file_of if (found := _WRAPPED.match(name))), key=len, default="")
+    wrapped = min((match[0] for name in file_of if (match := _WRAPPED.match(name))), key=len, default="")
     wrapped = wrapped if all(name.startswith(wrapped) for name in file_of) else ""
     if wrapped:
         warn_once(f"{source}: the names of its tensors begin with {wrapped!r}, which a wrapper put there; left out")
@@ -218,7 +216,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
     if headless:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
-    return TensorFiles(source, revision, file_of, place, headless, wrapped, original)
+    return TensorFiles(source, revision, file_of, location, headless, wrapped, original)
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
@@ -239,21 +237,21 @@ def find_file(source: str, file: str, revision: str | None) -> str | None:
     return located(*as_described(source, revision), file)
 
 
-def _hash(name: str, stored: Stored, whole: bool) -> tuple[bytes, int]:
+def _hash(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
     """sha256 of one tensor, or of its sample, and the number of bytes read.
 
     On CPUs with SHA instructions sha256 is the standard library's fastest hash.
     """
     digest, read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
-    for piece in stored.pieces(_places(stored.nbytes, whole)):
+    for piece in stored.pieces(_sample_ranges(stored.nbytes, full)):
         digest.update(piece)
         read += len(piece)
     return digest.digest(), read
 
 
-def _places(size: int, whole: bool) -> Iterator[tuple[int, int]]:
+def _sample_ranges(size: int, full: bool) -> Iterator[tuple[int, int]]:
     """(first byte, number of bytes) of the pieces to read of a tensor of `size` bytes."""
-    if whole or size <= _PIECES * _PIECE:
+    if full or size <= _PIECES * _PIECE:
         yield from ((at, min(_BLOCK, size - at)) for at in range(0, size, _BLOCK))
     else:
         yield from ((index * (size - _PIECE) // (_PIECES - 1), _PIECE) for index in range(_PIECES))

@@ -84,9 +84,9 @@ def require_rows(ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizer
     rows, largest = rows_of(tokenizer), int(np.max(ids, initial=-1))
     if rows is not None and largest >= rows:
         token = tokenizer.convert_ids_to_tokens(largest)
-        said = f"holds the token {token!r} (id {largest}), and the model's embedding has {rows} rows"
+        fault = f"holds the token {token!r} (id {largest}), and the model's embedding has {rows} rows"
         remedy = "leave it out of the text, or give a model whose embedding was resized for it"
-        raise UnusableTextError(f"{where} {said}; {remedy}", "token")
+        raise UnusableTextError(f"{where} {fault}; {remedy}", "token")
 
 
 def with_arguments(

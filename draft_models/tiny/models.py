@@ -77,8 +77,7 @@ def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
         save_tiny_model(folder / name, config, seed)
     target = open_target(str(folder / TARGET))
     config, tokenizer = target.config, target.tokenizer
-    layers = target.layers(exit_layers(config, 1), dtype=torch.float32)
-    drafter = EarlyExit(layers, 1, own_head=True)
+    drafter = EarlyExit(target.layers(exit_layers(config, 1), dtype=torch.float32), 1, own_head=True)
     save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, {}, torch.float32)
     head = CalibrationHead(config.hidden_size, config.hidden_size)
     facts = {"target": model_identity(target.files)}

@@ -256,7 +256,7 @@ def digests(folder: Path, tensors: dict[str, torch.Tensor], whole: bool = False)
     """What `digests` says of a checkpoint with these tensors, and how many bytes it has read."""
     save_file(tensors, folder / "model.safetensors")
     files = open_tensors(str(folder))
-    found = files.digests(files.file_of, whole=whole)
+    found = files.digests(files.file_of, full=whole)
     assert files.bytes_read == 0  # hashing is not loading
     return found, files.bytes_hashed
 

@@ -252,7 +252,7 @@ FAULTS = {  # where, and what stands there instead
     ),
     "steps between are not attended to": (Steps, "attend", "self.now > 1", "False"),
     "keys of other positions": (Steps, "attend", "= entry\n", "= entry[0].roll(1, 2), entry[1]\n"),
-    "entries between of other positions": (Steps, "_picked", "(pick, own", "(pick.roll(1, 1), own"),
+    "entries between of other positions": (Steps, "_picked", "(pick, rows", "(pick.roll(1, 1), rows"),
     "outputs of other positions": (*GUESSED, "(pick, features.", "(pick.roll(1, 1), features."),
     "the tokens of step 0": (*GUESSED, "where + 1 + step) %", "where + 1) %"),
     "positions that only later steps need": (*GUESSED, "(wanted.flip(-1).cumsum(-1).flip(-1) > 0)", "wanted"),

@@ -73,7 +73,7 @@ def test_it_is_the_target_that_it_is_in_safetensors(tmp_path: Path, architecture
     assert other.fingerprint.differences(one.fingerprint) == []
     assert other.fingerprint.tensors == one.fingerprint.tensors
     assert other.fingerprint.weights == one.fingerprint.weights
-    assert other.files.digests(other.files.file_of, whole=True) == one.files.digests(one.files.file_of, whole=True)
+    assert other.files.digests(other.files.file_of, full=True) == one.files.digests(one.files.file_of, full=True)
     layers = [target.layers([0, 3], dtype=torch.float32).state_dict() for target in (one, other)]
     assert all(torch.equal(layers[0][name], layers[1][name]) for name in layers[0])
     texts = [
