@@ -230,10 +230,10 @@ def _merged(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     with Stage(title, int(sizes.sum()), "n-grams") as stage:
         for begin, end in ranges(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
-            own = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
+            slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
             parts = [
                 Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)
-                for keys, tokens, counts in own
+                for keys, tokens, counts in slices
             ]
             if parts:  # else no document is long enough for an n-gram
                 yield merge_all(parts)
@@ -306,9 +306,9 @@ def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
     """The totals of these contexts, summed over `parts`."""
     sums = np.zeros(len(keys), np.uint64)
     for part in parts:
-        place = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
-        kept = keys[place] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
-        sums[place[kept]] += part.totals[kept]
+        index = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
+        present = keys[index] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
+        sums[index[present]] += part.totals[present]
     return np.minimum(sums, _LARGEST).astype(np.uint32)
 
 
@@ -319,8 +319,8 @@ def kept_from(table: TrigramTable, megabytes: float) -> int:
     """
 
     def fits(count: int) -> bool:
-        left = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
-        size = sum(level_bytes(order, table.vocabulary, *found) for order, found in left.items())
+        lengths = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
+        size = sum(level_bytes(order, table.vocabulary, *pair) for order, pair in lengths.items())
         return size <= megabytes * 10**6
 
     largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())
