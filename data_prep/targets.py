@@ -96,12 +96,8 @@ def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> No
         record = read_json(folder / RECORD_FILE, "record of a conversion", "give another out_dir")
         check_identity(record, identity, folder / RECORD_FILE)
         return
-    names = {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE, SOURCE_FOLDER}
-    if names:
+    if names := {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE, SOURCE_FOLDER}:
         raise UserError(f"out_dir={folder}: holds {min(names)!r}, which no conversion made; give an empty directory")
-
-
-# ---------------------------------------------------------------------------------------------------- fetching
 
 
 def fetch_target(config: FetchConfig) -> None:

@@ -137,8 +137,7 @@ def _counted(
         "max_successors": config.max_successors,
         "corpus": {**config.corpus(), "digest": shards.digest},
     }
-    documents = whole_documents(shards)
-    suffixes = sort_suffixes(separated(documents, vocabulary), vocabulary) if config.suffixes else None
+    suffixes = sort_suffixes(separated(whole_documents(shards), vocabulary), vocabulary) if config.suffixes else None
     return TrigramTable(vocabulary, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
 
 

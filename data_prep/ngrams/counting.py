@@ -88,9 +88,6 @@ def _mapped(file: Path, kind: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
 
 
-# ---------------------------------------------------------------------------------------------------------- runs
-
-
 def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
     """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
     bits = token_bits(vocabulary)
@@ -111,11 +108,7 @@ def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Pa
                 grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
             yield grams._asdict()
 
-    types: dict[str, np.dtype] = {
-        "keys": np.dtype(np.uint64),
-        "tokens": np.dtype(np.uint32),
-        "counts": np.dtype(np.uint32),
-    }
+    types = {"keys": np.dtype(np.uint64), "tokens": np.dtype(np.uint32), "counts": np.dtype(np.uint32)}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
         stored = Grams(**_written(folder, types, runs(stage)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
@@ -160,8 +153,7 @@ def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Itera
     for cut in range(0, len(ids), most):
         start, stop = max(0, cut - order + 1), min(cut + most, len(ids))
         first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop, "left")
-        sizes = np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
-        yield ids[start:stop], sizes
+        yield ids[start:stop], np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
 
 
 @kept
@@ -250,9 +242,6 @@ def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-# -------------------------------------------------------------------------------------------------------- merging
-
-
 def merged(
     tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, folder: Path, memory: int
 ) -> TrigramTable:
@@ -320,8 +309,7 @@ def kept_from(table: TrigramTable, megabytes: float) -> int:
 
     def fits(count: int) -> bool:
         lengths = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
-        size = sum(level_bytes(order, table.vocabulary, *pair) for order, pair in lengths.items())
-        return size <= megabytes * 10**6
+        return sum(level_bytes(order, table.vocabulary, *pair) for order, pair in lengths.items()) <= megabytes * 10**6
 
     largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())
     count = 1 + bisect_left(range(1, largest + 1), True, key=fits)

@@ -163,9 +163,6 @@ def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
         yield from parts
 
 
-# -------------------------------------------------------------------------------------------------- processes
-
-
 def _write_all(
     jobs: Iterator[_Job], source: str, revision: str | None, encoder: Encoder, workers: int
 ) -> Iterator[int]:
@@ -213,14 +210,10 @@ def _write_in_process(path: Path, batch: list[Passage], dtype: np.dtype) -> int:
     return _write_shard(path, batch, dtype, _process_encoder)
 
 
-# ----------------------------------------------------------------------------------------------------- shards
-
-
 def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Encoder) -> int:
     """Write the ids of all documents, and the length of each, as safetensors; returns the number of tokens."""
     end = () if encoder.eos is None else (encoder.eos,)
-    lengths: list[int] = []
-    parts = [np.empty(0, dtype)]
+    lengths, parts = list[int](), [np.empty(0, dtype)]
     for part in batches(batch, lambda passage: len(passage.text), PIECE):
         for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
             tokens = np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype)

@@ -120,8 +120,7 @@ def around_question(
             raise UserError(f"{name_of(tokenizer)} has no BOS token, which begins a text: give prompts of your own")
         return [tokenizer.bos_token_id], ""
     question: list[Message] = [{"role": "user", "content": MARK}]
-    text = text_of(question, tokenizer, template, "a question", option)
-    before, _, after = text.partition(MARK)
+    before, _, after = text_of(question, tokenizer, template, "a question", option).partition(MARK)
     if not after.strip():
         raise UserError(f"{name_of(tokenizer)}: its chat template does not end a user's turn: give prompts of your own")
     ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
@@ -231,9 +230,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bo
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 
-# --------------------------------------------------------------------------------------------- templates
-
-
 def apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -285,11 +281,8 @@ def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "the tokenizer"
 
 
-# ---------------------------------------------------------------------------------------------- streamed text
-
-
 class StreamedText:
-    """A text in pieces. All pieces and `rest`, joined, are `tokenizer.decode(tokens, skip_special_tokens=True)` of all
+    """A text in pieces. All pieces and `flush`, joined, are `tokenizer.decode(tokens, skip_special_tokens=True)` of all
     tokens that were added, without a last one in `ends` (an end token need not be special).
 
     A piece is text that no later token changes. Three things are held back: an incomplete character, bytes that may be

@@ -323,8 +323,7 @@ def batches(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int, count: int | None = None
 ) -> Iterator[list[Item]]:
     """Lists of up to `count` consecutive items with total size at most `most`; a larger item is a list by itself."""
-    batch: list[Item] = []
-    size = 0
+    batch, size = list[Item](), 0
     for item in items:
         item_size = size_of(item)
         if batch and (size + item_size > most or len(batch) == count):

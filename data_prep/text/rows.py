@@ -129,8 +129,7 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
     stream, waiting = _OpenRow(seq_len), list[_OpenRow]()
     for document in documents:
         if document.whole:
-            needed = len(document.ids)
-            fitting = [row for row in waiting if row.free >= needed]
+            fitting = [row for row in waiting if row.free >= len(document.ids)]
             if not fitting:
                 if len(waiting) == window:
                     fullest = min(range(window), key=lambda i: waiting[i].free)
@@ -191,8 +190,7 @@ def _documents(
 ) -> Iterator[Document]:
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
-        records = read_records(config, split, counts)
-        for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
+        for batch in batches(read_records(config, split, counts), _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
             for ids, supervised, indivisible in encode(batch, tokenizer, config.template, counts):
                 if indivisible:
                     counts["clipped"] += len(ids) > seq_len

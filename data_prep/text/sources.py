@@ -82,8 +82,7 @@ def content_digest(config: DataConfig) -> str:
     """
     digest = hashlib.sha256()
     if config.source == "hub":
-        identity = [config.path, config.subset, config.data_dir, config.revision, config.split]
-        digest.update(json.dumps(identity).encode())
+        digest.update(json.dumps([config.path, config.subset, config.data_dir, config.revision, config.split]).encode())
     elif config.source == "local":
         for path in resolve_paths(config.path):
             digest.update(path.suffix.lower().encode() + file_digest(path))
@@ -91,9 +90,6 @@ def content_digest(config: DataConfig) -> str:
         for name, path in python_files(config.packages):
             digest.update(name.encode() + file_digest(path))
     return digest.hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------ sources
 
 
 def _sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:

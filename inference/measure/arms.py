@@ -196,8 +196,7 @@ def measure(
         shift = (turn + repeat) % len(names)
         for number, name in enumerate(names[shift:] + names[:shift], 1):
             with Stage(f"arm {number}/{len(names)} {name}"):
-                together = None if name in alone else batch
-                runs[name].append(decode_all(arms[name], prompts, streams[repeat], together))
+                runs[name].append(decode_all(arms[name], prompts, streams[repeat], None if name in alone else batch))
     middle = {
         name: sorted(generations, key=lambda texts: sum(text.decode_seconds for text in texts))[(repeats - 1) // 2]
         for name, generations in runs.items()

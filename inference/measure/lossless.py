@@ -104,31 +104,20 @@ def judge(deviations: Sequence[Deviation]) -> Judgement:
     mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
     ties, base_ties = len(gaps), sum(d.own_gaps for d in deviations)
     most_ties = base_ties + 4 * math.sqrt(ties + base_ties) + 2
-    worst_at = f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
+    peak, peak_at = worst.peak, f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
     bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
     limits = (
         (bulk <= BULK, f"the {_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
-        (
-            worst.peak <= PEAK,
-            f"the {worst_at} are off by {worst.peak:.1f} times the rounding error, at most {PEAK:.0f}",
-        ),
+        (peak <= PEAK, f"the {peak_at} are off by {peak:.1f} times the rounding error, at most {PEAK:.0f}"),
         (
             largest <= GAP,
             f"another token than the target's is chosen across {largest:.1f} rounding errors, at most {GAP:.0f}",
         ),
         (ties <= most_ties, f"it leaves the text at {ties} positions, transformers at {base_ties}"),
     )
+    faults = tuple(text for holds, text in limits if not holds)
     return Judgement(
-        len(deviations),
-        positions,
-        bulk,
-        _row(widest, rows),
-        worst.peak,
-        worst_at,
-        ties,
-        base_ties,
-        largest,
-        tuple(text for holds, text in limits if not holds),
+        len(deviations), positions, bulk, _row(widest, rows), peak, peak_at, ties, base_ties, largest, faults
     )
 
 

@@ -123,14 +123,8 @@ class Skipped:
 
 
 Arm = Callable[[Sequence[int], Streams], Generation]  # from a prompt's ids and the generation's random streams
-
-
 Choosing = Callable[[TokenSelector], TokenSelector]
-
-
 MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms whose selectors are replaced
-
-
 Record = TypeVar("Record")
 REPORT_FILE = "report.json"
 RUN_FILE = "run.json"

@@ -62,8 +62,7 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     """
     generations = list(generations)
     rounds = sum(len(g.rounds) for g in generations)
-    prefixes = (TRIED, CANDIDATE, CHOSEN)
-    names = sorted({name for g in generations for name in g.totals if not name.startswith(prefixes)})
+    names = sorted({name for g in generations for name in g.totals if not name.startswith((TRIED, CANDIDATE, CHOSEN))})
     return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
 
 
@@ -157,8 +156,7 @@ def looped(tokens: tuple[int, ...]) -> int:
     """The number of tokens in the longest stretch of a text that makes it loop; 0 for a text that does not."""
     text, size, longest = np.array(tokens), len(tokens), 0
     for period in range(1, size // TIMES + 1):
-        breaks = np.flatnonzero(text[period:] != text[:-period])
-        edges = np.concatenate(([-1], breaks, [size - period]))
+        edges = np.concatenate(([-1], np.flatnonzero(text[period:] != text[:-period]), [size - period]))
         lengths, ends = np.diff(edges) - 1 + period, edges[1:] + period  # of stretches of this period
         # A stretch may end one token before the text does: the last token may be the end token.
         counts = (lengths >= max(TIMES * period, LEAST)) & ((2 * lengths >= size) | (ends >= size - 1))

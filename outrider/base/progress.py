@@ -126,12 +126,8 @@ def command(name: str) -> Iterator[None]:
 
 def hide_stages() -> None:
     """Show no progress of the stages that are open: of a command that waits for requests from now on."""
-    global _bar
-    with tqdm.get_lock():
-        _stages.clear()
-        if _bar is not None:
-            _bar.close()
-        _bar = None
+    for stage in [*_stages]:
+        stage.__exit__()
 
 
 def relayed(line: str) -> bool:

@@ -143,8 +143,7 @@ class Settings:
 
     def deciding(self) -> dict[str, Any]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
-        fields = dataclasses.fields(self)
-        return {field.name: _decided(getattr(self, field.name)) for field in fields if decides(field)}
+        return {field.name: _decided(getattr(self, field.name)) for field in dataclasses.fields(self) if decides(field)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -174,8 +174,7 @@ def look_for_places(config: Settings) -> None:
     plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
 
     def is_checked(key: str) -> bool:
-        read = not (plan and key.partition(".")[0] in ("data", "prompts"))
-        return read and (config.gives(key) or not debug)
+        return not (plan and key.partition(".")[0] in ("data", "prompts")) and (config.gives(key) or not debug)
 
     config.require_places(is_checked)
 
