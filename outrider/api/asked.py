@@ -11,8 +11,8 @@ from outrider.base.settings import Named
 from outrider.base.words import did_you_mean
 from outrider.inference.settings.sampling import SamplingConfig
 
-_Parameters = ParamSpec("_Given")
-_Return = TypeVar("_Made")
+_Parameters = ParamSpec("_Parameters")
+_Return = TypeVar("_Return")
 Text = Annotated[str, Named("a text")]
 # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
 Messages = Sequence[Mapping[str, object]]

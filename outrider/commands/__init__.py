@@ -93,7 +93,7 @@ def entry(
                 for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
                     os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
                 # A warning that DeepSpeed has without a GPU.
-                logging.getLogger("DeepSpeed").addFilter(lambda line: "Setting accelerator" not in line.getMessage())
+                logging.getLogger("DeepSpeed").addFilter(lambda log: "Setting accelerator" not in log.getMessage())
                 if words[:1] == ["--settings"] and words[1:]:
                     record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
                     sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
