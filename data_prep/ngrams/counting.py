@@ -108,7 +108,8 @@ def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Pa
                 grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
             yield grams._asdict()
 
-    types = {"keys": np.dtype(np.uint64), "tokens": np.dtype(np.uint32), "counts": np.dtype(np.uint32)}
+    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
+    types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
         stored = Grams(**_written(folder, types, runs(stage)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
