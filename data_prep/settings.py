@@ -79,8 +79,8 @@ class PromptsConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = (self.target is None) != (self.file is None)
-        self.require("target", given, "the model that writes the prompts, or file= with prompts in its place")
+        one_source = (self.target is None) != (self.file is None)
+        self.require("target", one_source, "the model that writes the prompts, or file= with prompts in its place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,5 +124,5 @@ class TrigramConfig(RehearsedConfig):
     def corpus(self) -> dict[str, object]:
         """The settings that determine the counted text, JSON-able."""
         silent = ("template", "chat_template_kwargs", "mix", "streaming")
-        own = {key: value for key, value in self.data.deciding().items() if key not in silent}
-        return {**own, "path": list(self.data.path), "text": self.text}
+        fields = {key: value for key, value in self.data.deciding().items() if key not in silent}
+        return {**fields, "path": list(self.data.path), "text": self.text}

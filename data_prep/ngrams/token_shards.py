@@ -72,15 +72,15 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder | None = Non
     """
     size = 0 if encoder is None else encoder.vocabulary
     for record in records:
-        written, whole = _written(record, encoder, size), not record.get("truncated")
+        written, complete = _written(record, encoder, size), not record.get("truncated")
         if "text" in record:
-            yield next(written, Passage(record["text"], ends=whole))
+            yield next(written, Passage(record["text"], ends=complete))
             continue
         last = len(record["messages"]) - 1
-        for place, message in enumerate(record["messages"]):
+        for number, message in enumerate(record["messages"]):
             if message["role"] == "assistant":
                 texts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
-                answer = next(written, Passage("\n".join(filter(None, texts)), ends=whole or place < last))
+                answer = next(written, Passage("\n".join(filter(None, texts)), ends=complete or number < last))
                 if (answer.ids or answer.text) and UNLEARNED not in message:  # a call of tools may have no text
                     yield answer
             elif text == "all" and message["content"]:
@@ -92,8 +92,8 @@ def _written(record: Record, encoder: Encoder | None, size: int) -> Iterator[Pas
     written = record.get("written")
     if written is None or encoder is None:
         return
-    known = all(max(read.ids) < size for read in written.documents)
-    if not (known and encoder.digest.startswith(written.tokenizer)):
+    in_range = all(max(read.ids) < size for read in written.documents)
+    if not (in_range and encoder.digest.startswith(written.tokenizer)):
         warn_of_text(record["id"], "their tokens are of another tokenizer")
         return
     for read in written.documents:
@@ -124,7 +124,7 @@ def tokenise(
     def missing() -> Iterator[_Job]:
         nonlocal count
         pieces = _pieces(documents, encoder, piece)
-        for batch in batches(pieces, lambda one: len(one.text) or 4 * len(one.ids), shard):
+        for batch in batches(pieces, lambda passage: len(passage.text) or 4 * len(passage.ids), shard):
             name = _digest(identity, batch)
             digest.update(name.encode())
             paths.append(folder / f"{len(paths):06d}-{name[:32]}.safetensors")
@@ -161,9 +161,6 @@ def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
         parts[0] = np.concatenate([begun, parts[0]])
         begun = parts.pop() if continues else begun[:0]
         yield from parts
-
-
-# -------------------------------------------------------------------------------------------------- processes
 
 
 def _write_all(
@@ -213,23 +210,19 @@ def _write_in_process(path: Path, batch: list[Passage], dtype: np.dtype) -> int:
     return _write_shard(path, batch, dtype, _process_encoder)
 
 
-# ----------------------------------------------------------------------------------------------------- shards
-
-
 def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Encoder) -> int:
     """Write the ids of all documents, and the length of each, as safetensors; returns the number of tokens."""
     end = () if encoder.eos is None else (encoder.eos,)
-    lengths: list[int] = []
-    parts = [np.empty(0, dtype)]
+    lengths, parts = list[int](), [np.empty(0, dtype)]
     for part in batches(batch, lambda passage: len(passage.text), PIECE):
         for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
-            whole = np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype)
-            for number, known in enumerate(_readable(whole, encoder)):
-                parts.append(known)
+            tokens = np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype)
+            for number, segment in enumerate(_readable(tokens, encoder)):
+                parts.append(segment)
                 if number == 0 and passage.continues and lengths:
-                    lengths[-1] += len(known)
+                    lengths[-1] += len(segment)
                 else:
-                    lengths.append(len(known))
+                    lengths.append(len(segment))
     write_atomically(path, save({"ids": np.concatenate(parts), "lengths": np.array(lengths, np.uint32)}))
     return sum(lengths)
 
@@ -238,8 +231,8 @@ def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
     """`ids`, split at ids for which the model's embedding has no row; these are left out, as no draft may have them."""
     if encoder.rows is None:
         return [ids]
-    first, *others = np.split(ids, np.flatnonzero(ids >= encoder.rows))
-    return [first, *(other[1:] for other in others)]
+    first, *tails = np.split(ids, np.flatnonzero(ids >= encoder.rows))
+    return [first, *(tail[1:] for tail in tails)]
 
 
 def _pieces(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterator[Passage]:

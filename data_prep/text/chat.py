@@ -33,7 +33,7 @@ _BYTE = re.compile("<0x..>")  # part of a character, decoded together with the b
 _SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # a text that contains every pattern of the clean-up
 _CLEANED = " .?!,'ntmsver"  # all characters of these patterns: text can be split at any other character
 _LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_is_local`
-_KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] = WeakKeyDictionary()  # see `_alone`
+_TEXTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] = WeakKeyDictionary()  # see `_alone`
 MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
 
@@ -42,7 +42,7 @@ def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     template: str = "auto",
     option: str = "template",
-    said: Sequence[Sequence[int]] = (),
+    answer_ids: Sequence[Sequence[int]] = (),
     most: int | None = None,
     where: str = "prompt",
 ) -> list[int]:
@@ -52,8 +52,8 @@ def render_prompt(
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
     completion). option: its name, for errors. BOS is prepended exactly once if the tokenizer adds one; a chat template
     writes its own.
-    said: the recorded ids of the answers in `turns`, in order; empty if unknown. The prompt has these ids as long as
-    its text equals the text of the same prompt and answers. most: the context, see `ids_within`.
+    answer_ids: the recorded ids of the answers in `turns`, in order; empty if unknown. The prompt has these ids as long
+    as its text equals the text of the same prompt and answers. most: the context, see `ids_within`.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
     `UnusableTextError`, naming `where`, if the template refuses the turns or a token has no row in the model.
@@ -65,13 +65,13 @@ def render_prompt(
     ]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError("a prompt ends with a user turn")
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    known: list[list[int]] = []
-    for place, ids in zip(answers, said, strict=False):
-        if ids and place:
-            before = _render(messages[:place], tokenizer, template, option, most, where)
-            known.append([*with_known(before, known, tokenizer), *ids])
-    rendered = with_known(_render(messages, tokenizer, template, option, most, where), known, tokenizer)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    prefixes: list[list[int]] = []
+    for index, ids in zip(answers, answer_ids, strict=False):
+        if ids and index:
+            before = _render(messages[:index], tokenizer, template, option, most, where)
+            prefixes.append([*with_known(before, prefixes, tokenizer), *ids])
+    rendered = with_known(_render(messages, tokenizer, template, option, most, where), prefixes, tokenizer)
     require_rows(rendered, tokenizer, where)
     return rendered
 
@@ -119,9 +119,8 @@ def around_question(
         if tokenizer.bos_token_id is None:
             raise UserError(f"{name_of(tokenizer)} has no BOS token, which begins a text: give prompts of your own")
         return [tokenizer.bos_token_id], ""
-    asked: list[Message] = [{"role": "user", "content": MARK}]
-    text = text_of(asked, tokenizer, template, "a question", option)
-    before, _, after = text.partition(MARK)
+    question: list[Message] = [{"role": "user", "content": MARK}]
+    before, _, after = text_of(question, tokenizer, template, "a question", option).partition(MARK)
     if not after.strip():
         raise UserError(f"{name_of(tokenizer)}: its chat template does not end a user's turn: give prompts of your own")
     ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
@@ -145,13 +144,13 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) 
         size *= 4
 
 
-def with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`rendered` with its beginning replaced by the last of the `known` ids that have the same text."""
+def with_known(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """`rendered` with its beginning replaced by the last of the `prefixes`, lists of ids, that have the same text."""
 
     def text_of(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
 
-    for ids in reversed(known):
+    for ids in reversed(prefixes):
         if rendered[: len(ids)] == ids:
             break
         text = text_of(ids)
@@ -170,7 +169,7 @@ def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     except UserError:
         opening = ""
     special = [number for number, token in tokenizer.added_tokens_decoder.items() if opening.endswith(token.content)]
-    after = max((place + 1 for place, token in enumerate(ids) if token in special), default=0)
+    after = max((i + 1 for i, token in enumerate(ids) if token in special), default=0)
     return str(tokenizer.decode([*ids[after:]], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -182,10 +181,10 @@ def parting(
         ids = _render(messages, tokenizer, template)
     except UserError as error:
         return str(error)
-    place = next((i for i, pair in enumerate(zip(written, ids, strict=False)) if pair[0] != pair[1]), len(ids))
-    names = [tokenizer.convert_ids_to_tokens([*some[max(0, place - 2) : place + 4]]) for some in (written, ids)]
-    said = f"token {place} of {len(written)}: the target has {names[0]}, the text gives {names[1]}"
-    return said if place < len(written) else ""
+    index = next((i for i, pair in enumerate(zip(written, ids, strict=False)) if pair[0] != pair[1]), len(ids))
+    names = [tokenizer.convert_ids_to_tokens([*tokens[max(0, index - 2) : index + 4]]) for tokens in (written, ids)]
+    difference = f"token {index} of {len(written)}: the target has {names[0]}, the text gives {names[1]}"
+    return difference if index < len(written) else ""
 
 
 def answered_by(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -193,9 +192,9 @@ def answered_by(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -
 
     "another": that of another tokenizer; "absent": the tokenizer had none. Empty without a record.
     """
-    said = run.get("template")
+    templates = run.get("template")
     names = {str(tokenizer.chat_template): "tokenizer", "vicuna": "vicuna", "none": "none", "None": "absent"}
-    return {names.get(str(one), "another") for one in said} if isinstance(said, list) else set()
+    return {names.get(str(template), "another") for template in templates} if isinstance(templates, list) else set()
 
 
 def records_of_runs(data: DataConfig) -> dict[Path, dict[str, object]]:
@@ -209,15 +208,15 @@ def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
     """Warn if a part of `data` has another template than the run that made its answers. Where no run has recorded one,
     warn of another template than the tokenizer's own."""
     for key, _, part in [*data.parts()] or [("", 0.0, data)]:
-        asked = set[str]().union(*(answered_by(run, tokenizer) for run in records_of_runs(part).values()))
-        asked -= {"absent"}
-        expected = {"tokenizer" if one == "another" else one for one in asked}
-        if not asked and tokenizer.chat_template:
+        templates = set[str]().union(*(answered_by(run, tokenizer) for run in records_of_runs(part).values()))
+        templates -= {"absent"}
+        expected = {"tokenizer" if template == "another" else template for template in templates}
+        if not templates and tokenizer.chat_template:
             expected = {"tokenizer"}
         if expected and part.template not in expected:
-            why = "its answers were asked for with another" if asked else f"{name_of(tokenizer)} has one of its own"
-            named = f"data.mix.{key}" if key else "data"
-            warn(f"{named}.template={part.template}: {why}; give {named}.template={' or '.join(sorted(expected))}")
+            why = "its answers were asked for with another" if templates else f"{name_of(tokenizer)} has one of its own"
+            option = f"data.mix.{key}" if key else "data"
+            warn(f"{option}.template={part.template}: {why}; give {option}.template={' or '.join(sorted(expected))}")
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -229,9 +228,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bo
     for text in texts:
         require_encodable(text, "text")
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
-
-
-# --------------------------------------------------------------------------------------------- templates
 
 
 def apply_template(
@@ -249,9 +245,9 @@ def apply_template(
     try:
         tools = messages[0].get(TOOLS) if messages else None
         template = clock_of(tokenizer) + tokenizer.get_chat_template(tools=tools)
-        shown = [{key: message[key] for key in message if key not in (TOOLS, UNLEARNED)} for message in messages]
+        history = [{key: message[key] for key in message if key not in (TOOLS, UNLEARNED)} for message in messages]
         rendered = tokenizer.apply_chat_template(
-            shown, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=opening
+            history, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=opening
         )
     except Exception as error:  # a template is code and may raise any error
         raise UnusableTextError(
@@ -285,11 +281,8 @@ def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "the tokenizer"
 
 
-# ---------------------------------------------------------------------------------------------- streamed text
-
-
 class StreamedText:
-    """A text in pieces. All pieces and `rest`, joined, are `tokenizer.decode(tokens, skip_special_tokens=True)` of all
+    """A text in pieces. All pieces and `flush`, joined, are `tokenizer.decode(tokens, skip_special_tokens=True)` of all
     tokens that were added, without a last one in `ends` (an end token need not be special).
 
     A piece is text that no later token changes. Three things are held back: an incomplete character, bytes that may be
@@ -299,11 +292,11 @@ class StreamedText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
         self._tokenizer, self._ends, self.tokens = tokenizer, ends, list[int]()
-        self._local, self._known = _is_local(tokenizer), _KNOWN.setdefault(tokenizer, {})
+        self._local, self._token_texts = _is_local(tokenizer), _TEXTS.setdefault(tokenizer, {})
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
-        plain, shown = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
+        plain, cleaned_text = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
         unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(plain) == plain
-        self._cleans = shown != plain or unsure  # unsure: no tokens give the text `_SPACED`
+        self._cleans = cleaned_text != plain or unsure  # unsure: no tokens give the text `_SPACED`
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
         self._closed = 0  # number of tokens up to the last one whose text no later token changes
         self._seen, self._waiting = 0, ""  # characters since `before` that were processed; the held-back ones
@@ -316,11 +309,11 @@ class StreamedText:
         if (end := self._closed) > self._end:
             text = self._decoded(self.tokens[self._before : end])
             self._see(text.rstrip("\ufffd"))
-            if self._local and not text.endswith("\ufffd") and (own := self._decoded(self.tokens[self._end : end])):
-                self._before, self._end, self._seen = self._end, end, len(own)
+            if self._local and not text.endswith("\ufffd") and (piece := self._decoded(self.tokens[self._end : end])):
+                self._before, self._end, self._seen = self._end, end, len(piece)
         return self._cleaned(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """The text that was held back."""
         end = len(self.tokens) - (self.tokens[-1:] != [] and self.tokens[-1] in self._ends)
         self._see(self._decoded(self.tokens[self._before : end]))
@@ -337,14 +330,14 @@ class StreamedText:
 
     def _alone(self, token: int) -> tuple[str, bool]:
         """The token's own text, and whether it may be a part of an incomplete character, or is not shown."""
-        if token not in self._known:
+        if token not in self._token_texts:
             text, name = self._decoded([token]), str(self._tokenizer.convert_ids_to_tokens(token))
-            self._known[token] = text, not text or bool(_BYTE.fullmatch(name))
-        return self._known[token]
+            self._token_texts[token] = text, not text or bool(_BYTE.fullmatch(name))
+        return self._token_texts[token]
 
     def _decoded(self, tokens: list[int]) -> str:
-        if len(tokens) == 1 and tokens[0] in self._known:
-            return self._known[tokens[0]][0]
+        if len(tokens) == 1 and tokens[0] in self._token_texts:
+            return self._token_texts[tokens[0]][0]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

@@ -51,7 +51,7 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
     In an output directory of generate-responses only the responses count. In any other directory, files that describe
     the data (such as README.md) count only if there are no others.
     """
-    found: dict[Path, None] = {}
+    distinct_files: dict[Path, None] = {}
     for pattern in patterns:
         matches = matching(pattern)
         path = Path(os.path.expanduser(pattern))
@@ -61,8 +61,8 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
         files = sorted(match for match in matches if match.is_file())
         if not files:
             raise UserError(f"path={pattern}: no file matches")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        distinct_files.update(dict.fromkeys(files))
+    return list(distinct_files)
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -189,10 +189,10 @@ _PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
 
 
-def _lines(path: Path, most: int, *, whole: bool = False) -> Iterator[bytes]:
+def _lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[bytes]:
     """The lines of a file, unpacked; converted to UTF-8 if it begins with the byte-order mark of another encoding.
 
-    A packed file may be a thousand times as large as it looks. Raises `UserError` for a line, or with `whole` for a
+    A packed file may be a thousand times as large as it looks. Raises `UserError` for a line, or with `in_total` for a
     file, of more than `most` bytes, and reads no more.
     """
     try:
@@ -203,7 +203,7 @@ def _lines(path: Path, most: int, *, whole: bool = False) -> Iterator[bytes]:
             encoding, size = _MARKS.get(mark), 0
             lines = io.TextIOWrapper(file, encoding, newline="\n") if encoding else file
             while line := lines.readline(most + 1):
-                size = len(line) + size * whole
+                size = len(line) + size * in_total
                 if size > most:
                     raise UserError(f"{path}: a line, or a text, of more than {most} bytes: expected no more; split it")
                 yield line.encode() if isinstance(line, str) else line
@@ -213,7 +213,7 @@ def _lines(path: Path, most: int, *, whole: bool = False) -> Iterator[bytes]:
 
 def _text_of(path: Path) -> str:
     """A whole file. Raises `UserError` naming the line."""
-    lines = enumerate(_lines(path, _LONGEST, whole=True), 1)
+    lines = enumerate(_lines(path, _LONGEST, in_total=True), 1)
     return "".join(_decoded(line, path, number) for number, line in lines)
 
 
@@ -223,9 +223,9 @@ def _decoded(line: bytes, path: Path, number: int) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        said = f"byte {error.start + 1} is {line[error.start]:#x}, which is no UTF-8"
+        fault = f"byte {error.start + 1} is {line[error.start]:#x}, which is no UTF-8"
         remedy = "convert it from the encoding it has, as latin1 or cp1252: iconv -f ENCODING -t UTF-8"
-        raise UserError(f"{path}:{number}: {said}; {remedy}") from None
+        raise UserError(f"{path}:{number}: {fault}; {remedy}") from None
 
 
 def _parse(line: bytes, path: Path, number: int) -> object:

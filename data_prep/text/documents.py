@@ -101,20 +101,20 @@ def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template:
     if (written.tokenizer, written.template) != written_by(record, tokenizer, template):
         warn_of_text(record["id"], "their tokens are of another tokenizer or chat template, or of its other arguments")
         return []
-    return [_supervised(read, whole="messages" in record) for read in written.documents]
+    return [_supervised(read, indivisible="messages" in record) for read in written.documents]
 
 
-def _supervised(read: Read, whole: bool) -> Document:
+def _supervised(read: Read, indivisible: bool) -> Document:
     supervised = np.zeros(len(read.ids), bool)
     for begin, end in read.answers:
         supervised[begin:end] = True
-    return Document(np.array(read.ids, np.int64), supervised, whole)
+    return Document(np.array(read.ids, np.int64), supervised, indivisible)
 
 
 def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     """Digests of the tokenizer and the template, which determine the ids of a record's prompts (see `Written`)."""
-    named = template if "messages" in record else "none"
-    rendered = digest_of([named, named == "tokenizer" and tokenizer.chat_template])[:16]
+    name = template if "messages" in record else "none"
+    rendered = digest_of([name, name == "tokenizer" and tokenizer.chat_template])[:16]
     return _digest_of(tokenizer, len(tokenizer)), rendered
 
 
@@ -147,7 +147,7 @@ def _documents_of(
         reads = joined(reads, prompt, ids, answer.learned)
     if reads:
         reads[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
-    documents = [_supervised(read, whole=True) for read in reads]
+    documents = [_supervised(read, indivisible=True) for read in reads]
     return [document for document in documents if document.supervised.any()] or [_supervised(Read([0], []), True)]
 
 
@@ -180,17 +180,17 @@ def _answers_of(
         return text_of(messages, tokenizer, template, record["id"])
 
     messages, answers = record["messages"], list[_Answer]()
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not places:
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not indices:
         return []
-    messages = messages[: places[-1] + 1]
-    prompts, added = [render(messages[:i]) for i in places], _added(tokenizer, len(tokenizer))
-    plain = _try(render, [*messages[: places[0]], {"role": "assistant", "content": MARK}]).rpartition(MARK)
+    messages = messages[: indices[-1] + 1]
+    prompts, added = [render(messages[:i]) for i in indices], _added(tokenizer, len(tokenizer))
+    plain = _try(render, [*messages[: indices[0]], {"role": "assistant", "content": MARK}]).rpartition(MARK)
     closes = not plain[1] or plain[2].rstrip().endswith(added)  # an added token that ends its content does not
     onwards = [*prompts[1:], _try(render, [*messages, {"role": "user", "content": "?"}])]
     end = (tokenizer.eos_token or "") if template == "none" else ""
-    for i, prompt, onward in zip(places, prompts, onwards, strict=True):
-        through = render(messages[: i + 1]) + end * (i == places[-1])
+    for i, prompt, onward in zip(indices, prompts, onwards, strict=True):
+        through = render(messages[: i + 1]) + end * (i == indices[-1])
         if not through.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
             raise UnusableTextError(f"{record['id']}: the chat template {why}; {other_template()}")
@@ -234,14 +234,14 @@ def _up_to_end(answer: str, onward: str, added: tuple[str, ...], closes: bool) -
 def _require_rendered(message: Message, answer: str, where: str) -> None:
     """Raise `UnusableTextError` unless each text to be learned of a message has its own place in `answer`, but for
     white space and the tags around a thought."""
-    calls, rest = [call["function"]["name"] for call in message.get("tool_calls", ())], "".join(answer.split())
+    calls, haystack = [call["function"]["name"] for call in message.get("tool_calls", ())], "".join(answer.split())
     texts = {key: _TAG.split(message.get(key) or "") for key in ("content", *THOUGHTS)} | {"tool_calls": calls}
     pieces = {"".join(text.split()): (text, key) for key in texts for text in texts[key]}
     for squeezed, (text, key) in sorted(pieces.items(), key=lambda item: -len(item[0])):
-        if squeezed not in rest:
+        if squeezed not in haystack:
             why = f"the template leaves {reprlib.repr(text)} of {key} out"
             raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
-        rest = rest.replace(squeezed, MARK, 1)
+        haystack = haystack.replace(squeezed, MARK, 1)
     for tag in _TAG.findall(message["content"]):
         if (close := tag.replace("<", "</")) in answer and close not in message["content"]:
             raise UnusableTextError(f"{where}: the template writes {close} around another thought than the content's")
@@ -293,12 +293,12 @@ def encode_all(texts: Sequence[str], encode: Encode, most: int = PIECE) -> list[
 
 def spans(text: str, encode: Encode, most: int = PIECE) -> list[tuple[int, int]]:
     """(begin, end) of the pieces of `text`, each of at most `most` characters; a short text is one piece."""
-    found, start = [], 0
+    pieces, start = [], 0
     while len(text) - start > most:
         stop, after = _cut(text, start, encode, most)
-        found.append((start, stop))
+        pieces.append((start, stop))
         start = after
-    return [*found, (start, len(text))]
+    return [*pieces, (start, len(text))]
 
 
 def _cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
@@ -306,31 +306,30 @@ def _cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
     limit = start + most
     first = limit - most // 4
     for pattern, end, begin in _PLACES:
-        places = [first + match.start() for match in pattern.finditer(text[first:limit])]
-        for place in reversed(places[-_TRIED:]):
-            if _keeps_tokens(text, start, place + end, place + begin, encode):
-                return place + end, place + begin
+        cuts = [first + match.start() for match in pattern.finditer(text[first:limit])]
+        for cut in reversed(cuts[-_TRIED:]):
+            if _keeps_tokens(text, start, cut + end, cut + begin, encode):
+                return cut + end, cut + begin
     return limit, limit
 
 
 def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) -> bool:
     begin, end = max(start, stop - _AROUND), after + _AROUND
-    whole, left, right = encode([text[begin:end], text[begin:stop], text[after:end]])
-    return [*whole] == [*left, *right]
+    ids, head, tail = encode([text[begin:end], text[begin:stop], text[after:end]])
+    return [*ids] == [*head, *tail]
 
 
 def batches(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int, count: int | None = None
 ) -> Iterator[list[Item]]:
     """Lists of up to `count` consecutive items with total size at most `most`; a larger item is a list by itself."""
-    batch: list[Item] = []
-    size = 0
+    batch, size = list[Item](), 0
     for item in items:
-        own = size_of(item)
-        if batch and (size + own > most or len(batch) == count):
+        item_size = size_of(item)
+        if batch and (size + item_size > most or len(batch) == count):
             yield batch
             batch, size = [], 0
         batch.append(item)
-        size += own
+        size += item_size
     if batch:
         yield batch

@@ -105,7 +105,7 @@ def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
         return "turns" if "turns" in raw else "prompt", "question", _turns(turns, where)
     for column, (kind, request) in _ASKED.items():
         if column in raw:
-            return column, kind, (request + _asked(raw, column, where),)
+            return column, kind, (request + _request_text(raw, column, where),)
     for column in ("prompt", "text"):
         if column in raw:
             kind = "code" if column == "prompt" and "task_id" in raw else "text"
@@ -125,15 +125,15 @@ def _turns(turns: object, where: str) -> tuple[str, ...]:
     return texts
 
 
-def _asked(raw: Raw, column: str, where: str) -> str:
+def _request_text(raw: Raw, column: str, where: str) -> str:
     value = raw[column]
     if column != "translation":
         text = prompt_text(value, where)
         return prompt_text(records.alpaca_instruction(raw), where) if column == "instruction" else text
-    other = next((code for code in value if code in _LANGUAGES), "") if isinstance(value, dict) else ""
-    if not isinstance(value, dict) or value.keys() != {"en", other}:
+    code = next((code for code in value if code in _LANGUAGES), "") if isinstance(value, dict) else ""
+    if not isinstance(value, dict) or value.keys() != {"en", code}:
         raise UserError(f"{where}: translation={reprlib.repr(value)}: expected en and one of {', '.join(_LANGUAGES)}")
-    return f"{_LANGUAGES[other]}.\nInput: {prompt_text(value['en'], where)}\nOutput: "
+    return f"{_LANGUAGES[code]}.\nInput: {prompt_text(value['en'], where)}\nOutput: "
 
 
 def prompt_text(value: object, where: str) -> str:

@@ -47,20 +47,20 @@ def read_prompts(
     require(limit is None or limit >= 1, "limit", limit, "at least 1, or null")
     if isinstance(prompts, str) and prompts == "python_stdlib":
         require(prompt_chars >= 1, "prompt_chars", prompt_chars, "at least 1")
-        found = _from_library(prompt_chars, heldout_fraction, limit)
+        selection = _from_library(prompt_chars, heldout_fraction, limit)
     elif isinstance(prompts, str):
         path = prompt_file(prompts)
-        found = list(_of_file(path, prompts if prompts in BENCHMARKS else str(path)))
+        selection = list(_of_file(path, prompts if prompts in BENCHMARKS else str(path)))
     else:
-        found = [
+        selection = [
             Prompt(f"inline:{i}", "inline", (prompt_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)
         ]
-    if not found:
+    if not selection:
         raise UserError(f"prompts={prompts}: no prompt in it")
-    if limit is not None and len(found) < limit and isinstance(prompts, str):
-        print(f"num_prompts={limit}: {prompts} has {len(found)} prompts, and all of them are taken", flush=True)
-    found = _with_own_ids(found)
-    return found if limit is None else _spread(found, limit)
+    if limit is not None and len(selection) < limit and isinstance(prompts, str):
+        print(f"num_prompts={limit}: {prompts} has {len(selection)} prompts, and all of them are taken", flush=True)
+    selection = _with_own_ids(selection)
+    return selection if limit is None else _spread(selection, limit)
 
 
 def _of_file(path: Path, file: str) -> Iterator[Prompt]:
@@ -100,11 +100,11 @@ def parted(
         )
     count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
     held = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
-    found: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
+    splits: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
     ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else groups
     for number, key in enumerate(ordered):
-        found["heldout" if number in held else "train"] += groups[key][: 1 if by_hash else None]
-    return found
+        splits["heldout" if number in held else "train"] += groups[key][: 1 if by_hash else None]
+    return splits
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
@@ -112,16 +112,16 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
 
     Results, random streams and statistics are keyed by these ids, so a new id never equals one given in the file.
     """
-    given, taken, last = {prompt.id for prompt in prompts}, set[str](), Counter[str]()
-    own = []
+    file_ids, used_ids, last = {prompt.id for prompt in prompts}, set[str](), Counter[str]()
+    unique_prompts = []
     for prompt in prompts:
-        named = prompt
-        while not taken.isdisjoint(names := {named.id, *named.turn_ids}) or (named is not prompt and names & given):
+        copy = prompt
+        while not used_ids.isdisjoint(names := {copy.id, *copy.turn_ids}) or (copy is not prompt and names & file_ids):
             last[prompt.id] = max(2, last[prompt.id] + 1)
-            named = replace(prompt, id=f"{prompt.id}#{last[prompt.id]}")
-        taken |= names
-        own.append(named)
-    return own
+            copy = replace(prompt, id=f"{prompt.id}#{last[prompt.id]}")
+        used_ids |= names
+        unique_prompts.append(copy)
+    return unique_prompts
 
 
 def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None) -> list[Prompt]:
@@ -129,12 +129,12 @@ def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None)
     texts = {r["id"]: r["text"] for r in read_records(config, "heldout") if "text" in r}
     files = {name: list(_windows(text, prompt_chars)) for name, text in texts.items()}
     files = {name: windows for name, windows in files.items() if windows}
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for depth in range(max(map(len, files.values()), default=0) if limit is not None else 1):
         level = [(name, *windows[depth]) for name, windows in files.items() if depth < len(windows)]
-        level = level if limit is None else _evenly(level, limit - len(found))
-        found += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
-    return found
+        level = level if limit is None else _evenly(level, limit - len(prompts))
+        prompts += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
+    return prompts
 
 
 def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:

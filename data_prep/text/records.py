@@ -271,12 +271,12 @@ def _truncated(raw: Raw, record: Record, counts: Counts | None, beside: list[str
         record["truncated"] = True
     written = raw.get("written")
     if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's
-        own = construct(Written, written, f"{record['id']}: written")
+        recording = construct(Written, written, f"{record['id']}: written")
         count = sum(message["role"] == "assistant" for message in record["messages"]) if "messages" in record else 1
-        found = sum(len(read.answers) for read in own.documents)
-        require(found == count, f"{record['id']}: written answers", found, f"{count}, as the record has")
-        if own.text == text_digest(record):
-            record["written"] = own
+        span_count = sum(len(read.answers) for read in recording.documents)
+        require(span_count == count, f"{record['id']}: written answers", span_count, f"{count}, as the record has")
+        if recording.text == text_digest(record):
+            record["written"] = recording
         else:
             warn_of_text(record["id"], "it is not the one that was written")
     return record

@@ -46,19 +46,19 @@ class PackedRows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, folders: Sequence[Path], seq_len: int, kept: np.ndarray, key: str, counts: dict[str, int]
+        self, folders: Sequence[Path], seq_len: int, locations: np.ndarray, key: str, counts: dict[str, int]
     ) -> None:
-        """kept: int64 [rows, 2], the index of a folder and the row in it."""
-        self._source = (folders, seq_len, kept, key, counts)
-        self.key, self.counts, self._kept = key, counts, kept
+        """locations: int64 [rows, 2], the index of a folder and the row in it."""
+        self._source = (folders, seq_len, locations, key, counts)
+        self.key, self.counts, self._locations = key, counts, locations
         self._entries = [np.memmap(folder / ROWS_FILE, _row_type(seq_len), "r") for folder in folders]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._locations)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        entry, place = self._kept[index]
-        row = self._entries[entry][place]
+        entry, number = self._locations[index]
+        row = self._entries[entry][number]
         tokens, documents = row["tokens"].astype(np.int64), row["documents"].astype(np.int64)
         labels, positions = _labels(tokens, documents, row["supervised"]), _positions(documents)
         arrays = {"input_ids": tokens, "labels": labels, "positions": positions, "documents": documents}
@@ -92,19 +92,19 @@ def load_rows(
     metas = [_read_meta(folder) for folder in folders]
     weights = [weight for _, weight, _ in mix]
     available = [meta.counts["rows"] for meta in metas]
-    taken = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
-    counts = [{**meta.counts, "rows": rows} for meta, rows in zip(metas, taken, strict=True)]
+    quotas = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
+    counts = [{**meta.counts, "rows": rows} for meta, rows in zip(metas, quotas, strict=True)]
     for part, meta in zip(counts, metas, strict=True):
         part |= {name: round(part[name] * part["rows"] / meta.counts["rows"]) for name in ("tokens", "supervised")}
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
     key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
     if config.mix and speaks():
         shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
-        named = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
-        print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {named}", flush=True)
-    order = interleave(taken, available)
-    kept = min(len(order), max_rows or len(order))
-    return PackedRows(folders, seq_len, order[np.arange(kept) * len(order) // kept], key, total)
+        summary = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
+        print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {summary}", flush=True)
+    order = interleave(quotas, available)
+    size = min(len(order), max_rows or len(order))
+    return PackedRows(folders, seq_len, order[np.arange(size) * len(order) // size], key, total)
 
 
 # ------------------------------------------------------------------------------------------------- packing
@@ -129,8 +129,7 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
     stream, waiting = _OpenRow(seq_len), list[_OpenRow]()
     for document in documents:
         if document.whole:
-            needed = len(document.ids)
-            fitting = [row for row in waiting if row.free >= needed]
+            fitting = [row for row in waiting if row.free >= len(document.ids)]
             if not fitting:
                 if len(waiting) == window:
                     fullest = min(range(window), key=lambda i: waiting[i].free)
@@ -172,8 +171,8 @@ def _lay_out(segments: list[Document], seq_len: int) -> np.ndarray:
 
 def _labels(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray) -> np.ndarray:
     labels = np.full(len(tokens), IGNORE, np.int64)
-    known = (documents[1:] == documents[:-1]) & supervised[1:]
-    labels[:-1][known] = tokens[1:][known]
+    has_label = (documents[1:] == documents[:-1]) & supervised[1:]
+    labels[:-1][has_label] = tokens[1:][has_label]
     return labels
 
 
@@ -191,16 +190,15 @@ def _documents(
 ) -> Iterator[Document]:
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
-        records = read_records(config, split, counts)
-        for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
-            for ids, supervised, whole in encode(batch, tokenizer, config.template, counts):
-                if whole:
+        for batch in batches(read_records(config, split, counts), _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
+            for ids, supervised, indivisible in encode(batch, tokenizer, config.template, counts):
+                if indivisible:
                     counts["clipped"] += len(ids) > seq_len
                     ids, supervised = ids[:seq_len], supervised[:seq_len]
                     if not supervised[1:].any():
                         counts["unsupervised"] += 1
                         continue
-                yield Document(ids, supervised, whole)
+                yield Document(ids, supervised, indivisible)
             stage.advance(len(batch))
 
 
@@ -242,15 +240,15 @@ def _count_row(row: np.ndarray, counts: Counter[str]) -> bool:
 
 
 def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
-    found = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
+    outcomes = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
     first = f"; one of them: {counts.first}" if counts.first else ""
     where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"
     if not counts["records"]:
         remedy = "give more data or raise heldout_fraction" if split == "heldout" else "give more data"
-        raise UserError(f"{where}: empty dataset: no usable {split} record (found {found}); {remedy}{first}")
+        raise UserError(f"{where}: empty dataset: no usable {split} record (found {outcomes}); {remedy}{first}")
     if not counts["rows"]:
         raise UserError(
-            f"{where}: no token of the {split} split is supervised (found {found}): no assistant's answer "
+            f"{where}: no token of the {split} split is supervised (found {outcomes}): no assistant's answer "
             f"is within seq_len; check layout, column and template, or raise seq_len{first}"
         )
 
@@ -309,10 +307,10 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
                 "another with data.cache_dir=DIRECTORY"
             ) from error
     if speaks():
-        found = _read_meta(folder)
-        counts = " ".join(f"{name}={found.counts[name]}" for name in COUNTS)
+        meta = _read_meta(folder)
+        counts = " ".join(f"{name}={meta.counts[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)
-        warn_of_unused(found.counts, found.first)
+        warn_of_unused(meta.counts, meta.first)
     return folder
 
 
@@ -327,18 +325,18 @@ def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Seq
     Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
     """
     per_row = [labels / rows for labels, rows in zip(supervised, available, strict=True)]
-    wanted = [weight / mean for weight, mean in zip(weights, per_row, strict=True)]
-    scale = min(rows / want for rows, want in zip(available, wanted, strict=True))
-    return [min(rows, max(1, round(scale * want))) for rows, want in zip(available, wanted, strict=True)]
+    ratios = [weight / mean for weight, mean in zip(weights, per_row, strict=True)]
+    scale = min(rows / ratio for rows, ratio in zip(available, ratios, strict=True))
+    return [min(rows, max(1, round(scale * ratio))) for rows, ratio in zip(available, ratios, strict=True)]
 
 
-def interleave(taken: Sequence[int], available: Sequence[int]) -> np.ndarray:
+def interleave(quotas: Sequence[int], available: Sequence[int]) -> np.ndarray:
     """int64 [rows, 2]: (source, row) of a mix, in which every stretch has about the overall proportions.
 
     The rows taken are spread evenly over a source, since neighbours share documents, and keep their order.
     """
-    source = np.repeat(np.arange(len(taken)), taken)
-    rank = np.concatenate([np.arange(count) for count in taken])
-    own, total = np.array(taken)[source], np.array(available)[source]
-    order = np.argsort((rank + 0.5) / own, kind="stable")
-    return np.stack([source, rank * total // own], axis=1)[order]
+    source = np.repeat(np.arange(len(quotas)), quotas)
+    rank = np.concatenate([np.arange(count) for count in quotas])
+    quota, total = np.array(quotas)[source], np.array(available)[source]
+    order = np.argsort((rank + 0.5) / quota, kind="stable")
+    return np.stack([source, rank * total // quota], axis=1)[order]

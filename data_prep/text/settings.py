@@ -102,10 +102,10 @@ class SourceConfig(Settings):
         no_column = self.layout != "prompts" or self.column is None
         self.require("column", no_column, "null with layout=prompts: there the column names decide")
 
-    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+    def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `path` may also be a pattern. One of the files must have a record."""
-        super().require_places(wanted, path)
-        if self.source != "local" or not wanted(f"{path}.path"):
+        super().require_places(checks, path)
+        if self.source != "local" or not checks(f"{path}.path"):
             return
         for pattern in self.path:
             require(bool(matching(pattern)), f"{path}.path", pattern, "files that are there")
@@ -140,10 +140,10 @@ class DataConfig(SourceConfig):
         if self.source == "mix":
             weights = {name: part.weight for name, part in self.mix.items()}
             require(any(weights.values()), "mix", weights, "at least one source with a weight above 0")
-            own = {f.name: getattr(self, f.name) for f in fields(SourceConfig) if f.name not in ("source", "path")}
-            changed = next((name for name, value in own.items() if value != getattr(SourceConfig, name, {})), None)
+            options = {f.name: getattr(self, f.name) for f in fields(SourceConfig) if f.name not in ("source", "path")}
+            changed = next((name for name, value in options.items() if value != getattr(SourceConfig, name, {})), None)
             if changed:
-                raise UserError(f"{changed}={own[changed]!r}: says nothing with source=mix; set mix.NAME.{changed}")
+                raise UserError(f"{changed}={options[changed]!r}: says nothing with source=mix; set mix.NAME.{changed}")
         else:
             require(not self.mix, "mix", sorted(self.mix), "nothing unless source=mix")
 
@@ -156,9 +156,9 @@ class DataConfig(SourceConfig):
         """(name, weight, data set) of each source of a mix with a weight above 0."""
         for name, part in self.mix.items():
             if part.weight:
-                own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
-                own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
-                yield name, part.weight, DataConfig(**own)
+                options = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
+                options |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
+                yield name, part.weight, DataConfig(**options)
 
 
 def prompt_file(name: str, key: str = "prompts") -> Path:

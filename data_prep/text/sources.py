@@ -82,8 +82,7 @@ def content_digest(config: DataConfig) -> str:
     """
     digest = hashlib.sha256()
     if config.source == "hub":
-        named = [config.path, config.subset, config.data_dir, config.revision, config.split]
-        digest.update(json.dumps(named).encode())
+        digest.update(json.dumps([config.path, config.subset, config.data_dir, config.revision, config.split]).encode())
     elif config.source == "local":
         for path in resolve_paths(config.path):
             digest.update(path.suffix.lower().encode() + file_digest(path))
@@ -91,9 +90,6 @@ def content_digest(config: DataConfig) -> str:
         for name, path in python_files(config.packages):
             digest.update(name.encode() + file_digest(path))
     return digest.hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------ sources
 
 
 def _sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
@@ -154,7 +150,7 @@ def python_files(packages: bool) -> list[tuple[str, Path]]:
         return files
     roots = dict.fromkeys(Path(sysconfig.get_path(key)) for key in ("purelib", "platlib"))
     seen = {file_digest(path) for _, path in files}
-    for name, path in (found for root in roots for found in _source_files(root)):
+    for name, path in (pair for root in roots for pair in _source_files(root)):
         digest = file_digest(path)
         if digest not in seen:
             seen.add(digest)

@@ -49,15 +49,15 @@ def make_arms(
 
     An arm uses the random streams within its name, one per purpose.
     """
-    ours = _Ours(stack, text, runtime, clock, choosing)
-    plainly = partial(autoregressive, stack)
-    arms: dict[str, Arm] = {AUTOREGRESSIVE: lambda prompt, own: ours.run(plainly, prompt, own.within(AUTOREGRESSIVE))}
+    maker = _ArmMaker(stack, text, runtime, clock, choosing)
+    decode = partial(autoregressive, stack)
+    arms: dict[str, Arm] = {AUTOREGRESSIVE: lambda ids, streams: maker.run(decode, ids, streams.within(AUTOREGRESSIVE))}
     for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
         if tuning is not None and isinstance(runtime, Batch):
             tuning = tuning.of_all(partial(runtime.sharing, stack))
         make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
-        arms[name] = partial(ours.draft, name, make, method.verification)
+        arms[name] = partial(maker.draft, name, make, method.verification)
     if runtime is not None:
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
@@ -68,7 +68,7 @@ def make_arms(
 
 
 @dataclass(frozen=True)
-class _Ours:
+class _ArmMaker:
     """What the arms of this runtime share (see `make_arms`)."""
 
     stack: Target
@@ -81,9 +81,9 @@ class _Ours:
         self, name: str, make: Callable[..., Drafter], rule: Verification, prompt: Sequence[int], streams: Streams
     ) -> Generation:
         """Decoding with the drafters of `make` (see `new_drafter`); with all arguments up to `rule` bound, an `Arm`."""
-        own = streams.within(name)
-        drafter = make(own)
-        generation = self.run(partial(speculative, self.stack, drafter), prompt, own, rule)
+        arm_streams = streams.within(name)
+        drafter = make(arm_streams)
+        generation = self.run(partial(speculative, self.stack, drafter), prompt, arm_streams, rule)
         return replace(generation, totals=dict(drafter.totals))
 
     def run(
@@ -105,9 +105,9 @@ class _Ours:
 
 
 def _telling(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:
-    for one in rounds:
-        stage.advance(len(one.tokens))
-        yield one
+    for r in rounds:
+        stage.advance(len(r.tokens))
+        yield r
 
 
 def without_captures(arm: Arm, runtime: Runtime) -> Arm:
@@ -174,7 +174,7 @@ class Asked:
 
 def measure(
     arms: Mapping[str, Arm],
-    asked: Sequence[Asked],
+    queries: Sequence[Asked],
     *,
     repeats: int,
     turn: int,
@@ -188,29 +188,28 @@ def measure(
     An arm's result is the repeat with the median decoding time. `profilers` run the first repeat again, untimed.
     batch: all arms but those in `alone` decode the prompts together (see `decode_all`).
     """
-    prompts = [one.prompt for one in asked]
-    streams = [[Streams(seed, one.prompt_id, repeat) for one in asked] for repeat in range(repeats)]
+    prompts = [query.prompt for query in queries]
+    streams = [[Streams(seed, query.prompt_id, repeat) for query in queries] for repeat in range(repeats)]
     names = list(arms)
     runs: dict[str, list[list[Generation]]] = {name: [] for name in names}
     for repeat in range(repeats):
         shift = (turn + repeat) % len(names)
-        for place, name in enumerate(names[shift:] + names[:shift], 1):
-            with Stage(f"arm {place}/{len(names)} {name}"):
-                together = None if name in alone else batch
-                runs[name].append(decode_all(arms[name], prompts, streams[repeat], together))
+        for number, name in enumerate(names[shift:] + names[:shift], 1):
+            with Stage(f"arm {number}/{len(names)} {name}"):
+                runs[name].append(decode_all(arms[name], prompts, streams[repeat], None if name in alone else batch))
     middle = {
-        name: sorted(done, key=lambda texts: sum(text.decode_seconds for text in texts))[(repeats - 1) // 2]
-        for name, done in runs.items()
+        name: sorted(generations, key=lambda texts: sum(text.decode_seconds for text in texts))[(repeats - 1) // 2]
+        for name, generations in runs.items()
     }
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
     profiles = {name: decode_all(profiler, prompts, streams[0]) for name, profiler in (profilers or {}).items()}
     return [
         PromptResult(
-            one.prompt_id, one.category, tuple(one.prompt), {name: texts[place] for name, texts in middle.items()},
-            reference, {name: texts[place] for name, texts in profiles.items()},
-            answer=runs[AUTOREGRESSIVE][0][place].tokens, conversation=one.conversation, group=one.group,
+            query.prompt_id, query.category, tuple(query.prompt), {name: texts[i] for name, texts in middle.items()},
+            reference, {name: texts[i] for name, texts in profiles.items()},
+            answer=runs[AUTOREGRESSIVE][0][i].tokens, conversation=query.conversation, group=query.group,
         )
-        for place, one in enumerate(asked)
+        for i, query in enumerate(queries)
     ]  # fmt: skip
 
 
@@ -223,16 +222,16 @@ def decode_all(
     texts have the same rate. Parts of rounds keep their proportions.
     """
     if batch is None:
-        return [arm(*one) for one in zip(prompts, streams, strict=True)]
-    found: dict[int, Generation] = {}
+        return [arm(*arguments) for arguments in zip(prompts, streams, strict=True)]
+    generations: dict[int, Generation] = {}
     ended: list[Exception | None] = []
 
-    def text(place: int) -> Iterator[Round]:
-        found[place] = arm(prompts[place], streams[place])  # its passes run together with the others'
+    def text(index: int) -> Iterator[Round]:
+        generations[index] = arm(prompts[index], streams[index])  # its passes run together with the others'
         yield from ()
 
-    for place in range(len(prompts)):
-        batch.add(Text(text(place), lambda _: None, ended.append))
+    for index in range(len(prompts)):
+        batch.add(Text(text(index), lambda _: None, ended.append))
     started = time.perf_counter()
     try:
         while batch.texts:
@@ -242,24 +241,24 @@ def decode_all(
     seconds = time.perf_counter() - started
     for error in filter(None, ended):
         raise error
-    return _shared_out([found[place] for place in range(len(prompts))], seconds)
+    return _shared_out([generations[index] for index in range(len(prompts))], seconds)
 
 
 def _shared_out(texts: Sequence[Generation], seconds: float) -> list[Generation]:
     """`texts`, which were decoded together in `seconds`, each with its share of that time."""
     decoding = seconds - sum(text.prefill_seconds for text in texts)
-    each = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))
-    made = []
+    pace = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))
+    timed_texts = []
     for text in texts:
-        own, waited = each * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
-        part = own / waited if waited else 0.0
+        share, waited = pace * (len(text.tokens) - 1), sum(r.seconds for r in text.rounds)
+        part = share / waited if waited else 0.0
         rounds = [
             replace(r, seconds=part * r.seconds, draft_seconds=part * r.draft_seconds,
                     structure_seconds=part * r.structure_seconds, verify_seconds=part * r.verify_seconds)
             for r in text.rounds
         ]  # fmt: skip
-        made.append(replace(text, decode_seconds=own, rounds=tuple(rounds)))
-    return made
+        timed_texts.append(replace(text, decode_seconds=share, rounds=tuple(rounds)))
+    return timed_texts
 
 
 def measure_deviations(
@@ -274,18 +273,18 @@ def measure_deviations(
     plain: the target as transformers runs it; streams, batch: those of the results' generations.
     """
     references = [make_reference(plain, r.prompt, r.generations[r.reference].tokens) for r in results]
-    made: list[Forced] = []
+    selectors: list[Forced] = []
 
     def force(selector: TokenSelector) -> TokenSelector:
-        made.append(Forced(selector, references[len(made) % len(references)]))  # the next text begins
-        return made[-1]
+        selectors.append(Forced(selector, references[len(selectors) % len(references)]))  # the next text begins
+        return selectors[-1]
 
-    found: list[dict[str, Deviation]] = [{} for _ in results]
+    deviations: list[dict[str, Deviation]] = [{} for _ in results]
     for name, arm in make(force).items():
         decode_all(arm, [r.prompt for r in results], streams, batch)
-        for own, result, forced in zip(found, results, made[-len(results) :], strict=True):
-            own[name] = forced.deviation(result.generations[name].tokens)
-    return found
+        for by_arm, result, forced in zip(deviations, results, selectors[-len(results) :], strict=True):
+            by_arm[name] = forced.deviation(result.generations[name].tokens)
+    return deviations
 
 
 def show_rounds(
@@ -296,16 +295,16 @@ def show_rounds(
     batch: Batch | None = None,
 ) -> list[dict[str, tuple[ShownRound, ...]]]:
     """The rounds of every method on each prompt, by name: an extra untimed run that records the trees."""
-    made: list[Noting] = []
+    selectors: list[Noting] = []
 
     def note(selector: TokenSelector) -> TokenSelector:
-        made.append(Noting(selector))
-        return made[-1]
+        selectors.append(Noting(selector))
+        return selectors[-1]
 
-    found: list[dict[str, tuple[ShownRound, ...]]] = [{} for _ in prompts]
+    rounds: list[dict[str, tuple[ShownRound, ...]]] = [{} for _ in prompts]
     for name, arm in make(note).items():
         if name in methods:
             texts = decode_all(arm, prompts, streams, batch)
-            for own, text, noted in zip(found, texts, made[-len(prompts) :], strict=True):
-                own[name] = shown_rounds(text.tokens[0], text.rounds, noted.verified)
-    return found
+            for by_method, text, noted in zip(rounds, texts, selectors[-len(prompts) :], strict=True):
+                by_method[name] = shown_rounds(text.tokens[0], text.rounds, noted.verified)
+    return rounds

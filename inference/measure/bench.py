@@ -53,18 +53,18 @@ class Prepared:
     def chosen(self) -> dict[str, str]:
         """The kernels by attention shape, for the report."""
         attention = {
-            f"attention of {one.heads}/{one.key_heads} heads of {one.head_dim}, {one.width} rows over {one.keys}":
-            one.kernel
-            for one in self.kernels
+            f"attention of {k.heads}/{k.key_heads} heads of {k.head_dim}, {k.width} rows over {k.keys}":
+            k.kernel
+            for k in self.kernels
         }  # fmt: skip
         return {**self.products, **attention}
 
 
-def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], said: Sequence[Sequence[int]] = ()) -> list[int]:
-    """The ids of `texts`, alternating user turns and answers (`said`: their ids), rendered as `prompt` requires."""
+def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]] = ()) -> list[int]:
+    """The ids of `texts`, alternating user turns and answers (`ids`: theirs), rendered as `prompt` requires."""
     template, most = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
     messages, where = prompt.messages(texts), f"prompt {prompt.id}"
-    return render_prompt(messages, setup.tokenizer, template, said=said, most=most, where=where)
+    return render_prompt(messages, setup.tokenizer, template, answer_ids=ids, most=most, where=where)
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
@@ -92,8 +92,8 @@ def prepare_methods(
 ) -> Prepared:
     """The methods of `config`, with "auto" choices measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
-    others = [KINDS[name].load_plugin().own_models(model) for name, model in models.drafters.items()]
-    kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(others)], positions)
+    drafter_models = [KINDS[name].load_plugin().own_models(model) for name, model in models.drafters.items()]
+    kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     tuned = tune(
@@ -122,7 +122,7 @@ class Bench:
     profilers: our arms with a clock that synchronises with the device.
     judged: indices of the groups of prompts that are judged, besides those with a mismatch (see `lossless`).
     judge: makes the arms for judging; None if only equal texts count.
-    shown: indices of the prompts whose first turn is decoded again by the arms of `show`, for display.
+    display_positions: indices of the prompts whose first turn is decoded again by the arms of `show`, for display.
     watch: measures the CPU time of plain decoding.
     batch: decodes the prompts of a group together, for all arms but those in `alone`; None: each is a group.
     """
@@ -131,7 +131,7 @@ class Bench:
     profilers: dict[str, Arm]
     judged: frozenset[int]
     judge: MakeArms | None
-    shown: frozenset[int]
+    display_positions: frozenset[int]
     show: MakeArms
     watch: CpuWatch
     batch: Batch | None
@@ -151,9 +151,9 @@ def make_bench(
 
     peers: further arms, for a number of new tokens (see `Peers`).
     """
-    ours = models.stack, models.drafters, prepared.methods
+    parts = models.stack, models.drafters, prepared.methods
     batch = Batch(models.runtime, yielding=False) if config.batch > 1 else None
-    make = partial(make_arms, *ours, runtime=batch or models.runtime, tunings=prepared.tunings)
+    make = partial(make_arms, *parts, runtime=batch or models.runtime, tunings=prepared.tunings)
     reference, text = models.plain if config.compare_transformers else None, setup.text
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
@@ -162,9 +162,9 @@ def make_bench(
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
         return make(None, text(config.max_new_tokens, config.sampling), choosing=choosing)
 
-    few = min(WARM_UP_TOKENS, config.max_new_tokens)
-    others = peers(few)
-    warm_ups, alone = {**arms_for(few), **others}, frozenset({TRANSFORMERS, *others})
+    tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
+    peer_arms = peers(tokens)
+    warm_ups, alone = {**arms_for(tokens), **peer_arms}, frozenset({TRANSFORMERS, *peer_arms})
     for name, arm in counted(warm_ups.items(), "warming up, compiling what is new", "methods"):
         streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
         decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
@@ -174,14 +174,14 @@ def make_bench(
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
     count = -(-JUDGED // config.batch)
-    judged = frozenset(place * (prompts // config.batch) // count for place in range(count))
-    shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
+    judged = frozenset(i * (prompts // config.batch) // count for i in range(count))
+    display_positions = frozenset(i * prompts // config.show_prompts for i in range(config.show_prompts))
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
     arms, watch = {**arms_for(config.max_new_tokens), **peers(config.max_new_tokens)}, CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
-    return Bench(arms, profilers, judged, judge, shown, arms_with, watch, batch, alone)
+    return Bench(arms, profilers, judged, judge, display_positions, arms_with, watch, batch, alone)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -218,10 +218,10 @@ class Talk:
         if self.skipped or number >= len(self.prompt.turns):
             return None
         names, ids, why = self.prompt.turn_ids, self.first, ""
-        known = [result.answer for result in self.results]
-        self.texts += [*(spoken(answer, setup.tokenizer) for answer in known[-1:]), self.prompt.turns[number]]
+        answers = [result.answer for result in self.results]
+        self.texts += [*(spoken(answer, setup.tokenizer) for answer in answers[-1:]), self.prompt.turns[number]]
         try:
-            ids = render(setup, self.prompt, self.texts, known) if known else ids
+            ids = render(setup, self.prompt, self.texts, answers) if answers else ids
         except UnusableTextError as error:  # caused by an answer of the target
             ids, why = [], str(error)
         if len(ids) + config.max_new_tokens > context:
@@ -241,32 +241,32 @@ def measure_talks(
 
     The first talk's index and the turn determine which arm runs first, in any process.
     """
-    place, sampled = talks[0].position // config.batch, config.sampling.temperature > 0
-    group = None if bench.batch is None else f"{place} {talks[0].prompt.id}"
+    index, sampled = talks[0].position // config.batch, config.sampling.temperature > 0
+    group = None if bench.batch is None else f"{index} {talks[0].prompt.id}"
     context = context_length(setup, models.drafters)
     for number in range(max(len(talk.prompt.turns) for talk in talks)):
-        turns = [(talk, one) for talk in talks if (one := talk.ask(number, config, setup, context)) is not None]
+        turns = [(talk, turn) for talk in talks if (turn := talk.ask(number, config, setup, context)) is not None]
         if not turns:
             return
-        asked = [replace(one, group=group) for _, one in turns]
+        queries = [replace(turn, group=group) for _, turn in turns]
         results = measure(
-            bench.arms, asked, repeats=config.repeats, turn=place + number, seed=config.seed,
+            bench.arms, queries, repeats=config.repeats, turn=index + number, seed=config.seed,
             profilers=bench.profilers, batch=bench.batch, alone=bench.alone,
         )  # fmt: skip
         names = (AUTOREGRESSIVE, *config.methods)
         differs = not sampled and not all(result.identical(name) for result in results for name in names)
-        if bench.judge is not None and (differs or place in bench.judged):
-            streams = [Streams(config.seed, one.prompt_id) for one in asked]
-            with Stage(f"judging prompt {asked[0].prompt_id}"):
-                found = measure_deviations(models.plain, results, bench.judge, streams, bench.batch)
-            results = [replace(result, deviations=own) for result, own in zip(results, found, strict=True)]
-        shown = {talk.position for talk, _ in turns} & bench.shown
-        if number == 0 and shown:
-            streams = [Streams(config.seed, one.prompt_id, 0) for one in asked]
-            rounds = show_rounds(bench.show, config.methods, [one.prompt for one in asked], streams, bench.batch)
+        if bench.judge is not None and (differs or index in bench.judged):
+            streams = [Streams(config.seed, turn.prompt_id) for turn in queries]
+            with Stage(f"judging prompt {queries[0].prompt_id}"):
+                deviations = measure_deviations(models.plain, results, bench.judge, streams, bench.batch)
+            results = [replace(result, deviations=by_arm) for result, by_arm in zip(results, deviations, strict=True)]
+        positions = {talk.position for talk, _ in turns} & bench.display_positions
+        if number == 0 and positions:
+            streams = [Streams(config.seed, turn.prompt_id, 0) for turn in queries]
+            rounds = show_rounds(bench.show, config.methods, [turn.prompt for turn in queries], streams, bench.batch)
             results = [
-                replace(result, shown=own) if talk.position in shown else result
-                for result, own, (talk, _) in zip(results, rounds, turns, strict=True)
+                replace(result, shown=by_method) if talk.position in positions else result
+                for result, by_method, (talk, _) in zip(results, rounds, turns, strict=True)
             ]
         for (talk, _), result in zip(turns, results, strict=True):
             talk.results.append(result)

@@ -102,32 +102,22 @@ def judge(deviations: Sequence[Deviation]) -> Judgement:
     worst = max(deviations, key=lambda d: d.peak)
     gaps = [gap for d in deviations for gap in d.gaps]
     mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
-    ties, own = len(gaps), sum(d.own_gaps for d in deviations)
-    worst_at = f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
+    ties, base_ties = len(gaps), sum(d.own_gaps for d in deviations)
+    most_ties = base_ties + 4 * math.sqrt(ties + base_ties) + 2
+    peak, peak_at = worst.peak, f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
     bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
     limits = (
         (bulk <= BULK, f"the {_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
-        (
-            worst.peak <= PEAK,
-            f"the {worst_at} are off by {worst.peak:.1f} times the rounding error, at most {PEAK:.0f}",
-        ),
+        (peak <= PEAK, f"the {peak_at} are off by {peak:.1f} times the rounding error, at most {PEAK:.0f}"),
         (
             largest <= GAP,
             f"another token than the target's is chosen across {largest:.1f} rounding errors, at most {GAP:.0f}",
         ),
-        (ties <= own + 4 * math.sqrt(ties + own) + 2, f"it leaves the text at {ties} positions, transformers at {own}"),
+        (ties <= most_ties, f"it leaves the text at {ties} positions, transformers at {base_ties}"),
     )
+    faults = tuple(text for holds, text in limits if not holds)
     return Judgement(
-        len(deviations),
-        positions,
-        bulk,
-        _row(widest, rows),
-        worst.peak,
-        worst_at,
-        ties,
-        own,
-        largest,
-        tuple(text for kept, text in limits if not kept),
+        len(deviations), positions, bulk, _row(widest, rows), peak, peak_at, ties, base_ties, largest, faults
     )
 
 
@@ -240,14 +230,14 @@ def _rms(state: Tensor) -> Tensor:
     return state.square().mean((0, 1, 3)).sqrt()
 
 
-def _state_errors(ours: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
+def _state_errors(rounded_states: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
     """The errors of keys and values [rows, n]."""
-    return torch.stack([_rms(own.to(state.dtype) - state) for own, state in zip(ours, states, strict=True)])
+    return torch.stack([_rms(row.to(state.dtype) - state) for row, state in zip(rounded_states, states, strict=True)])
 
 
-def _logit_errors(ours: Tensor, logits: Tensor) -> Tensor:
+def _logit_errors(rounded_logits: Tensor, logits: Tensor) -> Tensor:
     """The errors [t] of logits [t, V], invariant to a constant added to all logits of a row."""
-    off = ours.to(logits.dtype) - logits
+    off = rounded_logits.to(logits.dtype) - logits
     return (off - off.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
@@ -261,7 +251,7 @@ class Forced(TokenSelector):
         self.__dict__.update(like.__dict__)
         self.plain = False  # else plain decoding would bypass the selector
         self._reference = reference
-        self._place = 0  # index in the text
+        self._position = 0  # index in the text
         self._errors: list[Tensor] = []
         self._choices: list[Tensor] = []
 
@@ -277,18 +267,18 @@ class Forced(TokenSelector):
         nodes: list[int] = []
         following = self._take(logits[:1])
         for node, (token, parent) in enumerate(zip(tokens, tree.parents, strict=True)):
-            if parent == (nodes[-1] if nodes else ROOT) and token == int(following) and self._place < len(text):
+            if parent == (nodes[-1] if nodes else ROOT) and token == int(following) and self._position < len(text):
                 nodes.append(node)
                 following = self._take(logits[node + 1 : node + 2])
         return tokens, nodes, following, int(following)
 
     def _take(self, logits: Tensor) -> Tensor:
         """The text's next token [1], which the arm would have chosen from logits [1, V]."""
-        self._errors.append(_logit_errors(logits, self._reference.logits[self._place][None]))
+        self._errors.append(_logit_errors(logits, self._reference.logits[self._position][None]))
         if self.greedy:
             self._choices.append(self._scores(logits, [self.text] if self.reads_context else None).argmax(-1))
-        token = self._token(self._reference.text[self._place])
-        self._place += 1
+        token = self._token(self._reference.text[self._position])
+        self._position += 1
         self._extend_text(token)
         return token
 
@@ -303,32 +293,32 @@ class Forced(TokenSelector):
         if peak[0] > PEAK:
             peak = _highest(_ratios(off, reference.tipping_noise()), before)
         logs = [part.clamp(min=0.01).log().mean(-1).tolist() for part in ratios]
-        found = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
-        return replace(found, **self._gaps(own_text)) if self.greedy else found
+        deviation = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
+        return replace(deviation, **self._gaps(own_text)) if self.greedy else deviation
 
     def _gaps(self, own_text: Sequence[int]) -> dict[str, Any]:
         text, own_logits = self._reference.text, self._reference.own_logits
         choices = torch.cat(self._choices).tolist()
-        own = [int(self._at(place, own_logits).argmax()) for place in range(len(text))]
-        first = next((place for place, (a, b) in enumerate(zip(text, own_text, strict=False)) if a != b), None)
+        own_choices = [int(self._at(i, own_logits).argmax()) for i in range(len(text))]
+        first = next((i for i, (a, b) in enumerate(zip(text, own_text, strict=False)) if a != b), None)
         longer = None if len(own_text) == len(text) else WORST
         return {
-            "gaps": tuple(self._gap(place, choice) for place, choice in enumerate(choices) if choice != text[place]),
-            "own_gaps": sum(a != b for a, b in zip(own, text, strict=True)),
+            "gaps": tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i]),
+            "own_gaps": sum(a != b for a, b in zip(own_choices, text, strict=True)),
             "mismatch": longer if first is None else self._gap(first, own_text[first]),
         }
 
-    def _gap(self, place: int, token: int) -> float:
+    def _gap(self, position: int, token: int) -> float:
         """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""
-        scores = self._at(place, self._reference.logits)[None]
-        pair = torch.tensor([[token, self._reference.text[place]]], device=scores.device)
-        return float(regrets(scores, pair, self._reference.logits_noise[place]))
+        scores = self._at(position, self._reference.logits)[None]
+        pair = torch.tensor([[token, self._reference.text[position]]], device=scores.device)
+        return float(regrets(scores, pair, self._reference.logits_noise[position]))
 
-    def _at(self, place: int, logits: Tensor) -> Tensor:
-        """The scores [V] that greedy decoding compares before token `place` of the text, from logits [t, V]."""
+    def _at(self, position: int, logits: Tensor) -> Tensor:
+        """The scores [V] that greedy decoding compares before token `position` of the text, from logits [t, V]."""
         reference = self._reference
-        context = torch.tensor([*reference.prompt, *reference.text[:place]], device=logits.device)
-        return self._scores(logits[place][None], [context] if self.reads_context else None)[0]
+        context = torch.tensor([*reference.prompt, *reference.text[:position]], device=logits.device)
+        return self._scores(logits[position][None], [context] if self.reads_context else None)[0]
 
 
 def regrets(scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ def measure(
     generations, passes = itertools.count(), _Passes(clock)
     runtime = passes if runtime is None or runtime.name == Runtime.name else runtime
 
-    def make(one: MethodConfig, own: Streams) -> Drafter:
-        return new_drafter(one, drafters, own, sampled)
+    def make(config: MethodConfig, draft_streams: Streams) -> Drafter:
+        return new_drafter(config, drafters, draft_streams, sampled)
 
     def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
         coins = streams.of("verify", next(generations)) if sampled else None
@@ -133,7 +133,7 @@ def measure(
     if shaped := KINDS[method.source].shaped:
         explicit = probes(method)
         structures = [
-            cast(ModelDrafter, make(one, streams.within("probe", i))).structure for i, one in enumerate(explicit)
+            cast(ModelDrafter, make(config, streams.within("probe", i))).structure for i, config in enumerate(explicit)
         ]
         probe = _Probe(structures)
     else:
@@ -146,9 +146,9 @@ def measure(
     padded = runtime.name == "graphed"
     laps = probe.laps or [(1, 0.0)]  # one pass drafted every level that there is
     step, verify = curve(laps, padded=padded and shaped), curve(verified, padded=padded)
-    own = (min(step[1], beside) if shaped else step[1], beside, beside) if runtime is passes else (0.0, 0.0, 0.0)
+    unshared = (min(step[1], beside) if shaped else step[1], beside, beside) if runtime is passes else (0.0, 0.0, 0.0)
     once = typical(probe.once) - step[1] if probe.once else 0.0
-    costs = Costs(step, verify, typical(rests) + max(0.0, once), plain, own)
+    costs = Costs(step, verify, typical(rests) + max(0.0, once), plain, unshared)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
 
@@ -219,7 +219,7 @@ class _Probe(Structure):
     counts_empty = False  # whether a round without a draft is measured
 
     def __init__(self, structures: Sequence[Structure]):
-        super().__init__(max(each.max_rows for each in structures), max(each.max_depth for each in structures))
+        super().__init__(max(s.max_rows for s in structures), max(s.max_depth for s in structures))
         self._structures, self._turn, self.turns = structures, 0, len(structures)
         self.reads_root = any(structure.reads_root for structure in structures)
         self.laps: list[tuple[int, float]] = []
@@ -233,7 +233,7 @@ class _Probe(Structure):
         return ModelDrafter(model, self)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
-        tree = self._now.draft(source, root, limit)
+        tree = self._active.draft(source, root, limit)
         laps = cast(TimedModel, source).laps()
         self.once += [seconds for _, seconds in laps[: self._one_pass]]
         self.laps += laps[self._one_pass :]
@@ -242,13 +242,13 @@ class _Probe(Structure):
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if not len(tree):
             return
-        for index, tried, right in self._now.trials(tree, accepted):
+        for index, tried, right in self._active.trials(tree, accepted):
             self.tried[index] += tried
             self.right[index] += right
         self._turn += 1
 
     @property
-    def _now(self) -> Structure:
+    def _active(self) -> Structure:
         return self._structures[self._turn % self.turns]
 
 

@@ -133,23 +133,23 @@ class RecordedSelector(TokenSelector):
 
     def __init__(self, recorded: Sequence[int]):
         super().__init__()
-        self._recorded, self._place = recorded, 0
+        self._recorded, self._position = recorded, 0
 
     def next_token(self, logits: Tensor) -> Tensor:
         token = self._after(0)
-        self._place += 1
+        self._position += 1
         return self._token(token)
 
     def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
         proposed = tree.tokens.tolist()
         choices = [self._after(depth) for depth in depths(tree.parents)]
         nodes, bonus = verify_greedy(proposed, tree.parents, choices)
-        self._place += len(nodes) + 1
+        self._position += len(nodes) + 1
         return proposed, nodes, self._token(bonus), bonus
 
     def _after(self, depth: int) -> int:
         """The recorded token after a node of that depth, if the path to the node is the recorded one."""
-        return self._recorded[min(self._place + depth, len(self._recorded) - 1)]
+        return self._recorded[min(self._position + depth, len(self._recorded) - 1)]
 
 
 @torch.inference_mode()
@@ -171,9 +171,9 @@ def replay(
     if not answer:
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
     context = len(prompt) + max_new_tokens
-    made = session(drafter.split, context + drafter.max_rows + 1, context)
+    recorded_session = session(drafter.split, context + drafter.max_rows + 1, context)
     selector = RecordedSelector(cut(answer, eos, max_new_tokens))
-    yield from decode_rounds(made, drafter, selector, prompt, max_new_tokens, eos, clock)
+    yield from decode_rounds(recorded_session, drafter, selector, prompt, max_new_tokens, eos, clock)
 
 
 # ------------------------------------------------------------------------------------------------------- recordings
@@ -193,10 +193,10 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
-    found = dict(_answered(record, f"{path}:{number}") for number, record in read_file(path))
-    if not found:
+    answers = dict(_answered(record, f"{path}:{number}") for number, record in read_file(path))
+    if not answers:
         raise UserError(f"transcripts={name}: no answer in it")
-    return found
+    return answers
 
 
 def _answered(record: object, where: str) -> tuple[str, tuple[str, ...]]:
@@ -217,7 +217,7 @@ def recordings(
 
     Raises `UserError` for a prompt without an answer to each of its turns.
     """
-    found = []
+    turns = []
     for prompt in prompts:
         if prompt.id not in answers:
             raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; give the prompts they belong to")
@@ -229,12 +229,12 @@ def recordings(
         ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{prompt.system or VICUNA_SYSTEM} "
         for name, question, answer in zip(prompt.turn_ids, prompt.turns, answers[prompt.id], strict=True):
             opening = f"{system}USER: {question} ASSISTANT:"
-            asked, system = vocabulary.encode(opening), ""
-            both = vocabulary.encode(f"{opening} {answer}")
-            said = both[len(asked) :] if both[: len(asked)] == asked else vocabulary.encode(answer)
-            found.append(RecordedTurn(name, prompt.category, (*ids, *asked), (*said, vocabulary.eos)))
-            ids += [*asked, *said, vocabulary.eos]
-    return found
+            head, system = vocabulary.encode(opening), ""
+            joined = vocabulary.encode(f"{opening} {answer}")
+            tail = joined[len(head) :] if joined[: len(head)] == head else vocabulary.encode(answer)
+            turns.append(RecordedTurn(name, prompt.category, (*ids, *head), (*tail, vocabulary.eos)))
+            ids += [*head, *tail, vocabulary.eos]
+    return turns
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -319,6 +319,6 @@ def replay_report(turns: Sequence[RecordedTurn], generations: Sequence[Generatio
 def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> str:
     """A table of τ per method, overall and by category."""
     groups = {name: (f"{{by_category[{name}][tau]:.2f?}}", "") for name in reports[0]["by_category"]}
-    said = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy; {loops_text(reports[0]['loops'])}."
+    summary = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy; {loops_text(reports[0]['loops'])}."
     table = filled({**REPLAYED, **groups}, reports)
-    return "\n".join([f"# Replay of {Path(transcripts).name}", "", said, "", *table.markdown(), ""])
+    return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

@@ -65,12 +65,12 @@ class Noting(TokenSelector):
 
 def shown_rounds(first: int, rounds: Sequence[Round], verified: Sequence[_Verified]) -> tuple[ShownRound, ...]:
     """The rounds of one text, of which `first` is the prefill's token."""
-    shown, nodes = [ShownRound((first,))], 0
+    records, nodes = [ShownRound((first,))], 0
     for r, (tokens, parents, path) in zip(rounds, verified, strict=True):
         nodes += len(tokens)
         tree = (tokens, parents, path) if nodes <= NODES_KEPT else ()
-        shown.append(ShownRound(r.tokens, r.accepted, *tree))
-    return tuple(shown)
+        records.append(ShownRound(r.tokens, r.accepted, *tree))
+    return tuple(records)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class PromptResult:
 
         Results of several runs may have the same ids for different prompts, which are then different ones.
         """
-        own = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
-        return f"{self.category}/{own}"
+        talk = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
+        return f"{self.category}/{talk}"
 
     @property
     def unit(self) -> str:
@@ -123,14 +123,8 @@ class Skipped:
 
 
 Arm = Callable[[Sequence[int], Streams], Generation]  # from a prompt's ids and the generation's random streams
-
-
 Choosing = Callable[[TokenSelector], TokenSelector]
-
-
 MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms whose selectors are replaced
-
-
 Record = TypeVar("Record")
 REPORT_FILE = "report.json"
 RUN_FILE = "run.json"
@@ -212,7 +206,7 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
 def read_results(folder: Path) -> dict[int, Measured]:
     """All results in `folder` by position, from all processes. Raises `UserError` for a damaged file."""
     paths = sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
-    return {one.position: one for path in paths for one in read_lines(path, Measured)}
+    return {measured.position: measured for path in paths for measured in read_lines(path, Measured)}
 
 
 def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:

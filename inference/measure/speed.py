@@ -57,19 +57,19 @@ def speedup(
     seconds: Callable[[Generation], float] = decoding,
 ) -> Speedup:
     """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
-    both = timed(results, arm, baseline)
+    timed_results = timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
-    return median_of(both, [_ratio(r, arm, baseline, seconds) for r in both], streams.within(*names))
+    return median_of(timed_results, [_ratio(r, arm, baseline, seconds) for r in timed_results], streams.within(*names))
 
 
 def speedups_over_baselines(
     results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
 ) -> Speedup:
     """`speedup` over plain decoding and, if it was run, over transformers' `generate`."""
-    found = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
+    plain_speedup = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
     if TRANSFORMERS in results[0].generations:
-        found["vs_transformers_generate"] = speedup(results, arm, TRANSFORMERS, streams, seconds)
-    return found
+        plain_speedup["vs_transformers_generate"] = speedup(results, arm, TRANSFORMERS, streams, seconds)
+    return plain_speedup
 
 
 def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> Speedup | None:
@@ -79,15 +79,15 @@ def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams)
     return median_of(results, [r.generations[arm].prefill_seconds for r in results], streams.within(arm, "prefill"))
 
 
-def tokens_per_second(results: Sequence[PromptResult], arm: str, *, whole: bool = False) -> float | None:
+def tokens_per_second(results: Sequence[PromptResult], arm: str, *, prefill: bool = False) -> float | None:
     """Decoded tokens per second over all prompts; None for an arm that decoded none.
 
-    whole: of whole answers, with the prefill's time and token.
+    prefill: of whole answers, with the prefill's time and token.
     """
     generations = [r.generations[arm] for r in results if arm in r.generations]
-    counted = [g for g in generations if whole or len(g.tokens) > 1]
-    seconds = sum(g.decode_seconds + whole * g.prefill_seconds for g in counted)
-    return sum(len(g.tokens) - (not whole) for g in counted) / seconds if seconds else None
+    counted = [g for g in generations if prefill or len(g.tokens) > 1]
+    seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in counted)
+    return sum(len(g.tokens) - (not prefill) for g in counted) / seconds if seconds else None
 
 
 def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
@@ -122,14 +122,14 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t seconds a token.
     They break even at v = (s/t − 1)/k.
     """
-    both = timed(results, method, AUTOREGRESSIVE)
-    rounds = [r for result in both for r in result.generations[method].rounds]
+    timed_results = timed(results, method, AUTOREGRESSIVE)
+    rounds = [r for result in timed_results for r in result.generations[method].rounds]
     drafted = sum(r.drafted for r in rounds)
     if not drafted:
         return None
-    steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in both)
-    step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in both) / steps
-    spent = sum(result.generations[method].decode_seconds for result in both)
+    steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed_results)
+    step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed_results) / steps
+    spent = sum(result.generations[method].decode_seconds for result in timed_results)
     return (spent / step - len(rounds)) / drafted
 
 

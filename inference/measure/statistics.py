@@ -35,7 +35,7 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     accepted_per_round_of_requests: its mean over requests. Requests that the prefill ended have no rounds.
     """
     generations = list(generations)
-    rounds, requests = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
+    rounds, texts = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
     v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
@@ -45,9 +45,9 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
         "draft_share": r,
         "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
         "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
-        "tau_of_requests": _mean([sum(len(r.tokens) for r in own) / len(own) for own in requests]),
+        "tau_of_requests": _mean([sum(len(r.tokens) for r in text) / len(text) for text in texts]),
         "accepted_per_round": accepted / len(rounds) if rounds else 0.0,
-        "accepted_per_round_of_requests": _mean([sum(r.accepted for r in own) / len(own) for own in requests]),
+        "accepted_per_round_of_requests": _mean([sum(r.accepted for r in text) / len(text) for text in texts]),
     }
 
 
@@ -62,8 +62,7 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     """
     generations = list(generations)
     rounds = sum(len(g.rounds) for g in generations)
-    others = (TRIED, CANDIDATE, CHOSEN)
-    names = sorted({name for g in generations for name in g.totals if not name.startswith(others)})
+    names = sorted({name for g in generations for name in g.totals if not name.startswith((TRIED, CANDIDATE, CHOSEN))})
     return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
 
 
@@ -75,12 +74,12 @@ def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]
             if name.startswith(CHOSEN):
                 size, _, value = name.removeprefix(CHOSEN).partition("=")
                 counts.setdefault(size, Counter())[value] += int(count)
-    found: dict[str, dict[str, Any]] = {}
+    by_size: dict[str, dict[str, Any]] = {}
     for size, values in sorted(counts.items()):
         [(mode, times)] = values.most_common(1)
         mean = sum(int(value) * count for value, count in values.items()) / values.total()
-        found[size] = {"mode": mode, "share": times / values.total(), "mean": mean}
-    return found
+        by_size[size] = {"mode": mode, "share": times / values.total(), "mean": mean}
+    return by_size
 
 
 def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
@@ -124,7 +123,7 @@ def bootstrap_median(
     units: per value, the cluster that it belongs to. All values of a cluster are drawn together (a cluster bootstrap:
     Davison and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not support. None: every value is a cluster.
     """
-    names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}
+    names = {name: number for number, name in enumerate(dict.fromkeys(units or range(len(values))))}
     owners = torch.tensor([names[name] for name in units or range(len(values))])
     picks = torch.from_numpy(generator.integers(len(names), size=(draws, len(names))))
     data, order = torch.tensor(values, dtype=torch.float64).sort()
@@ -137,14 +136,14 @@ def bootstrap_median(
     return statistics.median(values), [low, high]
 
 
-def coverage(known: Iterable[int], said: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
-    """The share of `known` tokens among those of `said` (a category, and a text's tokens), overall ("all") and by
+def coverage(vocabulary: Iterable[int], texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
+    """The share of `vocabulary` tokens among those of `texts` (a category, and a text's tokens), overall ("all") and by
     category."""
-    known, counts, inside = set(known), Counter[str](), Counter[str]()
-    for category, tokens in said:
+    vocabulary, counts, inside = set(vocabulary), Counter[str](), Counter[str]()
+    for category, tokens in texts:
         for name in ("all", category):
             counts[name] += len(tokens)
-            inside[name] += sum(token in known for token in tokens)
+            inside[name] += sum(token in vocabulary for token in tokens)
     return {name: inside[name] / count for name, count in counts.items() if count}
 
 
@@ -157,8 +156,7 @@ def looped(tokens: tuple[int, ...]) -> int:
     """The number of tokens in the longest stretch of a text that makes it loop; 0 for a text that does not."""
     text, size, longest = np.array(tokens), len(tokens), 0
     for period in range(1, size // TIMES + 1):
-        breaks = np.flatnonzero(text[period:] != text[:-period])
-        edges = np.concatenate(([-1], breaks, [size - period]))
+        edges = np.concatenate(([-1], np.flatnonzero(text[period:] != text[:-period]), [size - period]))
         lengths, ends = np.diff(edges) - 1 + period, edges[1:] + period  # of stretches of this period
         # A stretch may end one token before the text does: the last token may be the end token.
         counts = (lengths >= max(TIMES * period, LEAST)) & ((2 * lengths >= size) | (ends >= size - 1))
@@ -168,13 +166,13 @@ def looped(tokens: tuple[int, ...]) -> int:
 
 def share_of_loops(texts: Sequence[tuple[int, ...]]) -> dict[str, float]:
     """The number of `texts`, how many of them loop, and the share of all their tokens that is in loops."""
-    found, total = [looped(text) for text in texts], sum(map(len, texts))
-    return {"texts": len(texts), "looping": sum(map(bool, found)), "share": sum(found) / total if total else 0.0}
+    lengths, total = [looped(text) for text in texts], sum(map(len, texts))
+    return {"texts": len(texts), "looping": sum(map(bool, lengths)), "share": sum(lengths) / total if total else 0.0}
 
 
-def loops_text(found: Mapping[str, float]) -> str:
+def loops_text(loops: Mapping[str, float]) -> str:
     """The result of `share_of_loops` in words."""
-    return f"{found['looping']} of {found['texts']} texts repeat themselves ({found['share']:.0%} of all tokens)"
+    return f"{loops['looping']} of {loops['texts']} texts repeat themselves ({loops['share']:.0%} of all tokens)"
 
 
 MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict

@@ -83,8 +83,8 @@ def machine_load(
 
     None for values not recorded, and as the reason if it was not busy. cores: the machine's number of cores.
     """
-    known = ([value for value in values if value is not None] for values in (shares, loads))
-    share, load = (statistics.median(values) if values else None for values in known)
+    measurements = ([value for value in values if value is not None] for values in (shares, loads))
+    share, load = (statistics.median(values) if values else None for values in measurements)
     signs = []
     if share is not None and share < LEAST_SHARE:
         signs.append(f"plain decoding got {100 * share:.0f} % of the CPU time that its threads could use")

@@ -38,16 +38,16 @@ class TimeLimit:
         """Whether the limit is reached after `spent` seconds."""
         return self.minutes is not None and spent >= 60 * self.minutes
 
-    def to_do(self, prompts: int, done: Collection[int]) -> tuple[list[int], int]:
+    def to_do(self, prompts: int, finished_positions: Collection[int]) -> tuple[list[int], int]:
         """The positions of the remaining prompts, in the order to run, and the number of them that must run.
 
         With `minutes` the first of them are spread over all `prompts`, and as many must run as a verdict needs. If the
         time was over before the run began, only those remain.
         """
         order = range(prompts) if self.minutes is None else spread_order(prompts)
-        left = [position for position in order if position not in done]
-        must = len(left) if self.minutes is None else max(0, min(len(left), MIN_PROMPTS - len(done)))
-        return left[:must] if self.is_over(self.earlier) else left, must
+        queue = [position for position in order if position not in finished_positions]
+        must = len(queue) if self.minutes is None else max(0, min(len(queue), MIN_PROMPTS - len(finished_positions)))
+        return queue[:must] if self.is_over(self.earlier) else queue, must
 
 
 def spread_order(count: int) -> list[int]:

@@ -76,7 +76,7 @@ def build_report(
         "acceptance_by_candidates": acceptance_by_candidates(mine),
         "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
         "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
-        "whole_answers_per_second": {name: tokens_per_second(results, arm, whole=True) for name, arm in arms.items()},
+        "whole_answers_per_second": {name: tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()},
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
         "speedup": speedups_over_baselines(results, method, streams),
         "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),

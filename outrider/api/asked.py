@@ -11,8 +11,8 @@ from outrider.base.settings import Named
 from outrider.base.words import did_you_mean
 from outrider.inference.settings.sampling import SamplingConfig
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_Parameters = ParamSpec("_Parameters")
+_Return = TypeVar("_Return")
 Text = Annotated[str, Named("a text")]
 # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
 Messages = Sequence[Mapping[str, object]]
@@ -38,14 +38,14 @@ def conversation(prompt: object, key: str) -> Messages:
     if not items or not all(isinstance(item, Mapping) for item in items):
         remedy = "; stream a prompt at a time: only generate takes a list of them" if are_several(prompt) else ""
         raise UserError(f"{key}={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
-    for place, message in enumerate(items):
-        whole = all(isinstance(message.get(field), str) for field in _FIELDS)
+    for index, message in enumerate(items):
+        has_texts = all(isinstance(message.get(field), str) for field in _FIELDS)
         hint = next(filter(None, (did_you_mean(str(name), _FIELDS) for name in message if name not in _FIELDS)), "")
-        require(whole, f"{key}[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
-        require(are_ids(message.get("ids", [0])), f"{key}[{place}]['ids']", message.get("ids"), "token ids")
+        require(has_texts, f"{key}[{index}]", message, f"a text as its 'role' and one as its 'content'{hint}")
+        require(are_ids(message.get("ids", [0])), f"{key}[{index}]['ids']", message.get("ids"), "token ids")
         role = str(message["role"])
         expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
-        require(role in _ROLES, f"{key}[{place}]['role']", role, expected)
+        require(role in _ROLES, f"{key}[{index}]['role']", role, expected)
     require(items[-1]["role"] == "user", f"{key}[-1]['role']", items[-1]["role"], "user: the last message asks")
     return items
 
@@ -58,17 +58,17 @@ def sampling_of(
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty)
         require(temperature > 0, "temperature", temperature, "a number > 0; for greedy text do_sample=False")
         return sampling
-    for key, given, default in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0),
+    for key, setting, default in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0),
                                 ("min_p", min_p, 0.0)):  # fmt: skip
-        require(given == default, key, given, f"{default} unless do_sample=True: nothing is sampled")
+        require(setting == default, key, setting, f"{default} unless do_sample=True: nothing is sampled")
     return SamplingConfig(repetition_penalty=repetition_penalty)
 
 
-def knowing_its_options(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+def knowing_its_options(call: Callable[_Parameters, _Return]) -> Callable[_Parameters, _Return]:
     """`call`, which raises `UserError` for unknown options."""
 
     @functools.wraps(call)
-    def checked(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+    def checked(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Return:
         require_known(call.__name__, options, options_of(call))
         return call(*args, **options)
 
@@ -80,9 +80,9 @@ def options_of(call: Callable[..., object]) -> list[str]:
     return [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
 
 
-def require_known(call: str, given: Collection[str], known: Sequence[str]) -> None:
-    """Raise `UserError` for the first of the options `given` to `call` that is not in `known`."""
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise UserError(f"{call}({name}=…): no such option{hint or '; there are ' + ', '.join(known)}")
+def require_known(call: str, options: Collection[str], names: Sequence[str]) -> None:
+    """Raise `UserError` for the first of the `options` of `call` that is not in `names`."""
+    for name in options:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise UserError(f"{call}({name}=…): no such option{hint or '; there are ' + ', '.join(names)}")

@@ -105,8 +105,8 @@ class Decoder:
 
     def __repr__(self) -> str:
         dtype = "int8" if self.setup.int8 else str(self.setup.dtype).removeprefix("torch.")
-        said = f"target={self.setup.target.source!r}, method={self.name!r}, dtype={dtype!r}"
-        return f"{type(self).__name__}({said}, device={str(self.setup.device)!r})"
+        facts = f"target={self.setup.target.source!r}, method={self.name!r}, dtype={dtype!r}"
+        return f"{type(self).__name__}({facts}, device={str(self.setup.device)!r})"
 
     @classmethod
     @knowing_its_options
@@ -153,9 +153,9 @@ class Decoder:
         require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
         is_drafter = held is not None and (target is not None or held != SMALL_LM)  # a causal LM alone is a target
         if method is None:
-            given = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
-            own = held.preset if held is not None and is_drafter else None
-            method = own or [*presets_of(given), PROMPT_LOOKUP.name][0]
+            options = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
+            kind_preset = held.preset if held is not None and is_drafter else None
+            method = kind_preset or [*presets_of(options), PROMPT_LOOKUP.name][0]
         name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")
         config = EvaluateConfig(
             checkpoint=str(source) if is_drafter else None,
@@ -281,18 +281,18 @@ class Decoder:
         name: a name for your own settings. Raises `UserError` for an unknown preset, and if its drafter was not given.
         """
         name = name or (known_as(method) if isinstance(method, str) else "method")
-        other = copy(self)
-        other.method = preset(method) if isinstance(method, str) else method
-        other.name, other.config = name, replace(self.config, methods={name: other.method})
+        decoder = copy(self)
+        decoder.method = preset(method) if isinstance(method, str) else method
+        decoder.name, decoder.config = name, replace(self.config, methods={name: decoder.method})
         setup = self.setup
-        other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
-        for kind, model in other.drafters.items():
+        decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=setup.device)
+        for kind, model in decoder.drafters.items():
             self._worker.do(functools.partial(KINDS[kind].load_plugin().prepare, model, self.stack))
-        other.budget = budget_of(self.stack, other.drafters, self.budget.most)
+        decoder.budget = budget_of(self.stack, decoder.drafters, self.budget.most)
         batch = self._worker.batch
-        batch.budget = max(batch.budget or self.budget, other.budget)
-        other.last, other._tuning, other._tuned = None, None, False
-        return other
+        batch.budget = max(batch.budget or self.budget, decoder.budget)
+        decoder.last, decoder._tuning, decoder._tuned = None, None, False
+        return decoder
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -318,18 +318,18 @@ class Decoder:
         rendered = not isinstance(prompt, str) and not are_ids(prompt)
         require(rendered or not arguments, KWARGS, arguments, "none: only a conversation is rendered by a template")
         if are_ids(prompt):
-            for place, token in enumerate(prompt):
-                require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
+            for index, token in enumerate(prompt):
+                require(0 <= token < most, f"{key}[{index}]", token, f"a token id of the target: 0 to {most - 1}")
             return [*prompt]
         if isinstance(prompt, str):
             ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config), where=key)
         else:
             talk, template = conversation(prompt, key), self.setup.chat_template
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
-            said = [self.ids(own, f"{key}: ids") if are_ids(own) else [] for own in written]
+            answer_ids = [self.ids(answer, f"{key}: ids") if are_ids(answer) else [] for answer in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
             tokenizer = with_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
-            ids = render_prompt(turns, tokenizer, template, said=said, most=most, where=key)
+            ids = render_prompt(turns, tokenizer, template, answer_ids=answer_ids, most=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 
@@ -387,13 +387,13 @@ class Decoder:
             self._tuning = tuning.of_all(functools.partial(self._worker.batch.sharing, self.stack))
 
     def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
-        said, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
+        text, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
         for r in rounds:
             passes += 1
-            if piece := said.add(r.tokens):
+            if piece := text.add(r.tokens):
                 yield piece
-        if piece := said.rest():
+        if piece := text.flush():
             yield piece
-        tokens = said.tokens
+        tokens = text.tokens
         self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
         return counts

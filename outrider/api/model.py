@@ -35,7 +35,7 @@ class Model(Decoder):
         """
         require_known("report", options, [field.name for field in fields(EvaluateConfig)])
         construct(_Prompts, prompts, "prompts")
-        asked = [
+        requests = [
             Prompt(str(number), "text", (prompt,), False)
             if isinstance(prompt, str)
             else Prompt(str(number), "chat", tuple(prompt), True)
@@ -44,9 +44,8 @@ class Model(Decoder):
         from outrider.inference.evaluate.compare import evaluate_checkpoint  # the report's modules: loaded only for one
 
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
-            config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so
-                evaluate_checkpoint(config, asked)
+                evaluate_checkpoint(replace(self.config, out_dir=folder, **options), requests)
             return dict(json.loads((Path(folder) / "report.json").read_text("utf-8")))
 
 

@@ -49,12 +49,12 @@ def _in_our_folder() -> Iterator[None]:
 
     One for each version: numba looks whether the file of a function has changed, but not at those of what it calls.
     """
-    given = _settings["CACHE_DIR"]
-    _settings["CACHE_DIR"] = given or str(user_cache() / "kernels" / package_version())
+    folder = _settings["CACHE_DIR"]
+    _settings["CACHE_DIR"] = folder or str(user_cache() / "kernels" / package_version())
     try:
         yield
     finally:
-        _settings["CACHE_DIR"] = given
+        _settings["CACHE_DIR"] = folder
 
 
 class _Clock(event.Listener):

@@ -7,11 +7,11 @@ from importlib import import_module
 
 
 class UserError(Exception):
-    """Bad input: what was given, what was expected and what to do, kept as `shown` has it. Entry scripts print it in a
-    line on stderr and exit with status 2; anything else is a bug and keeps its traceback."""
+    """Bad input: what was given, what was expected and what to do, kept as `legible` has it. Entry scripts print it
+    in a line on stderr and exit with status 2; anything else is a bug and keeps its traceback."""
 
     def __init__(self, message: str):
-        super().__init__(import_module("outrider.base.words").shown(message))  # nothing that decodes needs it sooner
+        super().__init__(import_module("outrider.base.words").legible(message))  # nothing that decodes needs it sooner
 
 
 def warn(message: str) -> None:
@@ -23,10 +23,10 @@ def warn(message: str) -> None:
 warn_once = cache(warn)
 
 
-def require(condition: bool, key: str, given: object, expected: str) -> None:
+def require(condition: bool, key: str, setting: object, expected: str) -> None:
     """Raise `UserError` naming the config `key` unless `condition` holds; for `__post_init__` validation."""
     if not condition:
-        raise UserError(f"{key}={given!r}: expected {expected}")
+        raise UserError(f"{key}={setting!r}: expected {expected}")
 
 
 def missing(key: str, what: str) -> UserError:
@@ -34,9 +34,9 @@ def missing(key: str, what: str) -> UserError:
     return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
 
 
-def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
-    """Raise `UserError` unless `given` is one of `choices`."""
-    require(given in choices, key, given, "one of " + ", ".join(choices))
+def require_choice(key: str, setting: object, choices: tuple[str, ...]) -> None:
+    """Raise `UserError` unless `setting` is one of `choices`."""
+    require(setting in choices, key, setting, "one of " + ", ".join(choices))
 
 
 def reason(error: BaseException) -> str:

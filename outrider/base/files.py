@@ -5,14 +5,10 @@ import json
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from outrider.base.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
 REMEDY = "free space or choose another place"

@@ -64,20 +64,20 @@ class Stage(AbstractContextManager["Stage"]):
         """Remaining seconds; None if unknown."""
         if self._left is not None:
             return self._left()
-        done, known = self.done - self._first, []
-        if self.total is not None and done:
-            known.append(self.spent / done * (self.total - self.done) + self.after)
+        units, estimates = self.done - self._first, []
+        if self.total is not None and units:
+            estimates.append(self.spent / units * (self.total - self.done) + self.after)
         if self.spent < self._most < math.inf:
-            known.append(self._most - self.spent)
-        return max(0.0, min(known)) if known else None
+            estimates.append(self._most - self.spent)
+        return max(0.0, min(estimates)) if estimates else None
 
     @property
     def shown_left(self) -> float | None:
         """`left` as it is shown: it falls, until the estimate is far above it, which is then shown."""
-        left = self.left
-        if left is not None:
-            self._shown_left = left if left > _RISE * self._shown_left else min(self._shown_left, left)
-        return None if left is None else self._shown_left
+        estimate = self.left
+        if estimate is not None:
+            self._shown_left = estimate if estimate > _RISE * self._shown_left else min(self._shown_left, estimate)
+        return None if estimate is None else self._shown_left
 
     def __str__(self) -> str:
         words = self.what
@@ -126,12 +126,8 @@ def command(name: str) -> Iterator[None]:
 
 def hide_stages() -> None:
     """Show no progress of the stages that are open: of a command that waits for requests from now on."""
-    global _bar
-    with tqdm.get_lock():
-        _stages.clear()
-        if _bar is not None:
-            _bar.close()
-        _bar = None
+    for stage in [*_stages]:
+        stage.__exit__()
 
 
 def relayed(line: str) -> bool:
@@ -154,9 +150,9 @@ def speaks() -> bool:
 def _say_all(stages: Sequence[Stage]) -> str:
     """All active stages in words, and the time left of the outermost stage that knows it."""
     words, _, left_below = _below.partition("\t")
-    left = next((in_words(left) for stage in stages if (left := stage.shown_left or 0) >= 1), left_below)
-    said, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if is_step else "; left: "
-    return f"{said}{mark}{left}" if left else said
+    duration = next((in_words(seconds) for stage in stages if (seconds := stage.shown_left or 0) >= 1), left_below)
+    chain, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if is_step else "; left: "
+    return f"{chain}{mark}{duration}" if duration else chain
 
 
 class _Bar(tqdm):

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from outrider.base.errors import UserError
 from outrider.base.files import lock, package_version, read_mapping, require_writable, write_json
 from outrider.base.settings import ABSENT, differences, read_as
-from outrider.base.words import listed, shown
+from outrider.base.words import legible, listed
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
 FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
@@ -40,7 +40,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
             print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
         started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
         process = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "slurm_job": job}
-        write_json(holder, {**process, "command": shown(shlex.join(sys.argv))})
+        write_json(holder, {**process, "command": legible(shlex.join(sys.argv))})
         yield
     finally:
         with suppress(OSError):
@@ -113,8 +113,8 @@ def rehearsal_folder(out_dir: str) -> Path:
 
 def require_rehearsal(folder: Path, mark: str) -> None:
     """Raise `UserError` if `folder`, about to be cleared, holds files but no `mark`, the file of every rehearsal."""
-    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if found - {LOCK_FILE, HOLDER_FILE} and mark not in found:
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if names - {LOCK_FILE, HOLDER_FILE} and mark not in names:
         raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
 
 
@@ -128,8 +128,8 @@ def _held_by(holder: Path) -> str:
         return f"a process that {holder.name} does not name"
 
 
-def check_identity(before: object, now: Mapping[str, object], where: Path) -> None:
-    """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
+def check_identity(before: object, identity: Mapping[str, object], where: Path) -> None:
+    """Raise `UserError` naming every entry in which `identity` differs from `before`, JSON that was read from `where`.
 
     "code", the version that wrote the record, may differ: a run of a week must survive a fix of code that it does not
     use.
@@ -137,7 +137,7 @@ def check_identity(before: object, now: Mapping[str, object], where: Path) -> No
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
     before = {key: value for key, value in before.items() if key != "code"}
-    changes = differences(before, json.loads(json.dumps(now)))
+    changes = differences(before, json.loads(json.dumps(identity)))
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
     if wrong:
         raise UserError(
@@ -156,8 +156,8 @@ def finished(record: Path, identity: Mapping[str, object], resume: bool) -> bool
     if not record.exists():
         return False
     require_free(record.parent, (record.name,), resume)
-    made = read_mapping(record, "report of a run", "remove it, or give another out_dir")
-    check_identity(made.get("made_of"), identity, record)
+    report = read_mapping(record, "report of a run", "remove it, or give another out_dir")
+    check_identity(report.get("made_of"), identity, record)
     return True
 
 

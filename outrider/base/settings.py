@@ -74,8 +74,8 @@ def opt(
     default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING, decides: bool = True
 ) -> Any:
     """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it."""
-    said = {"description": help or None, "decides": decides}  # pydantic reads `description`
-    return dataclasses.field(default=default, default_factory=factory, metadata=said)
+    metadata = {"description": help or None, "decides": decides}  # pydantic reads `description`
+    return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
 
 
 free = partial(opt, decides=False)  # a field that does not affect results, so that a resumed run may change its value
@@ -88,7 +88,7 @@ class Settings:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
-    given: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
+    typed_keys: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
     __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
@@ -97,15 +97,15 @@ class Settings:
         _validated(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
             of_type = getattr(_hints(kind)[field.name], "__metadata__", ())
-            for option, values in (pair for one in of_type if isinstance(one, Only) for pair in one.options):
+            for option, values in (pair for rule in of_type if isinstance(rule, Only) for pair in rule.options):
                 if getattr(self, option) not in values:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        made = handler(kind)
-        cast(dict[str, object], handler.resolve_ref_schema(made))["post_init"] = False  # `_checked` runs it
-        return core_schema.no_info_after_validator_function(_checked, made)
+        schema = handler(kind)
+        cast(dict[str, object], handler.resolve_ref_schema(schema))["post_init"] = False  # `_checked` runs it
+        return core_schema.no_info_after_validator_function(_checked, schema)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -113,9 +113,9 @@ class Settings:
         shape = handler(schema)
         fields = handler.resolve_ref_schema(shape)["properties"]
         for base in filter(dataclasses.is_dataclass, cls.__bases__):
-            for name, said in TypeAdapter(base).json_schema()["properties"].items():
-                if "description" in said:
-                    fields[name].setdefault("description", said["description"])
+            for name, field in TypeAdapter(base).json_schema()["properties"].items():
+                if "description" in field:
+                    fields[name].setdefault("description", field["description"])
         return shape
 
     def require(self, key: str, condition: bool, expected: str) -> None:
@@ -124,27 +124,26 @@ class Settings:
 
     def gives(self, key: str) -> bool:
         """Whether the command line set the option with the dotted key `key`, or a group that contains it."""
-        return any(key == one or key.startswith(f"{one}.") for one in self.given)
+        return any(key == group or key.startswith(f"{group}.") for group in self.typed_keys)
 
-    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+    def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
         """Raise `UserError` for the first `Place`, also in nested settings, at which nothing is, or something else.
 
-        wanted: whether to check the option with a given dotted key. path: the key of these settings.
+        checks: whether to check the option with a given dotted key. path: the key of these settings.
         """
         for field in dataclasses.fields(self):
             key, value = _at(path, field.name), getattr(self, field.name)
             for name, item in value.items() if isinstance(value, Mapping) else [("", value)]:
                 if isinstance(item, Settings):
-                    item.require_places(wanted, _at(key, name) if name else key)
-            for place in _places(_hints(type(self))[field.name]) if value is not None and wanted(key) else ():
+                    item.require_places(checks, _at(key, name) if name else key)
+            for constraint in _constraints(_hints(type(self))[field.name]) if value is not None and checks(key) else ():
                 paths = value.values() if isinstance(value, Mapping) else value
                 for item in [value] if isinstance(value, str) else paths:
-                    place.require(key, item)
+                    constraint.require(key, item)
 
     def deciding(self) -> dict[str, Any]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
-        fields = dataclasses.fields(self)
-        return {field.name: _decided(getattr(self, field.name)) for field in fields if decides(field)}
+        return {field.name: _decided(getattr(self, field.name)) for field in dataclasses.fields(self) if decides(field)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,12 +167,12 @@ def decides(field: "dataclasses.Field[object]") -> bool:
 
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
     """Raise `UserError` unless a field is at its default, as another value would have no effect."""
-    field, given = next(own for own in dataclasses.fields(config) if own.name == name), getattr(config, name)
+    field, setting = next(option for option in dataclasses.fields(config) if option.name == name), getattr(config, name)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if isinstance(given, Settings):  # the fields that are changed, one by one
-        for own in dataclasses.fields(given):
-            require_default(given, own.name, why, f"{prefix}{name}.")
-    require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
+    if isinstance(setting, Settings):  # the fields that are changed, one by one
+        for option in dataclasses.fields(setting):
+            require_default(setting, option.name, why, f"{prefix}{name}.")
+    require(setting == default, prefix + name, setting, f"{default!r}, its default: {why}")
 
 
 @overload
@@ -215,17 +214,17 @@ def _adapter(kind: Any) -> "TypeAdapter[Any]":
 @cache
 def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
     """The validator of an instance's fields, given as a mapping in a 1-tuple."""
-    kinds = {own.name: _hints(kind)[own.name] for own in dataclasses.fields(kind)}
+    kinds = {field.name: _hints(kind)[field.name] for field in dataclasses.fields(kind)}
     return _adapter(cast(Any, TypedDict)(kind.__name__, kinds))
 
 
-def _checked(made: Settings) -> Settings:
+def _checked(settings: Settings) -> Settings:
     """Settings that pydantic made, after their `__post_init__`; a `UserError` of it gets the place."""
     try:
-        made.__post_init__()
+        settings.__post_init__()
     except UserError as error:
         raise PydanticCustomError("refused", "{said}", {"said": str(error)}) from None
-    return made
+    return settings
 
 
 def _validated(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
@@ -235,25 +234,25 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
     except UserError as error:  # of a dataclass that is no `Settings`
         raise UserError(f"{path}: {error}" if path else str(error)) from None
     except ValidationError as error:
-        found = [(*_place(one["loc"][1:], value, path), one) for one in error.errors(include_url=False)]
-    first = found[0][0]  # each member of a union has errors, some of inner values
-    key, given, one = max((f for f in found if re.match(f"{re.escape(first)}($|[.[])", f[0])), key=lambda f: len(f[0]))
-    match one["type"]:
+        faults = [(*_value_at(fault["loc"][1:], value, path), fault) for fault in error.errors(include_url=False)]
+    within = re.compile(f"{re.escape(faults[0][0])}($|[.[])")  # each member of a union has errors, some of inner values
+    key, setting, fault = max((f for f in faults if within.match(f[0])), key=lambda f: len(f[0]))
+    match fault["type"]:
         case "missing":
-            raise UserError(f"{_at(key, str(one['loc'][-1]))}: missing")
+            raise UserError(f"{_at(key, str(fault['loc'][-1]))}: missing")
         case "unexpected_keyword_argument":
             raise UserError(f"{key}: unknown")
         case "refused":
-            raise UserError(_at(key, one["msg"]))
+            raise UserError(_at(key, fault["msg"]))
         case "json_invalid":  # JSON of Python that pydantic does not read
             raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
-    messages = dict.fromkeys(error["msg"].removeprefix("Input should be ") for own, _, error in found if own == key)
-    said = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", one)) for one in messages)
-    expected = " or ".join(said)
-    raise UserError(f"{key}={given!r}: expected {expected}" if key else f"found {given!r}: expected {expected}")
+    texts = dict.fromkeys(f[2]["msg"].removeprefix("Input should be ") for f in faults if f[0] == key)
+    phrases = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", text)) for text in texts)
+    expected = " or ".join(phrases)
+    raise UserError(f"{key}={setting!r}: expected {expected}" if key else f"found {setting!r}: expected {expected}")
 
 
-def _place(parts: Sequence[int | str], value: object, path: str) -> tuple[str, object]:
+def _value_at(parts: Sequence[int | str], value: object, path: str) -> tuple[str, object]:
     """The dotted key of pydantic's location in `value`, without the names of union members; and the value there."""
     for part in parts:
         if isinstance(value, Mapping) and part in value:
@@ -271,11 +270,11 @@ def _decided(value: object) -> object:
     return type(value)(map(_decided, value)) if isinstance(value, list | tuple) else value
 
 
-def _places(kind: object) -> Iterator[Named]:
+def _constraints(kind: object) -> Iterator[Named]:
     """The texts' metadata of the type `kind`, also within a union or a list."""
-    yield from (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Named))
+    yield from (constraint for constraint in getattr(kind, "__metadata__", ()) if isinstance(constraint, Named))
     for inner in typing.get_args(kind):
-        yield from _places(inner)
+        yield from _constraints(inner)
 
 
 def _at(path: str, key: str) -> str:
@@ -292,7 +291,7 @@ def differences(old: object, new: object, key: str = "") -> list[tuple[str, obje
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
-        return [found for inner, a, b in pairs for found in differences(a, b, f"{key}.{inner}" if key else inner)]
+        return [change for inner, a, b in pairs for change in differences(a, b, f"{key}.{inner}" if key else inner)]
     return [] if _plain(old) == _plain(new) else [(key, old, new)]
 
 

@@ -46,9 +46,9 @@ class WandbConfig(Settings):
     def init_options(self, out_dir: Path) -> dict[str, Any]:
         """The arguments of `wandb.init` except the project; a run whose id is stored in `out_dir` is continued."""
         id_file = out_dir / ID_FILE
-        known = id_file.read_text("utf-8").strip() if id_file.exists() else None
+        run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
         where = {"mode": self.resolved_mode(), "dir": str(out_dir)}
-        return {"name": self.name, **where, "id": known, "resume": "allow" if known else None}
+        return {"name": self.name, **where, "id": run_id, "resume": "allow" if run_id else None}
 
 
 def _netrc_has_wandb() -> bool:

@@ -47,27 +47,27 @@ def clean(text: str) -> str:
             if len(part) >= _FEWEST:
                 text = text.replace(part, f"${name}").replace(repr(part)[1:-1], f"${name}")
     text = _SHAPE.sub("…", text)
-    return _BEARER.sub(r"\1…", _FIELD.sub(r"\1…", _LOGIN.sub(lambda found: f"{found[1] or '://'}…@", text)))
+    return _BEARER.sub(r"\1…", _FIELD.sub(r"\1…", _LOGIN.sub(lambda match: f"{match[1] or '://'}…@", text)))
 
 
-def shown(text: str) -> str:
+def legible(text: str) -> str:
     """`text` for a message: `clean`, and only the two ends of a very long one."""
     size = len(text)
     text = clean(text if size <= 2 * _NEAR else text[:_NEAR] + text[-_NEAR:])
-    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
     return text if size <= _LONGEST else f"{text[:_END]} … ({size} characters) … {text[-_END:]}"
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The word of `known` most similar to `given`; empty if none is similar."""
-    close = difflib.get_close_matches(given, known, n=1)
+def did_you_mean(typo: str, names: Iterable[str]) -> str:
+    """The word of `names` most similar to `typo`; empty if none is similar."""
+    close = difflib.get_close_matches(typo, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def in_words(seconds: float) -> str:
     """A time: "3 min 20 s", or "20 s" below a minute."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def typed(value: object, text: Callable[[str], str] = str) -> str:
@@ -75,7 +75,7 @@ def typed(value: object, text: Callable[[str], str] = str) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{','.join(typed(one, text) for one in value)}]"
+        return f"[{','.join(typed(member, text) for member in value)}]"
     if isinstance(value, Mapping):
         return "{}"
     return str(value) if isinstance(value, int | float) else text(str(value))
@@ -167,5 +167,5 @@ def figure(value: Any, form: str = "interval") -> str:
 
 def filled(columns: Columns, facts: Iterable[Mapping[str, Any]]) -> Table:
     """The table with a row for each of `facts`."""
-    rows = [[_Figures().vformat(cell, (), one) for cell, _ in columns.values()] for one in facts]
-    return Table({name: said for name, (_, said) in columns.items()}, rows)
+    rows = [[_Figures().vformat(cell, (), record) for cell, _ in columns.values()] for record in facts]
+    return Table({name: meaning for name, (_, meaning) in columns.items()}, rows)

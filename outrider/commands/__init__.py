@@ -33,7 +33,7 @@ from outrider.base.large_imports import import_large
 from outrider.base.progress import command, speaks
 from outrider.base.run_dirs import look_at, made_for_something, rehearsal_folder, require_free
 from outrider.base.settings import Named, RunConfig, Settings, construct
-from outrider.base.words import did_you_mean, in_shell, listed, option, shown
+from outrider.base.words import did_you_mean, in_shell, legible, listed, option
 from outrider.cli import COMMANDS, crashing, print_anything, say, usage
 from outrider.commands.interrupts import continuing, leave, terminable
 from outrider.commands.options import compose_defaults, groups_of, help_text, store_composed
@@ -93,7 +93,7 @@ def entry(
                 for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
                     os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
                 # A warning that DeepSpeed has without a GPU.
-                logging.getLogger("DeepSpeed").addFilter(lambda one: "Setting accelerator" not in one.getMessage())
+                logging.getLogger("DeepSpeed").addFilter(lambda log: "Setting accelerator" not in log.getMessage())
                 if words[:1] == ["--settings"] and words[1:]:
                     record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
                     sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
@@ -173,11 +173,10 @@ def look_for_places(config: Settings) -> None:
     debug = getattr(config, "debug", False)
     plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
 
-    def wanted(key: str) -> bool:
-        read = not (plan and key.partition(".")[0] in ("data", "prompts"))
-        return read and (config.gives(key) or not debug)
+    def is_checked(key: str) -> bool:
+        return not (plan and key.partition(".")[0] in ("data", "prompts")) and (config.gives(key) or not debug)
 
-    config.require_places(wanted)
+    config.require_places(is_checked)
 
 
 def look_for_out_dir(config: Settings) -> None:
@@ -232,7 +231,7 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
     """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key.
 
     A leading ~/ of a value is expanded, as shells do not expand it after "key=". overrides: those of the command line;
-    their keys become the config's `given`.
+    their keys become the config's `typed_keys`.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -243,8 +242,8 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
         raise missing(key, next(what, "its value")) from None
     config = construct(schema, _at_home(values))
     if overrides:
-        keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
-        object.__setattr__(config, "given", frozenset(key.rpartition("@")[2] for key in keys))  # data@data.mix.open=…
+        keys = (override.partition("=")[0].lstrip("+~").rpartition("@")[2] for override in overrides)
+        object.__setattr__(config, "typed_keys", frozenset(keys))  # data@data.mix.open=…
     return config
 
 
@@ -294,7 +293,7 @@ def _no_such_choice(missing: str) -> str:
 
 
 def _fail(message: str) -> typing.NoReturn:
-    print(line := f"error: {shown(message)}", file=sys.stderr)
+    print(line := f"error: {legible(message)}", file=sys.stderr)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last lines of a launcher are of it
         write_json(Path(report), {"message": line, "timestamp": int(time.time())})
     sys.exit(USER_ERROR_STATUS)
@@ -303,17 +302,17 @@ def _fail(message: str) -> typing.NoReturn:
 def _open(kind: Any) -> Any:
     """Settings as OmegaConf takes them: names, defaults, and which are texts. `construct` checks other types."""
     opened, hints = [], typing.get_type_hints(kind)
-    for own in dataclasses.fields(kind):
-        hint, default, factory = hints[own.name], own.default, own.default_factory
+    for field in dataclasses.fields(kind):
+        hint, default, factory = hints[field.name], field.default, field.default_factory
         by_name = typing.get_args(hint)[1:] if typing.get_origin(hint) is dict else ()
-        taken = hint if hint in _TEXTS else Any
+        schema_type = hint if hint in _TEXTS else Any
         if dataclasses.is_dataclass(hint):
-            taken = factory = _open(hint)
+            schema_type = factory = _open(hint)
         elif by_name and dataclasses.is_dataclass(by_name[0]):
-            taken = types.GenericAlias(dict, (str, _open(by_name[0])))
+            schema_type = types.GenericAlias(dict, (str, _open(by_name[0])))
         elif by_name:
             factory = functools.partial(DictConfig, {}, flags={"struct": False})  # it takes any name
         elif default is factory is dataclasses.MISSING:
             default = "???"  # OmegaConf's word for what must be given
-        opened.append((own.name, taken, dataclasses.field(default=default, default_factory=factory)))
+        opened.append((field.name, schema_type, dataclasses.field(default=default, default_factory=factory)))
     return dataclasses.make_dataclass(kind.__name__, opened)

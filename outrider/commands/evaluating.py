@@ -12,15 +12,15 @@ def with_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
 
     fixed: see `presets_of`. Raises `UserError` for a drafter's directory that cannot be read.
     """
-    places = [place for place, option in enumerate(options) if "=" in option and not option.startswith("-")]
-    given = {options[place].partition("=")[0].lstrip("+~"): value_of(options[place]) for place in places}
-    asked = {key.split(".")[0].split("@")[0] for key in given}
-    if asked & {"method", "experiment"}:
+    indices = [index for index, option in enumerate(options) if "=" in option and not option.startswith("-")]
+    settings = {options[index].partition("=")[0].lstrip("+~"): value_of(options[index]) for index in indices}
+    keys = {key.split(".")[0].split("@")[0] for key in settings}
+    if keys & {"method", "experiment"}:
         return [*options]
-    drafters = {key: os.path.expanduser(value) for key, value in given.items() if isinstance(value, str)}
+    drafters = {key: os.path.expanduser(value) for key, value in settings.items() if isinstance(value, str)}
     presets = presets_of(drafters, fixed=fixed)
-    if not presets and "drafters" in asked:
+    if not presets and "drafters" in keys:
         return [*options]
     presets = presets or [PROMPT_LOOKUP.name]
-    end = places[-1] + 1 if places else 0  # Hydra takes no option after a flag and its value
+    end = indices[-1] + 1 if indices else 0  # Hydra takes no option after a flag and its value
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]

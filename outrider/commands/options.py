@@ -55,12 +55,12 @@ def help_text(name: str, schema: type, overrides: list[str]) -> str:
     return "\n".join([*lines, "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"])
 
 
-def usual(name: str, known: Collection[str]) -> list[str]:
-    """The options and groups of a command to read first, five of those `known`: those of its usual lines, and others
+def usual(name: str, available: Collection[str]) -> list[str]:
+    """The options and groups of a command to read first, five of the `available`: those of its usual lines, and others
     that most commands have."""
     words = [word for line in usage(name) for word in shlex.split(line, comments=True) if "=" in word]
     keys = dict.fromkeys([*(word.partition("=")[0] for word in words), *_OF_MOST])
-    return [key for key in keys if key in known][:_USUAL]
+    return [key for key in keys if key in available][:_USUAL]
 
 
 def compose_defaults(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -79,8 +79,8 @@ def store_composed(words: Sequence[str]) -> None:
     for word in words:
         key, _, value = word.partition("=")
         chosen = key.lstrip("+").partition("@")[0]
-        named = OverridesParser.create().parse_overrides([word])[0].value() if (CONF_DIR / chosen).is_dir() else ""
-        if any(isinstance(one, int | float | dict | None) for one in (named if isinstance(named, list) else [named])):
+        picks = OverridesParser.create().parse_overrides([word])[0].value() if (CONF_DIR / chosen).is_dir() else ""
+        if any(isinstance(pick, int | float | dict | None) for pick in (picks if isinstance(picks, list) else [picks])):
             raise MissingConfigException(word, f"{chosen}/{value}")
         for name in _COMPOSED.findall(value) if chosen == "method" else ():
             group, _, last = f"method/{name}".rpartition("/")
@@ -91,10 +91,10 @@ def groups_of(name: str) -> dict[str, list[str]]:
     """The groups that conf/<name>.yaml chooses from, the experiments for it, and the parts of a method, with their
     choices."""
     defaults = OmegaConf.load(CONF_DIR / f"{name}.yaml").defaults
-    named = [next(iter(item)) for item in defaults if not isinstance(item, str)]
-    groups = {group: choices_of(group) for group in named}
-    if own := choices_of(f"experiment/{name}"):
-        groups["experiment"] = [f"{name}/{choice}" for choice in own]
+    group_names = [next(iter(item)) for item in defaults if not isinstance(item, str)]
+    groups = {group: choices_of(group) for group in group_names}
+    if experiments := choices_of(f"experiment/{name}"):
+        groups["experiment"] = [f"{name}/{choice}" for choice in experiments]
     if "method" in groups:
         groups["method"] += ["SOURCE/SHAPE", "SOURCE/STOP", "SOURCE/SHAPE/STOP"]
         groups |= {f"+{part}@methods.NAME": choices_of(part) for part in PARTS}
@@ -108,19 +108,19 @@ def options_of(schema: type, composed: DictConfig) -> list[Option]:
 
 def _options(shape: Mapping[str, Any], composed: DictConfig | None, prefix: str) -> Iterator[Option]:
     """The options of settings of the JSON schema `shape`."""
-    for name, said in shape["properties"].items():
-        key, meaning = prefix + name, " ".join(said.get("description", "").split())
-        by_name = said.get("additionalProperties")
-        if "properties" in said:
-            yield from _options(said, composed and composed[name], f"{key}.")
+    for name, schema in shape["properties"].items():
+        key, meaning = prefix + name, " ".join(schema.get("description", "").split())
+        by_name = schema.get("additionalProperties")
+        if "properties" in schema:
+            yield from _options(schema, composed and composed[name], f"{key}.")
         elif isinstance(by_name, dict) and "properties" in by_name:
             yield Option(f"{key}.NAME", "settings", "", meaning)
             yield from _options(by_name, None, f"{key}.NAME.")
         else:
-            if read := said.get(READ_WITH):
+            if read := schema.get(READ_WITH):
                 meaning = f"with {' and '.join(f'{option}={_either(values)}' for option, values in read)}: {meaning}"
-            default = typed(said.get("default", by_name and {})) if composed is None else _default(composed, name)
-            yield Option(key, words(said), default, meaning)
+            default = typed(schema.get("default", by_name and {})) if composed is None else _default(composed, name)
+            yield Option(key, words(schema), default, meaning)
 
 
 def _default(composed: DictConfig, name: str) -> str:
@@ -136,7 +136,7 @@ def words(shape: Any) -> str:
     if shape is True or {"anyOf", "enum", "const", "type"}.isdisjoint(shape):
         return "any"
     if "anyOf" in shape:
-        return " or ".join(map(words, sorted(shape["anyOf"], key=lambda one: one.get("type") == "null")))
+        return " or ".join(map(words, sorted(shape["anyOf"], key=lambda branch: branch.get("type") == "null")))
     if choices := shape.get("enum", [shape["const"]] if "const" in shape else []):
         return _either(choices)
     if shape["type"] == "array":
@@ -148,5 +148,5 @@ def words(shape: Any) -> str:
 
 
 def _either(values: Sequence[object]) -> str:
-    *others, last = map(typed, values)
-    return f"{', '.join(others)} or {last}" if others else last
+    *head, last = map(typed, values)
+    return f"{', '.join(head)} or {last}" if head else last

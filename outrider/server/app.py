@@ -135,7 +135,7 @@ class Service:
             return StreamingResponse(_events(records, reply, answers), media_type="text/event-stream")
         async for _ in records:
             pass
-        return Response(await run_in_threadpool(reply.whole), media_type="application/json")
+        return Response(await run_in_threadpool(reply.body), media_type="application/json")
 
     async def _read(self, reply: Reply, answers: Answers, scope: Scope) -> AsyncGenerator[str]:
         """The records of an answer; after them its figures are there, for the log too."""

@@ -21,12 +21,8 @@ from outrider.server.workers import GIVEN_UP, RefusedError
 FIGURES = "outrider.figures"  # in the scope of a request: what was measured of its answer, for the log
 # The page has its script and style in itself, reaches this server alone, and stands in no frame.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-_HEADERS = {
-    "Content-Security-Policy": f"{_POLICY}; frame-ancestors 'none'",
-    "X-Frame-Options": "DENY",
-    "Vary": "Origin",
-}
-_HEADERS |= {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+_HEADERS = {"Content-Security-Policy": f"{_POLICY}; frame-ancestors 'none'", "X-Frame-Options": "DENY"}
+_HEADERS |= {"Vary": "Origin", "X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
 _HOST = re.compile(r"(?:https?://)?(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+?)\.?)(?::\d+)?", re.IGNORECASE)
 
 

@@ -121,7 +121,7 @@ def read(
         request = kind.model_validate_json(body)
     except ValidationError as error:
         errors = error.errors()  # of a union one for each type: that of the type it has says more
-        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
+        first = next((detail for detail in errors if not detail["type"].endswith("_type")), errors[0])
         field = ".".join(str(part) for part in first["loc"] if part not in BRANCHES and "[" not in str(part))
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
     if request.model not in (None, name):

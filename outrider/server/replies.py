@@ -47,7 +47,7 @@ class Reply:
             return ""
         return self._event([self._choice(index, [(piece, self._scores(piece))], "delta")])
 
-    def whole(self) -> bytes:
+    def body(self) -> bytes:
         """The answer, once all pieces are there."""
         choices = [self._choice(index, parts, "message") for index, parts in self._parts.items()]
         return self._record("chat.completion", choices, self._usage()).encode()

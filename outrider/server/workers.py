@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.words import shown
+from outrider.base.words import legible
 from outrider.data_prep.text.chat import StreamedText
 from outrider.inference.core.logprobs import ScoredRound, TokenScores
 from outrider.inference.core.rounds import Round
@@ -74,7 +74,7 @@ class RefusedError(UserError):
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400):
         super().__init__(message)
-        self.param, self.status = param and shown(param), status
+        self.param, self.status = param and legible(param), status
 
 
 class Answers:
@@ -214,7 +214,7 @@ def write(
             size = max(0, len(unsent) - len(tail))
             yield Piece(unsent[:size], tokens, part.start == 0 < r.accepted, scores[part], proposed, passes)
             unsent, proposed, passes = unsent[size:], 0, 0
-    unsent += stream.rest()
+    unsent += stream.flush()
     stopped = rule is not None and rule.first_end(history, 1) is not None
     if rule and stopped:
         tail = rule.shown_end(history, len(stream.tokens))

@@ -67,7 +67,7 @@ def decoded(name: str, system: str, pairs: Pairs, answers: list[str]) -> list[Sa
     for i, answer in enumerate(answers):
         talk = [*head, *turns(pairs, 1)[: 2 * i + 1]]
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        found.append((tuple(render_prompt(talk, tokenizer, "tokenizer", said=known)), tuple(ids)))
+        found.append((tuple(render_prompt(talk, tokenizer, "tokenizer", answer_ids=known)), tuple(ids)))
         known.append(ids)
     return sorted(found)
 

@@ -51,7 +51,7 @@ def paths(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, Place, 
             yield from paths(hint, f"{prefix}{own.name}.")
             if issubclass(hint, SourceConfig):
                 yield f"{own.name}.path", Records("", begins=(b"",)), "{0}"
-        for place in settings._places(hint):
+        for place in settings._constraints(hint):
             many = {list: "[{0},{0}]", tuple: "[{0},{0}]"}.get(typing.get_origin(hint) or hint, "{0}")
             if isinstance(place, Place):
                 yield prefix + own.name, place, many

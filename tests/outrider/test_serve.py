@@ -205,7 +205,7 @@ def test_requests_without_a_seed_differ_after_a_restart_unless_the_server_has_on
     assert len({text for pair in texts[:3] for text in pair}) == 6
     assert texts[2] == texts[3]
     chosen = ServeConfig(target="t")
-    object.__setattr__(chosen, "given", frozenset(["seed"]))  # seed=0 on a command line
+    object.__setattr__(chosen, "typed_keys", frozenset(["seed"]))  # seed=0 on a command line
     assert app.Service(model, chosen)._seeds.getrandbits(31) == random.Random(0).getrandbits(31)
 
 

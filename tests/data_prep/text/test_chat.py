@@ -425,7 +425,7 @@ def streamed(name: str, tokens: list[int], sizes: list[int], ends: tuple[int, ..
         size = sizes[start % len(sizes)]
         pieces.append(text.add(tokens[start : start + size]))
         start += size
-    return pieces, text.rest()
+    return pieces, text.flush()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
