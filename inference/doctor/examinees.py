@@ -83,7 +83,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     count = len(tokens) - 1
     index = torch.arange(count, device=tokens.device)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count]
-    hidden, found = head.features(aux.to(head.dtype)), []
+    hidden, states = head.features(aux.to(head.dtype)), []
     head.reserve(count + STEPS)
     embedding = head.embed(tokens[None])
     for step in range(STEPS):
@@ -91,8 +91,8 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
         masks = {window: Band.sliding(index, (window or count + STEPS) - moved) for window in head.windows}
         cache.tokens[step] = (index[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
         hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)
-        found.append(hidden[0, start - 2 - step : count - 1 - step])
-    return head.logits(torch.stack(found))
+        states.append(hidden[0, start - 2 - step : count - 1 - step])
+    return head.logits(torch.stack(states))
 
 
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
@@ -103,8 +103,8 @@ def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
     except UserError:
         return Fact("made for", f"{name}, whose weights were not recorded")
     differs = trained.differences(target.fingerprint)
-    said = f"not this target ({'; '.join(differs)})" if differs else "whose digests are this target's"
-    return Fact("made for", f"{name}, {said}", bool(differs))
+    relation = f"not this target ({'; '.join(differs)})" if differs else "whose digests are this target's"
+    return Fact("made for", f"{name}, {relation}", bool(differs))
 
 
 def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:

@@ -58,7 +58,7 @@ def build_report(
 
     tuning: the measurements that "auto" sizes were chosen from.
     """
-    mine = [r.generations[method] for r in results]
+    generations = [r.generations[method] for r in results]
     arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
     streams = Streams(seed).within(method, "bootstrap")
     report: Report = {
@@ -67,14 +67,14 @@ def build_report(
         "machine": describe_machine(facts["device"]),
         "made_with": provenance(),
         **_figures(results, method, streams),
-        "tokens": sum(len(g.tokens) for g in mine),
+        "tokens": sum(len(g.tokens) for g in generations),
         "seed": seed,
         "lossless": lossless_section(
             results, method, sampled=facts["temperature"] > 0, exact=facts.get("computes_in") in EXACT
         ),
-        "structure": structure_statistics(mine),
-        "acceptance_by_candidates": acceptance_by_candidates(mine),
-        "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
+        "structure": structure_statistics(generations),
+        "acceptance_by_candidates": acceptance_by_candidates(generations),
+        "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(generations)},
         "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
         "whole_answers_per_second": {name: tokens_per_second(results, arm, whole=True) for name, arm in arms.items()},
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
@@ -83,8 +83,8 @@ def build_report(
         "autoregressive": time_of_a_plain_token(results),
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
-        "acceptance_by_position": acceptance_by_position(mine),
-        "acceptance_given_previous": acceptance_by_position(mine, given_previous=True),
+        "acceptance_by_position": acceptance_by_position(generations),
+        "acceptance_given_previous": acceptance_by_position(generations, given_previous=True),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
@@ -102,14 +102,14 @@ def build_report(
 
 def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
     """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
-    mine, others = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
+    generations, loopless = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
     return {
         "prompts": conversations(results),
         "turns": len(results),
-        **decode_statistics(mine),
+        **decode_statistics(generations),
         "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
-        "loops": share_of_loops([g.tokens for g in mine]),
-        "speedup_without_loops": speedup(others, method, AUTOREGRESSIVE, streams),
+        "loops": share_of_loops([g.tokens for g in generations]),
+        "speedup_without_loops": speedup(loopless, method, AUTOREGRESSIVE, streams),
     }
 
 
@@ -128,8 +128,8 @@ def lossless_section(
         judgements[arm] = judge(deviations) if deviations else None
 
     def ties(arm: str) -> int:
-        found = judgements[arm]
-        judged_right = found is not None and not found.faults and not exact
+        judgement = judgements[arm]
+        judged_right = judgement is not None and not judgement.faults and not exact
         return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
 
     return {
@@ -140,7 +140,7 @@ def lossless_section(
         "excused_ties": ties(method),
         "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
         "autoregressive_excused_ties": ties(AUTOREGRESSIVE),
-        "judged": {arm: found and asdict(found) for arm, found in judgements.items()},
+        "judged": {arm: judgement and asdict(judgement) for arm, judgement in judgements.items()},
     }
 
 
@@ -156,8 +156,8 @@ def markdown(reports: Sequence[Report]) -> str:
         "\n".join(wording.sentences(reports)),
     ]
     if judged.rows:
-        said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-        lines += [said, "\n".join(judged.markdown()), wording.resolution(first)]
+        heading = "Judged by rounding errors over the reference's text, in units of transformers' own:"
+        lines += [heading, "\n".join(judged.markdown()), wording.resolution(first)]
     lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
     return "\n\n".join(lines) + "\n"
 
