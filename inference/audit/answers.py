@@ -112,9 +112,8 @@ def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], s
     """The prompts' names by the ids of their first turns."""
     names, tokenizer = {}, with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
-        template = config.template if prompt.chat else "none"
         ids = render_prompt(
-            prompt.messages(prompt.turns[:1]), tokenizer, template,
+            prompt.messages(prompt.turns[:1]), tokenizer, config.template if prompt.chat else "none",
             most=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
         names[tuple(ids)] = prompt.id

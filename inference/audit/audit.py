@@ -23,17 +23,7 @@ from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
-from outrider.inference.audit.draws import (
-    LARGER,
-    MOST,
-    Draws,
-    draws_of,
-    join,
-    p_values,
-    refused,
-    surprise,
-    tokens_needed,
-)
+from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.targets import end_tokens, load_plain
 from outrider.inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
@@ -204,8 +194,7 @@ def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate
             continue
         log_p, rounded = log_p[inside[batch]], rounded[inside[batch]]
         tried = sum(len(draws.tail) for draws in next(iter(arm.simulated.values()), ()))
-        missing = simulate and tried < SIMULATED
-        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=missing)
+        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=simulate and tried < SIMULATED)
         arm.draws.append(drawn)
         arm.sampled += part.tokens_at(rows, best, drawn.tail)
         for fault, draws in simulated.items():
@@ -265,7 +254,7 @@ def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> 
         "not_chosen_by_transformers": choices.own_ties,
         "largest_gap": choices.largest_gap,
         "sampled_tokens": len(unlikely),
-        "surprise": surprise(draws) if draws else None,
+        "surprise": draws.surprise if draws else None,
         **{f"p_of_{test}": chance for test, chance in chances.items()},
     }
     return Finding((*choices.faults, *tests), tuple(sorted(at)), numbers, tuple(odd[:SHOWN]), tuple(unlikely[:SHOWN]))

@@ -49,6 +49,11 @@ class Draws(NamedTuple):
     cumulants: Tensor
     shift: Tensor
 
+    @property
+    def surprise(self) -> float:
+        """The martingale in its standard deviations under p."""
+        return float(self.score.sum() / self.variance.sum().sqrt().clamp(min=1e-30))
+
 
 def join(parts: Sequence[Draws]) -> Draws:
     """One after the other."""
@@ -134,11 +139,6 @@ def beginning(u: Tensor) -> float:
     """The probability of first tokens as unlikely as those with u [answers] by likelihood."""
     score = -(1 - u).clamp(min=torch.finfo(u.dtype).eps).log().sum()
     return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0
-
-
-def surprise(draws: Draws) -> float:
-    """The martingale in its standard deviations under p."""
-    return float(draws.score.sum() / draws.variance.sum().sqrt().clamp(min=1e-30))
 
 
 def refused(chances: Mapping[str, float], level: float) -> list[str]:

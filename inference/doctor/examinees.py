@@ -178,10 +178,9 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
             yield made_for(record, target)
         case {"verifier": {"name_or_path": name}} if name:
             yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
-    if reading.draft_vocabulary < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
-        yield Fact(
-            "d2t", f"all zero: its tokens are the first {reading.draft_vocabulary}, as it was never put in", True
-        )
+    size = reading.draft_vocabulary
+    if size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
+        yield Fact("d2t", f"all zero: its tokens are the first {size}, as it was never put in", True)
     limit, context = reading.max_positions, context_limit(target.config)
     if limit < context:
         yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
@@ -189,9 +188,9 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
 
 def _neighbours(reading: Reading, target: OpenTarget) -> Iterator[ReadingChanges]:
     """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
-    later, earlier = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
+    moved = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
     usual = default_taps(target.config.num_hidden_layers)
-    yield from (ReadingChanges(taps=taps) for taps in (later, earlier, usual) if taps[0] >= 0)
+    yield from (ReadingChanges(taps=taps) for taps in (*moved, usual) if taps[0] >= 0)
     yield ReadingChanges(rope="target")
     for base in (None, 10000.0, rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
         yield from (ReadingChanges(rope_theta=base), ReadingChanges(rope="plain", rope_theta=base))

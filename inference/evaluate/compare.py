@@ -82,7 +82,9 @@ from outrider.inference.settings.kinds import KINDS
 def evaluate(config: EvaluateConfig) -> None:
     """evaluate-checkpoint: compare methods on the prompts; measure-engine: also in an engine. Raises `UserError`."""
     if config.plan:
-        print(_plan(config), flush=True)
+        target, device = find_target(config).config, planned_device(config.device)
+        facts = {"positions": context_limit(target), "dtype": dtype_of(config.dtype, target, device)}
+        print(describe(evaluation_memory(config, target), device, **facts), flush=True)
         return
     warn_if_busy()
     prompts = read_prompts(
@@ -95,12 +97,6 @@ def evaluate(config: EvaluateConfig) -> None:
         config = replace(config, methods=config.all_methods, draft_tokens=())
     with explained(lambda: evaluation_memory(config, find_target(config).config)):
         evaluate_checkpoint(config, prompts)
-
-
-def _plan(config: EvaluateConfig) -> str:
-    target, device = find_target(config).config, planned_device(config.device)
-    dtype = dtype_of(config.dtype, target, device)
-    return describe(evaluation_memory(config, target), device, positions=context_limit(target), dtype=dtype)
 
 
 def evaluate_checkpoint(
@@ -149,8 +145,7 @@ def _evaluate(
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
-    context = context_length(setup, drafters)
-    new = config.max_new_tokens
+    context, new = context_length(setup, drafters), config.max_new_tokens
     require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
     longest = max(config.doctor_lengths, default=0)
     require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
@@ -214,8 +209,7 @@ def _evaluate(
     expected = len(prompts_done) + sum(gather_object([count]))
     served: Mapping[str, Mapping[str, object]] = {}
     if isinstance(config, EngineConfig):
-        models = None  # the engine needs the memory
-        drafters = {}
+        models, drafters = None, {}  # the engine needs the memory
         gc.collect()
         torch.cuda.empty_cache()
         answers = {position: m.turns[0] for position, m in _finished(out_dir, size).items() if m.turns}

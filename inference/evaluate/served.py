@@ -79,8 +79,7 @@ class EngineServer:
         self.version = fingerprint if fingerprint.startswith(owner) else f"{owner} {fingerprint}".strip()
         text, decoded = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
         same = text.strip("\ufffd ") == str(decoded).strip("\ufffd ")  # a stream may omit an incomplete character
-        expected = f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there"
-        require(same, option, url, expected)
+        require(same, option, url, f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there")
         counters = self._counters()
         length = drafted if counters is None else sum(isinstance(key, int) for key in counters)
         require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
@@ -389,8 +388,7 @@ def _judged(
         for name, output in result.generations.items():
             prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
             if text != reference.get(int(str(result.conversation))) and UNREAD not in output.totals:
-                again = "retokenised" in output.totals
-                row = {"prompt_ids": [*prompt], "output_ids": [*text], "retokenised": again}
+                row = {"prompt_ids": [*prompt], "output_ids": [*text], "retokenised": "retokenised" in output.totals}
                 audits.setdefault((method, arm), {})[prompt, text] = row
     for (name, arm), rows in audits.items():
         sampling, file = vars(sampling_of(config, setup)), out / FOLDER / f"{name}-{arm}.jsonl"

@@ -189,9 +189,8 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
     for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]
-            require(
-                all(type(i) is int and i >= 0 for i in ids), f"{target.source}: eos_token_id", candidate, "token ids"
-            )
+            valid = all(type(i) is int and i >= 0 for i in ids)
+            require(valid, f"{target.source}: eos_token_id", candidate, "token ids")
             return frozenset(ids)
     return frozenset()
 

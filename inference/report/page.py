@@ -13,23 +13,9 @@ from markupsafe import Markup
 
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import PromptResult, ShownRound
+from outrider.inference.report import tables, wording
 from outrider.inference.report.facts import doctor_lines, overlap_sentence
-from outrider.inference.report.tables import (
-    Report,
-    category_tables,
-    counted_table,
-    judged_table,
-    methods_tables,
-    served_table,
-)
-from outrider.inference.report.wording import (
-    busy_sentences,
-    conditions,
-    recommendation,
-    resolution,
-    sentences,
-    wrong_arms,
-)
+from outrider.inference.report.tables import Report
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown
@@ -52,23 +38,23 @@ def make_page(
     """
     first, names = reports[0], [report["method"] for report in reports]
     methods = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
-    gained, answers = methods_tables(reports)
+    speeds, answers = tables.methods_tables(reports)
     style, script = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     loader = FileSystemLoader(HERE)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html").render(
         title=f"Outrider: how fast {methods} decode {first.get('model', first['target'])}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
-        busy=busy_sentences(first), verdict=recommendation(reports), conditions=conditions(reports),
-        gained=gained, whole=answers, counted=counted_table(reports), served=served_table(reports),
+        busy=wording.busy_sentences(first), conditions=wording.conditions(reports),
+        verdict=wording.recommendation(reports), sentences=wording.sentences(reports), gained=speeds, whole=answers,
+        counted=tables.counted_table(reports), served=tables.served_table(reports), wrong=wording.wrong_arms(reports),
         engine=next((row["engine"] for report in reports for row in report.get("served") or ()), ""),
-        times=[*map(_times, reports)], categories=category_tables(reports),
+        times=[*map(_times, reports)], categories=tables.category_tables(reports),
         texts=_texts([result for result in results if result.shown], decode),
-        lossless=first["lossless"], wrong=wrong_arms(reports), judged=judged_table(reports),
-        resolution=resolution(first), same=min(report["lossless"]["identical"] for report in reports),
+        lossless=first["lossless"], judged=tables.judged_table(reports), first=first, doctor=doctor_lines(first),
+        resolution=wording.resolution(first), same=min(report["lossless"]["identical"] for report in reports),
         same_as_plain=min(report["lossless"]["identical_to_plain"] for report in reports),
         overlaps=[overlap_sentence(kind, overlap) for kind, overlap in first.get("overlap", {}).items()],
-        first=first, sentences=sentences(reports), doctor=doctor_lines(first),
     )  # fmt: skip
 
 

@@ -16,8 +16,6 @@ from outrider.inference.report.tables import Report
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#B5578F", "#E69F00", "#3D9BD3", "#8A6D00", "#7A7A7A")
 MARKERS = "os^Dv"  # methods are told apart by their shapes, too
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-
-
 SPEEDUPS = "Speed-up over plain decoding (dashed: 1×): a dot for each prompt; below, the median and its 95 % interval"
 ACCEPTANCE = "Share of drafts accepted so deep, of those that reached this depth; small marks: few of them"
 

@@ -12,7 +12,7 @@ from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
 from outrider.base.words import figure
 from outrider.draft_models.early_exit.checkpoint import provenance
-from outrider.inference.measure.lossless import Judgement, judge
+from outrider.inference.measure.lossless import judge
 from outrider.inference.measure.results import REPORT_FILE, Measured, PromptResult
 from outrider.inference.measure.speed import (
     break_even,
@@ -113,19 +113,16 @@ def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> 
     }
 
 
-def lossless_section(
-    results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False
-) -> dict[str, Any]:
+def lossless_section(results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False) -> Report:
     """The number of texts compared token by token, and the judgements of the method and of plain decoding.
 
     Sampled texts are not compared, as only their distribution is the same. exact: no difference is excused as a tie.
     judged: by arm, see `lossless`; None if only equal texts counted.
     """
     checked = [] if sampled else results
-    judgements: dict[str, Judgement | None] = {}
-    for arm in (method, AUTOREGRESSIVE):
-        deviations = [r.deviations[arm] for r in results if arm in r.deviations]
-        judgements[arm] = judge(deviations) if deviations else None
+    arms = (method, AUTOREGRESSIVE)
+    deviations = {arm: [r.deviations[arm] for r in results if arm in r.deviations] for arm in arms}
+    judgements = {arm: judge(rows) if rows else None for arm, rows in deviations.items()}
 
     def ties(arm: str) -> int:
         judgement = judgements[arm]
@@ -215,8 +212,7 @@ def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], s
     (out_dir / ID_FILE).write_text(run.id, "utf-8")
     rows = [row(report) for report in reports]
     for figures in rows:
-        name = figures["method"]
-        run.summary.update({f"{name}/{key}": value for key, value in figures.items() if key != "method"})
+        run.summary.update({f"{figures['method']}/{key}": value for key, value in figures.items() if key != "method"})
     table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in rows])
     page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)
     run.log({"methods": table, "report": page})
@@ -241,5 +237,4 @@ def row(report: Report) -> dict[str, Any]:
     """The figures of one method, by `COLUMNS`."""
     speed, gain = report["tokens_per_second"]["speculative"], report["speedup"]
     counted = (report["method"], report["prompts"], identical_text(report, ties=""), report["tau"])
-    figures = (*counted, speed, gain["median"], *(gain["ci95"] or (None, None)))
-    return dict(zip(COLUMNS, figures, strict=True))
+    return dict(zip(COLUMNS, (*counted, speed, gain["median"], *(gain["ci95"] or (None, None))), strict=True))

@@ -167,8 +167,7 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
 
 def served_faults(report: Report) -> list[str]:
     """The faults in the texts that an engine wrote with a method's drafter."""
-    faults: list[str] = (report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", [])
-    return faults
+    return list((report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", []))
 
 
 def schedule_lines(served: Sequence[Report]) -> list[str]:

@@ -61,9 +61,8 @@ def compare_reports(config: CompareConfig) -> dict[str, Any]:
     """
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "a comparison"):
-        there = (out_dir / COMPARISON).exists()
         expected = "a directory without a comparison; resume=true makes it anew"
-        require(config.resume or not there, "out_dir", config.out_dir, expected)
+        require(config.resume or not (out_dir / COMPARISON).exists(), "out_dir", config.out_dir, expected)
         comparison = _compare(config)
         write_atomically(out_dir / "compare.md", comparison_table(comparison).encode())
         write_json(out_dir / COMPARISON, comparison)
@@ -80,8 +79,7 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     if not pairs:
         methods = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
         raise UserError(f"compare={config.compare}: no method in both ({methods}); say which with pairs={{A: B}}")
-    shared = shared_prompts(before, after)
-    streams = Streams(config.seed).within("compare")
+    shared, streams = shared_prompts(before, after), Streams(config.seed).within("compare")
     return {
         "compare": [before.folder, after.folder],
         "prompts": [len(before.results), len(after.results), len(shared)],
@@ -96,9 +94,8 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
 
 def read_evaluation(folder: str) -> Evaluation:
     """The evaluation that evaluate-checkpoint wrote to `folder`. Raises `UserError` for anything else."""
-    path = Path(folder) / REPORT_FILE
     remedy = "give the out_dir of a finished evaluation"
-    content = read_json(path, "report", remedy)
+    content = read_json(Path(folder) / REPORT_FILE, "report", remedy)
     reports = content.get("reports", [content]) if isinstance(content, dict) else []
     by_method = {report["method"]: report for report in reports if isinstance(report, dict) and "method" in report}
     results = {turn.prompt_id: turn for measured in read_results(Path(folder)).values() for turn in measured.turns}
@@ -145,7 +142,6 @@ def compare_methods(
     """
     arms = ((before, arm_before), (after, arm_after))
     fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
-
     texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
     def ratio(value: Value, fair: Sequence[str] = fair) -> Speedup:

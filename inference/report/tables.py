@@ -145,9 +145,7 @@ def counted_table(reports: Sequence[Report]) -> Table:
     """The variants of τ in other papers, and the conditional acceptance at the first depths."""
     depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
     often = "how often the draft is right here, where it was right before"
-    deeper = {
-        f"depth {1 + depth}": (f"{{acceptance_given_previous[{depth}][accepted]:.2f}}", often) for depth in depths
-    }
+    deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}][accepted]:.2f}}", often) for i in depths}
     return filled({**COUNTED, **deeper}, reports)
 
 

@@ -100,8 +100,7 @@ def generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: 
     (first, *round_steps), (begun, prefilled, *times) = steps, times
     spent = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(
-        Round(tuple(tokens), drafted, len(tokens) - 1, drafted, seconds)
-        for tokens, seconds in zip(round_steps, spent, strict=True)
+        Round(tuple(ids), drafted, len(ids) - 1, drafted, seconds) for ids, seconds in zip(round_steps, spent, strict=True)
     )
     text = tuple(token for tokens in (first, *round_steps) for token in tokens)
     return Generation(text, prefilled - begun, sum(spent), rounds)

@@ -98,15 +98,13 @@ class OpenVINO:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, job["context"]
         options = {"scheduler_config": scheduler, **exact, **job["options"]}
-        self.settings: Json = {}
-        if draft is not None:
-            self.settings = {"num_assistant_tokens": draft["tokens"]}
-            if draft["method"] == "ngram":
-                options["prompt_lookup"] = True
-                self.settings["max_ngram_size"] = draft["max_ngram"]
-            else:
-                drafter = self.as_ir(draft["model"], "drafter", None, job)
-                options["draft_model"] = genai.draft_model(drafter, "CPU", **exact)
+        self.settings: Json = {} if draft is None else {"num_assistant_tokens": draft["tokens"]}
+        if draft is not None and draft["method"] == "ngram":
+            options["prompt_lookup"] = True
+            self.settings["max_ngram_size"] = draft["max_ngram"]
+        elif draft is not None:
+            drafter = self.as_ir(draft["model"], "drafter", None, job)
+            options["draft_model"] = genai.draft_model(drafter, "CPU", **exact)
         self.pipe = genai.LLMPipeline(self.as_ir(job["target"], "target", job["revision"], job), "CPU", **options)
         self.version = genai.__version__
 

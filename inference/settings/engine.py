@@ -49,8 +49,7 @@ def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequ
     by_name: dict[str, MethodConfig] = {}
     for name, method in methods.items():
         runs = why_not(engine, _with_length(method, 1)) is None
-        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs}
-        by_name |= variants or {name: method}
+        by_name |= {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs} or {name: method}
     return by_name
 
 

@@ -226,13 +226,11 @@ class MethodConfig(Settings):
         calibrated = ", ".join(name for name, drafter in KINDS.items() if drafter.calibration is not None)
         another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
         self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
-        modelled, tree = kind.shaped, self.structure
-        shape = tree.kind
+        modelled, tree, shape = kind.shaped, self.structure, self.structure.kind
         self._refuse_unread(kind)
         sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.keys)
         chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
-        expected = f"a number or null: auto chooses the length of a chain {chains}"
-        self.require("stop.max_draft", sized, expected)
+        self.require("stop.max_draft", sized, f"a number or null: auto chooses the length of a chain {chains}")
         rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth)
         self.require("stop.rule", rigid, "fixed where sizes are auto, which decide how deep a tree goes")
         counted = self.stop.rule != "survival" or shape == "chain"
