@@ -93,8 +93,8 @@ def audit(config: AuditConfig) -> None:
         require(config.resume or empty, "out_dir", config.out_dir, expected)
         target = open_target(config.target, config.revision, by_layers=False)
         counts = ask(config, target, end_tokens(target), out_dir) if config.server else {}
-        answer_file = config.answers or str(out_dir / ANSWERS)
-        files = {arm: file for arm, file in (("answers", answer_file), ("control", config.control)) if file}
+        files = {"answers": config.answers or str(out_dir / ANSWERS)}
+        files |= {"control": config.control} if config.control else {}
         answers = {arm: read_answers(file, target) for arm, file in files.items()}
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)

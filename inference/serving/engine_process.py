@@ -45,7 +45,7 @@ class EngineProcess:
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of all together.
 
-        request: the request, as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises
+        request: as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises
         `UserError` if a prompt gets no token.
         """
         answer = self._ask({**request, "prompts": prompts})
@@ -97,10 +97,10 @@ def running(
 
 def generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
     """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
-    (first, *round_steps), (begun, prefilled, *times) = steps, times
+    (first, *passes), (begun, prefilled, *times) = steps, times
     spent = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(
-        Round(tuple(ids), drafted, len(ids) - 1, drafted, seconds) for ids, seconds in zip(round_steps, spent, strict=True)
+        Round(tuple(ids), drafted, len(ids) - 1, drafted, seconds) for ids, seconds in zip(passes, spent, strict=True)
     )
-    text = tuple(token for tokens in (first, *round_steps) for token in tokens)
+    text = tuple(token for tokens in (first, *passes) for token in tokens)
     return Generation(text, prefilled - begun, sum(spent), rounds)
