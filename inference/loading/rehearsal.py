@@ -166,7 +166,8 @@ def _some_text(data: DataConfig, folder: Path, models: Path | None, *, asks: boo
 
 def _has_answers(data: DataConfig, folder: Path) -> bool:
     """Whether some of it is what earlier steps of the pipeline in `folder` wrote."""
-    return any(_stays(source, folder) for source in [*data.mix.values()] or [data])
+    sources: list[SourceConfig] = [*data.mix.values()] or [data]
+    return any(_stays(source, folder) for source in sources)
 
 
 def _stays(source: SourceConfig, folder: Path) -> bool:
