@@ -43,15 +43,15 @@ class ServedAnswer(SamplingConfig):
 
 def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
     """The answers in a file, by line number. Raises `UserError` that names a line without a valid answer."""
-    found = {}
+    answers = {}
     for number, row in read_file(Path(file)):
         try:
-            found[number] = with_ids(construct(ServedAnswer, row), target)
+            answers[number] = with_ids(construct(ServedAnswer, row), target)
         except UserError as error:
-            said = 'expected {"prompt_ids": […], "output_ids": […], "temperature": 0}, or texts: "prompt", "text"'
-            raise UserError(f"{file}:{number}: {error}; {said}") from None
-    require(bool(found), "answers", file, "a file with a line for each answer")
-    return found
+            expected = 'expected {"prompt_ids": […], "output_ids": […], "temperature": 0}, or texts: "prompt", "text"'
+            raise UserError(f"{file}:{number}: {error}; {expected}") from None
+    require(bool(answers), "answers", file, "a file with a line for each answer")
+    return answers
 
 
 def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
@@ -64,8 +64,8 @@ def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
     if answer.text:
         answer = replace(answer, output_ids=ids_within(answer.text, target.tokenizer, most), retokenised=True)
     for key, ids in (("prompt_ids", answer.prompt_ids), ("output_ids", answer.output_ids)):
-        known = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
-        require(bool(known), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")
+        valid = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
+        require(bool(valid), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")
     length = len(answer.prompt_ids) + len(answer.output_ids)
     require(length <= most, "tokens of prompt and output", length, f"at most {most}, the target's context")
     return answer
@@ -78,43 +78,43 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
     """
     file, prompts = folder / ANSWERS, _prompts(config, target)
     shared = {name: getattr(config, name) for name in OF_SERVERS if name in GenerateConfig.__dataclass_fields__}
-    asked = GenerateConfig(
+    settings = GenerateConfig(
         target=config.target, server=config.server, seed=config.seed, data=DataConfig(), greedy_tokens=0,
         batch_size=ROUNDS * config.concurrency, **shared,
     )  # fmt: skip
     context, vocabulary = context_limit(target.config), target.config.vocab_size
-    server = Server(asked, target.tokenizer, eos, context, vocabulary, checked=False)
-    like, identity = ServedAnswer(**asdict(asked.sampling)), asked.deciding() | {"served": server.model}
+    server = Server(settings, target.tokenizer, eos, context, vocabulary, checked=False)
+    like, identity = ServedAnswer(**asdict(settings.sampling)), settings.deciding() | {"served": server.model}
     identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
-    kept: list[ServedAnswer] = []
+    answers: list[ServedAnswer] = []
     if file.exists():
-        made = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
-        check_identity(made, identity, folder)
-        kept = [*read_answers(str(file), target).values()]
+        record = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
+        check_identity(record, identity, folder)
+        answers = [*read_answers(str(file), target).values()]
     write_json(folder / RUN_FILE, identity)
-    answered = {tuple(one.prompt_ids) for one in kept}
+    answered = {tuple(answer.prompt_ids) for answer in answers}
     todo = [ids for ids in prompts if len(ids) < server.context and ids not in answered]
-    for start in counted(range(0, len(todo), asked.batch_size), "asking", "batches"):
-        some = todo[start : start + asked.batch_size]
-        limits = [min(config.max_new_tokens, server.context - len(ids)) for ids in some]
-        draws = [uniforms(config.seed, prompts[ids], 0, limit) for ids, limit in zip(some, limits, strict=True)]
-        for ids, said in zip(some, server.answer(some, draws), strict=True):
-            if said.tokens:
-                one = replace(like, prompt_ids=[*ids], output_ids=[*said.tokens], retokenised=said.retokenised)
-                kept.append(with_ids(one, target))  # so that what is written can be read
-        write_atomically(file, "".join(json.dumps(asdict(one)) + "\n" for one in kept).encode())
-    require(bool(kept), "server", config.server, "one that answers a prompt; resume=true asks again")
-    return {"prompts": len(prompts), "unanswered": len(prompts.keys() - {tuple(one.prompt_ids) for one in kept})}
+    for start in counted(range(0, len(todo), settings.batch_size), "asking", "batches"):
+        batch = todo[start : start + settings.batch_size]
+        limits = [min(config.max_new_tokens, server.context - len(ids)) for ids in batch]
+        draws = [uniforms(config.seed, prompts[ids], 0, limit) for ids, limit in zip(batch, limits, strict=True)]
+        for ids, reply in zip(batch, server.answer(batch, draws), strict=True):
+            if reply.tokens:
+                answer = replace(like, prompt_ids=[*ids], output_ids=[*reply.tokens], retokenised=reply.retokenised)
+                answers.append(with_ids(answer, target))  # so that what is written can be read
+        write_atomically(file, "".join(json.dumps(asdict(answer)) + "\n" for answer in answers).encode())
+    require(bool(answers), "server", config.server, "one that answers a prompt; resume=true asks again")
+    answered = {tuple(answer.prompt_ids) for answer in answers}
+    return {"prompts": len(prompts), "unanswered": len(prompts.keys() - answered)}
 
 
 def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
     """The prompts' names by the ids of their first turns."""
-    found, tokenizer = {}, with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    names, tokenizer = {}, with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
-        template = config.template if prompt.chat else "none"
         ids = render_prompt(
-            prompt.messages(prompt.turns[:1]), tokenizer, template,
+            prompt.messages(prompt.turns[:1]), tokenizer, config.template if prompt.chat else "none",
             most=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
-        found[tuple(ids)] = prompt.id
-    return found
+        names[tuple(ids)] = prompt.id
+    return names

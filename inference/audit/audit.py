@@ -23,17 +23,7 @@ from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
-from outrider.inference.audit.draws import (
-    LARGER,
-    MOST,
-    Draws,
-    draws_of,
-    join,
-    p_values,
-    refused,
-    surprise,
-    tokens_needed,
-)
+from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.targets import end_tokens, load_plain
 from outrider.inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
@@ -74,8 +64,8 @@ class Finding:
     def verdict(self) -> str:
         """The judgement in a line."""
         if self.at:
-            places = ", ".join(f"{token.line}:{token.position}" for token in self.at[:SHOWN])
-            return f"{len(self.at)} tokens are faults: {places}{', …' * (len(self.at) > SHOWN)} (line:position)"
+            positions = ", ".join(f"{token.line}:{token.position}" for token in self.at[:SHOWN])
+            return f"{len(self.at)} tokens are faults: {positions}{', …' * (len(self.at) > SHOWN)} (line:position)"
         return "a fault over all tokens, at none alone" if self.faults else "only rounding"
 
 
@@ -102,28 +92,28 @@ def audit(config: AuditConfig) -> None:
         empty = not any((out_dir / file).exists() for file in ((REPORT, ANSWERS) if config.server else (REPORT,)))
         require(config.resume or empty, "out_dir", config.out_dir, expected)
         target = open_target(config.target, config.revision, by_layers=False)
-        asked = ask(config, target, end_tokens(target), out_dir) if config.server else {}
-        given = config.answers or str(out_dir / ANSWERS)
-        files = {arm: file for arm, file in (("answers", given), ("control", config.control)) if file}
+        counts = ask(config, target, end_tokens(target), out_dir) if config.server else {}
+        files = {"answers": config.answers or str(out_dir / ANSWERS)}
+        files |= {"control": config.control} if config.control else {}
         answers = {arm: read_answers(file, target) for arm, file in files.items()}
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
         model, streams = load_plain(target, dtype, device), Streams(config.seed).within("audit")
         arms = {arm: read(model, answers[arm], streams.within(arm), simulate=arm == "answers") for arm in files}
-        found = {arm: judged(arms[arm], answers[arm], config.level) for arm in files}
+        findings = {arm: judged(arms[arm], answers[arm], config.level) for arm in files}
         coins = torch.Generator().manual_seed(streams.number("power", bits=64))
         simulated = {fault: join(parts) for fault, parts in arms["answers"].simulated.items()}
         needed = {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
-        found["answers"] = replace(found["answers"], numbers={**asked, **found["answers"].numbers})
+        findings["answers"] = replace(findings["answers"], numbers={**counts, **findings["answers"].numbers})
         question = f"Is {config.server or config.answers} what {config.target} says, decoded in {dtype}?"
-        page = markdown(question, found, needed, target.tokenizer)
+        page = markdown(question, findings, needed, target.tokenizer)
         write_atomically(out_dir / "report.md", page.encode())
-        findings = {arm: asdict(one) | {"verdict": one.verdict} for arm, one in found.items()}
+        verdicts = {arm: asdict(finding) | {"verdict": finding.verdict} for arm, finding in findings.items()}
         settings = config.deciding() | {"dtype": str(dtype), "target": config.target}
-        write_json(out_dir / REPORT, {"settings": settings, "arms": findings, "tokens_needed": needed})
+        write_json(out_dir / REPORT, {"settings": settings, "arms": verdicts, "tokens_needed": needed})
     print(page, flush=True)
-    if found["answers"].faults:
-        print(f"error: not lossless: {found['answers'].verdict}; see {out_dir}/report.md", file=sys.stderr)
+    if findings["answers"].faults:
+        print(f"error: not lossless: {findings['answers'].verdict}; see {out_dir}/report.md", file=sys.stderr)
         sys.exit(1)
 
 
@@ -168,10 +158,10 @@ class Part:
             return logits  # in all of their precision
         before = len(self.reference.prompt)
         text = torch.tensor([*self.reference.prompt, *self.reference.text], device=logits.device)
-        contexts = [text[: before + place] for place in range(len(logits))]
+        contexts = [text[: before + row] for row in range(len(logits))]
         return sampler.scores(logits, contexts if sampler.reads_context else None)
 
-    def named(self, rows: Tensor, best: Tensor, off: Tensor) -> list[Token]:
+    def tokens_at(self, rows: Tensor, best: Tensor, off: Tensor) -> list[Token]:
         """The tokens in `rows`, with their positions in the answer."""
         columns = (column.tolist() for column in (rows + self.start, self.tokens[rows, 0], best[rows], off))
         return [Token(self.line, *values) for values in zip(*columns, strict=True)]
@@ -183,37 +173,36 @@ class Part:
 
 
 def _take_greedy(arm: AuditArm, part: Part) -> None:
-    scores, own = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
+    scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
     off = part.off(lambda noise: regrets(scores, part.tokens, noise))[rows]
-    arm.odd += part.named(rows, best, off)
-    arm.deviations.append(_deviation(len(best), off, int((own.argmax(-1) != best).sum())))
+    arm.odd += part.tokens_at(rows, best, off)
+    arm.deviations.append(_deviation(len(best), off, int((rounded_scores.argmax(-1) != best).sum())))
 
 
 def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate: bool) -> None:
     """A token that top_k, top_p or min_p exclude is judged like a greedy one, by its distance to what they keep."""
-    scores, own = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
-    kept, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
-    inside, own_outside = kept.gather(-1, tokens)[:, 0], 0
-    for some in torch.arange(len(tokens), device=tokens.device).split(ROWS):
-        log_p, rounded = (each[some].double().log_softmax(-1) for each in (scores, own))
-        theirs = invert(rounded.exp(), torch.rand(len(some), 1, dtype=torch.float64, generator=coins).to(log_p.device))
-        own_outside += int((~kept[some].gather(-1, theirs)).sum())
-        if not len(rows := some[inside[some]]):
+    scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
+    support, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
+    inside, own_outside = support.gather(-1, tokens)[:, 0], 0
+    for batch in torch.arange(len(tokens), device=tokens.device).split(ROWS):
+        log_p, rounded = (side[batch].double().log_softmax(-1) for side in (scores, rounded_scores))
+        ids = invert(rounded.exp(), torch.rand(len(batch), 1, dtype=torch.float64, generator=coins).to(log_p.device))
+        own_outside += int((~support[batch].gather(-1, ids)).sum())
+        if not len(rows := batch[inside[batch]]):
             continue
-        log_p, rounded = log_p[inside[some]], rounded[inside[some]]
+        log_p, rounded = log_p[inside[batch]], rounded[inside[batch]]
         tried = sum(len(draws.tail) for draws in next(iter(arm.simulated.values()), ()))
-        missing = simulate and tried < SIMULATED
-        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=missing)
+        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=simulate and tried < SIMULATED)
         arm.draws.append(drawn)
-        arm.sampled += part.named(rows, best, drawn.tail)
+        arm.sampled += part.tokens_at(rows, best, drawn.tail)
         for fault, draws in simulated.items():
             arm.simulated.setdefault(fault, []).append(draws)
     rows = (~inside).nonzero()[:, 0]
     uncut = part.scores(part.reference.logits, replace(part.answer, top_k=0, top_p=1.0, min_p=0.0))[rows]
     off = part.off(lambda noise: beyond(part.answer, uncut, tokens[rows], noise[rows] / part.answer.temperature))
-    arm.odd += part.named(rows, best, off)
+    arm.odd += part.tokens_at(rows, best, off)
     arm.deviations.append(_deviation(len(tokens), off, own_outside))
 
 
@@ -265,7 +254,7 @@ def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> 
         "not_chosen_by_transformers": choices.own_ties,
         "largest_gap": choices.largest_gap,
         "sampled_tokens": len(unlikely),
-        "surprise": surprise(draws) if draws else None,
+        "surprise": draws.surprise if draws else None,
         **{f"p_of_{test}": chance for test, chance in chances.items()},
     }
     return Finding((*choices.faults, *tests), tuple(sorted(at)), numbers, tuple(odd[:SHOWN]), tuple(unlikely[:SHOWN]))
@@ -276,13 +265,13 @@ def markdown(
 ) -> str:
     """The page on the findings by arm. needed: by fault, the number of sampled tokens that reveal it."""
 
-    def named(token: int) -> str:
+    def label(token: int) -> str:
         return f"{token} {tokenizer.decode([token])!r}".replace("|", "\\|")
 
     answers = arms["answers"]
-    rows = [[key.replace("_", " "), *(_said(arm.numbers.get(key)) for arm in arms.values())] for key in answers.numbers]
+    rows = [[key.replace("_", " "), *(_cell(arm.numbers.get(key)) for arm in arms.values())] for key in answers.numbers]
     odd = [
-        [name, str(token.line), str(token.position), named(token.token), named(token.likeliest), unit.format(token.off)]
+        [name, str(token.line), str(token.position), label(token.token), label(token.likeliest), unit.format(token.off)]
         for name, arm in arms.items()
         for tokens, unit in ((arm.oddest, "{:.1f} rounding errors"), (arm.unlikeliest, "a chance of {:.1g}"))
         for token in tokens
@@ -303,5 +292,5 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _said(value: float | None) -> str:
+def _cell(value: float | None) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.2g}"

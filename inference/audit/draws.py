@@ -49,6 +49,11 @@ class Draws(NamedTuple):
     cumulants: Tensor
     shift: Tensor
 
+    @property
+    def surprise(self) -> float:
+        """The martingale in its standard deviations under p."""
+        return float(self.score.sum() / self.variance.sum().sqrt().clamp(min=1e-30))
+
 
 def join(parts: Sequence[Draws]) -> Draws:
     """One after the other."""
@@ -68,11 +73,11 @@ def draws_of(
     scores = (log_p + entropy).where(p > 0, 0)  # a token without probability counts for nothing
     tails = p.flip(-1).cumsum(-1).flip(-1)
 
-    def placed(ranks: Tensor) -> list[Tensor]:
+    def columns_of(ranks: Tensor) -> list[Tensor]:
         """u, tail and score of the tokens with `ranks` [n, k] by likelihood."""
-        tail, own = tails.gather(-1, ranks), p.gather(-1, ranks)
-        part = own * torch.rand(ranks.shape, dtype=torch.float64, generator=coins).to(p.device)
-        u = torch.stack([1 - tail + part, smaller.gather(-1, ranks) - own + part], -1).clamp(0, 1)
+        tail, mass = tails.gather(-1, ranks), p.gather(-1, ranks)
+        part = mass * torch.rand(ranks.shape, dtype=torch.float64, generator=coins).to(p.device)
+        u = torch.stack([1 - tail + part, smaller.gather(-1, ranks) - mass + part], -1).clamp(0, 1)
         return [column.cpu() for column in (u, tail, scores.gather(-1, ranks))]
 
     about = [
@@ -81,11 +86,11 @@ def draws_of(
         (rounded.exp().gather(-1, order) * scores).sum(-1).cpu(),
     ]
     ranks = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
-    drawn = Draws(*(column[:, 0] for column in placed(ranks)), *about)
+    drawn = Draws(*(column[:, 0] for column in columns_of(ranks)), *about)
     if not simulate:
         return drawn, {}
     chances = torch.rand(len(p), COPIES, dtype=torch.float64, generator=coins).to(p.device)
-    return drawn, {name: Draws(*placed(invert(faulty, chances)), *about) for name, faulty in _faults(p).items()}
+    return drawn, {name: Draws(*columns_of(invert(faulty, chances)), *about) for name, faulty in _faults(p).items()}
 
 
 def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
@@ -136,28 +141,23 @@ def beginning(u: Tensor) -> float:
     return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0
 
 
-def surprise(draws: Draws) -> float:
-    """The martingale in its standard deviations under p."""
-    return float(draws.score.sum() / draws.variance.sum().sqrt().clamp(min=1e-30))
-
-
 def refused(chances: Mapping[str, float], level: float) -> list[str]:
     """The tests that refuse, by Holm's correction: the probability that any refuses by chance is at most `level`."""
     ordered = sorted(chances, key=chances.__getitem__)
-    kept = [chances[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
-    return ordered[: [*kept, False].index(False)]
+    refusals = [chances[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
+    return ordered[: [*refusals, False].index(False)]
 
 
 def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int | None:
     """The number of tokens (a power of two) with which 9 of 10 audits refuse this fault; None: more than are tried."""
-    size, (given, copies) = FEWEST, simulated.tail.shape
-    while size <= min(MOST, LARGER * given):
+    size, (count, copies) = FEWEST, simulated.tail.shape
+    while size <= min(MOST, LARGER * count):
         seen = tries = 0
         while tries - seen <= RUNS - ENOUGH and tries < RUNS:
-            rows, copy = (torch.randint(most, (size,), generator=coins) for most in (given, copies))
+            rows, copy = (torch.randint(most, (size,), generator=coins) for most in (count, copies))
             drawn = (column[rows, copy] for column in simulated[:3])
-            taken = Draws(*drawn, *(column[rows] for column in simulated[3:]))
-            seen, tries = seen + bool(refused(p_values(taken), level)), tries + 1
+            sample = Draws(*drawn, *(column[rows] for column in simulated[3:]))
+            seen, tries = seen + bool(refused(p_values(sample), level)), tries + 1
         if seen >= ENOUGH:
             return size
         size *= 2

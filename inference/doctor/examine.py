@@ -29,20 +29,20 @@ def examine(
         return {}
     new = min(ANSWER, config.max_new_tokens)
     count = min(-(-(MANY if config.doctor else FEW) // new), len(rendered))
-    asked = [rendered[number * len(rendered) // count] for number in range(count)]
+    questions = [rendered[number * len(rendered) // count] for number in range(count)]
 
     def scores_of(prompts: Iterable[Sequence[int]], examinees: Examinees) -> dict[str, list[Scores]]:
         boundaries = boundaries_of(examinees)
-        found = (record(models.stack, prompt, boundaries, new, setup.eos) for prompt in prompts)
-        return judge(filter(None, found), examinees)  # one at a time, as the hidden states take much memory
+        recordings = (record(models.stack, prompt, boundaries, new, setup.eos) for prompt in prompts)
+        return judge(filter(None, recordings), examinees)  # one at a time, as the hidden states take much memory
 
-    scores = scores_of(asked, examinees)
+    scores = scores_of(questions, examinees)
     findings = {name: compare(examinee, scores[name]) for name, examinee in examinees.items()}
     only = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
     for length in config.doctor_lengths:
-        for name, found in scores_of(texts_of_length(length - new, asked), only).items():
-            if found:
-                findings[name].setdefault("lengths", {})[str(length)] = found[0].agreement
+        for name, variant_scores in scores_of(texts_of_length(length - new, questions), only).items():
+            if variant_scores:
+                findings[name].setdefault("lengths", {})[str(length)] = variant_scores[0].agreement
     return findings
 
 
@@ -55,19 +55,19 @@ def texts_of_length(length: int, prompts: Sequence[Sequence[int]]) -> Iterator[l
 
 def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -> dict[str, Examinee]:
     """The drafters to examine, by kind."""
-    found = {}
+    examinees = {}
     for name, model in models.drafters.items():
         where, plugin = config.where(KINDS[name]), config.plugin(KINDS[name])
         if where is None or name not in EXAMINERS:
             continue
         if config.doctor or (config.doctor is None and plugin.foreign(where, setup.target)):
-            found[name] = EXAMINERS[name](model, where, setup.target, models.stack, config.reading)
-    return found
+            examinees[name] = EXAMINERS[name](model, where, setup.target, models.stack, config.reading)
+    return examinees
 
 
 def boundaries_of(examinees: Examinees) -> tuple[int, ...]:
     """The layer boundaries at which any variant of any examinee needs the target's hidden states."""
-    return tuple(sorted({one for each in examinees.values() for way in each.variants for one in way.boundaries}))
+    return tuple(sorted({tap for drafter in examinees.values() for way in drafter.variants for tap in way.boundaries}))
 
 
 def judge(recordings: Iterable[Recording], examinees: Examinees) -> dict[str, list[Scores]]:
@@ -77,17 +77,17 @@ def judge(recordings: Iterable[Recording], examinees: Examinees) -> dict[str, li
         for name, examinee in examinees.items():
             drafts = (variant.drafting(recording) for variant in examinee.variants)
             texts[name].append([score(logits, recording, number) for logits in drafts])
-    return {name: [join(parts) for parts in zip(*found, strict=True)] for name, found in texts.items()}
+    return {name: [join(parts) for parts in zip(*rows, strict=True)] for name, rows in texts.items()}
 
 
 def compare(examinee: Examinee, scores: Sequence[Scores]) -> Findings:
     """The scores of a drafter's variants, and the best one that is significantly better than the declared reading."""
     rows: list[Findings] = []
-    for variant, found in zip(examinee.variants, scores, strict=False):
-        wins, chance = is_better(found, scores[0], len(scores) - 1) if rows else (False, None)
+    for variant, figures in zip(examinee.variants, scores, strict=False):
+        wins, chance = is_better(figures, scores[0], len(scores) - 1) if rows else (False, None)
         about = {"name": variant.name, "option": variant.option, "meaning": variant.meaning}
-        shares = {"agreement": found.agreement, "agree": found.agree.mean(1).tolist()}
-        rows.append(about | shares | {"finite": found.finite.mean(1).tolist(), "chance": chance, "wins": wins})
+        shares = {"agreement": figures.agreement, "agree": figures.agree.mean(1).tolist()}
+        rows.append(about | shares | {"finite": figures.finite.mean(1).tolist(), "chance": chance, "wins": wins})
     blocks = scores[0].blocks.tolist() if scores else []
     return {
         "places": len(blocks),

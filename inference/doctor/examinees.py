@@ -83,7 +83,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     count = len(tokens) - 1
     index = torch.arange(count, device=tokens.device)
     aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count]
-    hidden, found = head.features(aux.to(head.dtype)), []
+    hidden, states = head.features(aux.to(head.dtype)), []
     head.reserve(count + STEPS)
     embedding = head.embed(tokens[None])
     for step in range(STEPS):
@@ -91,8 +91,8 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
         masks = {window: Band.sliding(index, (window or count + STEPS) - moved) for window in head.windows}
         cache.tokens[step] = (index[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
         hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)
-        found.append(hidden[0, start - 2 - step : count - 1 - step])
-    return head.logits(torch.stack(found))
+        states.append(hidden[0, start - 2 - step : count - 1 - step])
+    return head.logits(torch.stack(states))
 
 
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
@@ -103,8 +103,8 @@ def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
     except UserError:
         return Fact("made for", f"{name}, whose weights were not recorded")
     differs = trained.differences(target.fingerprint)
-    said = f"not this target ({'; '.join(differs)})" if differs else "whose digests are this target's"
-    return Fact("made for", f"{name}, {said}", bool(differs))
+    relation = f"not this target ({'; '.join(differs)})" if differs else "whose digests are this target's"
+    return Fact("made for", f"{name}, {relation}", bool(differs))
 
 
 def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
@@ -178,10 +178,9 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
             yield made_for(record, target)
         case {"verifier": {"name_or_path": name}} if name:
             yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
-    if reading.draft_vocabulary < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
-        yield Fact(
-            "d2t", f"all zero: its tokens are the first {reading.draft_vocabulary}, as it was never put in", True
-        )
+    size = reading.draft_vocabulary
+    if size < reading.vocabulary and reading.draft_ids == "offset" and not tensors[D2T].any():
+        yield Fact("d2t", f"all zero: its tokens are the first {size}, as it was never put in", True)
     limit, context = reading.max_positions, context_limit(target.config)
     if limit < context:
         yield Fact("positions", f"max_position_embeddings={limit}, the target's {context}: servers stop there", True)
@@ -189,9 +188,9 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
 
 def _neighbours(reading: Reading, target: OpenTarget) -> Iterator[ReadingChanges]:
     """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
-    later, earlier = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
+    moved = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
     usual = default_taps(target.config.num_hidden_layers)
-    yield from (ReadingChanges(taps=taps) for taps in (later, earlier, usual) if taps[0] >= 0)
+    yield from (ReadingChanges(taps=taps) for taps in (*moved, usual) if taps[0] >= 0)
     yield ReadingChanges(rope="target")
     for base in (None, 10000.0, rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says
         yield from (ReadingChanges(rope_theta=base), ReadingChanges(rope="plain", rope_theta=base))

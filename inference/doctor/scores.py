@@ -43,7 +43,7 @@ def record(
     drafted, so it is not among the places.
     """
     rounds = autoregressive(target, prompt, max_new_tokens=new, eos=eos)
-    tokens = torch.tensor([*prompt, *(token for one in rounds for token in one.tokens)], device=target.device)
+    tokens = torch.tensor([*prompt, *(token for r in rounds for token in r.tokens)], device=target.device)
     start = max(len(prompt) + 1, FIRST)
     if start >= len(tokens):
         return None
@@ -93,7 +93,7 @@ def score(logits: Tensor, recording: Recording, text: int) -> Scores:
 
 def join(parts: Sequence[Scores]) -> Scores:
     """The scores of several texts as one."""
-    return Scores(*(np.concatenate(every, axis=-1) for every in zip(*parts, strict=True)))
+    return Scores(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
 
 
 def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
@@ -111,25 +111,25 @@ def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
     return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
 
 
-def is_better(one: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
-    """Whether `one` agrees more than `than` by `MARGIN` and significantly, and the p-value.
+def is_better(challenger: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
+    """Whether `challenger` agrees more than `than` by `MARGIN` and significantly, and the p-value.
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
-    chance = min(1.0, tried * chance_of((one.agree.astype(int) - than.agree).sum(0), one.blocks))
-    return chance < CHANCE and one.agreement - than.agreement >= MARGIN, chance
+    chance = min(1.0, tried * chance_of((challenger.agree.astype(int) - than.agree).sum(0), challenger.blocks))
+    return chance < CHANCE and challenger.agreement - than.agreement >= MARGIN, chance
 
 
-def table(kind: str, found: Findings) -> Iterator[str]:
+def table(kind: str, findings: Findings) -> Iterator[str]:
     """The findings on one drafter: a line per reading, the declared one first, then facts and the verdict.
 
     A fact that may explain a bad drafter begins with an exclamation mark.
     """
-    yield f"doctor: {kind}, {found['places']} tokens of {found['texts']} answers of the target"
-    if not found["ways"]:
+    yield f"doctor: {kind}, {findings['places']} tokens of {findings['texts']} answers of the target"
+    if not findings["ways"]:
         yield "  no token of an answer could be judged: give prompts that the target answers with more"
         return
-    rows = [found["ways"][0], *sorted(found["ways"][1:], key=lambda row: -row["agreement"])]
+    rows = [findings["ways"][0], *sorted(findings["ways"][1:], key=lambda row: -row["agreement"])]
     wide = max(len(row["name"]) for row in rows)
     titles = "".join(f"{head:>11}" for head in ("1st token", "2nd token")[: len(rows[0]["agree"])])
     yield f"  {'read':<{wide}}{titles}{'chance':>9}"
@@ -137,17 +137,17 @@ def table(kind: str, found: Findings) -> Iterator[str]:
         shares = "".join(f"{share:>11.1%}" for share in row["agree"])
         chance = "" if row["chance"] is None else f"{row['chance']:>9.1g}" if row["chance"] < 0.1 else f"{'–':>9}"
         yield f"  {row['name']:<{wide}}{shares}{chance}"
-    for length, share in found.get("lengths", {}).items():
+    for length, share in findings.get("lengths", {}).items():
         yield f"  at {length} tokens: {share:.1%}"
-    yield from (f"  {'! ' * fact['suspect']}{fact['name']}: {fact['said']}" for fact in found["facts"])
-    yield from _verdict(found)
+    yield from (f"  {'! ' * fact['suspect']}{fact['name']}: {fact['said']}" for fact in findings["facts"])
+    yield from _verdict(findings)
 
 
-def _verdict(found: Findings) -> Iterator[str]:
-    better, declared = found["better"], found["ways"][0]
+def _verdict(findings: Findings) -> Iterator[str]:
+    better, declared = findings["better"], findings["ways"][0]
     if min(declared["finite"]) < 1:
         yield f"  {1 - min(declared['finite']):.1%} of its logits are not finite: its numbers overflow in this dtype"
-    if found["places"] < FEWEST * BLOCK:
+    if findings["places"] < FEWEST * BLOCK:
         yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts"
     if better is not None:
         yield f"  {better['name']} is better: {better['meaning']}"
@@ -155,15 +155,15 @@ def _verdict(found: Findings) -> Iterator[str]:
         yield "  it seldom agrees, and no other reading is better: look at its target, its data and the template"
 
 
-def refuse(kind: str, where: str, found: Findings) -> None:
+def refuse(kind: str, where: str, findings: Findings) -> None:
     """Raise `UserError` if another reading is better and an option selects it."""
-    had = [row for row in found["ways"] if row["wins"] and row["option"]]
-    if not had:
+    winners = [row for row in findings["ways"] if row["wins"] and row["option"]]
+    if not winners:
         return
-    better, declared = max(had, key=lambda row: row["agreement"]), found["ways"][0]
+    better, declared = max(winners, key=lambda row: row["agreement"]), findings["ways"][0]
     raise UserError(
-        f"{kind}={where}: its config.json declares another head than its weights are. Over {found['places']} tokens it "
-        f"agrees with the target at {declared['agreement']:.1%} as declared, and at {better['agreement']:.1%} with "
+        f"{kind}={where}: its config.json declares another head than its weights are. Over {findings['places']} tokens "
+        f"it agrees with the target at {declared['agreement']:.1%} as declared, and at {better['agreement']:.1%} with "
         f"{better['option']} (by chance with a probability of at most {better['chance']:.1g}): {better['meaning']}. "
         f"Give {better['option']} to read it so, or doctor=false to take it as declared"
     )

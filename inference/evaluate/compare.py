@@ -82,7 +82,9 @@ from outrider.inference.settings.kinds import KINDS
 def evaluate(config: EvaluateConfig) -> None:
     """evaluate-checkpoint: compare methods on the prompts; measure-engine: also in an engine. Raises `UserError`."""
     if config.plan:
-        print(_plan(config), flush=True)
+        target, device = find_target(config).config, planned_device(config.device)
+        facts = {"positions": context_limit(target), "dtype": dtype_of(config.dtype, target, device)}
+        print(describe(evaluation_memory(config, target), device, **facts), flush=True)
         return
     warn_if_busy()
     prompts = read_prompts(
@@ -95,12 +97,6 @@ def evaluate(config: EvaluateConfig) -> None:
         config = replace(config, methods=config.all_methods, draft_tokens=())
     with explained(lambda: evaluation_memory(config, find_target(config).config)):
         evaluate_checkpoint(config, prompts)
-
-
-def _plan(config: EvaluateConfig) -> str:
-    target, device = find_target(config).config, planned_device(config.device)
-    dtype = dtype_of(config.dtype, target, device)
-    return describe(evaluation_memory(config, target), device, positions=context_limit(target), dtype=dtype)
 
 
 def evaluate_checkpoint(
@@ -142,15 +138,14 @@ def _evaluate(
     require_own_device(setup.device, state)
     if isinstance(config, EngineConfig):
         require_served(config, setup, len(prompts), state.num_processes)
-    each = config.batch
-    require(len(prompts) % each == 0, "batch", each, f"a divisor of the {len(prompts)} prompts (num_prompts)")
-    alone = each == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
-    require(alone, "batch", each, "1 with CUDA graphs, where texts take turns, or runtime=eager")
+    size = config.batch
+    require(len(prompts) % size == 0, "batch", size, f"a divisor of the {len(prompts)} prompts (num_prompts)")
+    alone = size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
+    require(alone, "batch", size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
-    context = context_length(setup, drafters)
-    new = config.max_new_tokens
+    context, new = context_length(setup, drafters), config.max_new_tokens
     require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
     longest = max(config.doctor_lengths, default=0)
     require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
@@ -159,20 +154,20 @@ def _evaluate(
 
     def open_results() -> tuple[Any, list[int], float, int]:
         earlier = open_run(out_dir, settings, config.resume)
-        done = _finished(out_dir, each)
-        return earlier, list(done), max((one.spent for one in done.values()), default=0.0), next_number(out_dir)
+        results = _finished(out_dir, size)
+        return earlier, list(results), max((m.spent for m in results.values()), default=0.0), next_number(out_dir)
 
-    earlier, done, spent, number = from_main(state, open_results)
+    earlier, prompts_done, spent, number = from_main(state, open_results)
     if isinstance(config, EngineConfig):
         export_drafters(config, setup, out_dir)
     limit = replace(limit, earlier=spent)
-    groups = {one // each for one in done}
-    todo, must = limit.to_do(len(prompts) // each, groups)
-    share, taken = todo[state.process_index :: state.num_processes], 0
-    known = None if earlier is None else construct(Prepared, earlier).products
+    groups = {position // size for position in prompts_done}
+    todo, must = limit.to_do(len(prompts) // size, groups)
+    share, count = todo[state.process_index :: state.num_processes], 0
+    products = None if earlier is None else construct(Prepared, earlier).products
     # On a CPU the main process chooses the kernels; the others load their models after that.
-    waits = known is None and setup.device.type == "cpu" and not state.is_main_process
-    models = load_models(config, setup, drafters, known) if share and not waits else None
+    waits = products is None and setup.device.type == "cpu" and not state.is_main_process
+    models = load_models(config, setup, drafters, products) if share and not waits else None
     positions = longest_text(turns, new, context)
 
     def begin() -> Any:
@@ -189,37 +184,36 @@ def _evaluate(
     if share:
         models = models or load_models(config, setup, drafters, prepared.products)
         models.runtime.prepare(positions, prepared.kernels)
-        others = {"peers": peers.make(setup, models, positions)} if peers else {}
-        bench = make_bench(config, setup, models, prepared, rendered[each * share[0]], len(prompts), **others)
+        peer_arms = {"peers": peers.make(setup, models, positions)} if peers else {}
+        bench = make_bench(config, setup, models, prepared, rendered[size * share[0]], len(prompts), **peer_arms)
 
         def measure(group: int) -> float:
             assert models is not None
-            own = range(each * group, each * (group + 1))
-            talks = [Talk(prompts[position], rendered[position], position) for position in own]
+            members = range(size * group, size * (group + 1))
+            talks = [Talk(prompts[position], rendered[position], position) for position in members]
             measure_talks(config, talks, setup, models, bench)
             spent = limit.spent()
-            peak, got, threads = peak_memory(setup.device), bench.watch.take(), torch.get_num_threads()
+            peak, cpu_share, threads = peak_memory(setup.device), bench.watch.take(), torch.get_num_threads()
             for talk in talks:
-                made = (tuple(talk.results), talk.skipped, threads, spent, peak, got, load_average())
-                measured = Measured(talk.position, state.num_processes, *made)
+                figures = (tuple(talk.results), talk.skipped, threads, spent, peak, cpu_share, load_average())
+                measured = Measured(talk.position, state.num_processes, *figures)
                 append_result(out_dir, number + state.process_index, measured)
             measurements = share.index(group) + 1
             if state.is_main_process and measurements & (measurements - 1) == 0:  # after 1, 2, 4, … groups
-                print("\n".join(result_lines(_finished(out_dir, each), config)), flush=True)
+                print("\n".join(result_lines(_finished(out_dir, size), config)), flush=True)
             return spent
 
-        taken = each * _in_time(measure, share, limit, todo[:must], len(groups), state, each)
+        count = size * _in_time(measure, share, limit, todo[:must], len(groups), state, size)
         del bench
     state.wait_for_everyone()
-    expected = len(done) + sum(gather_object([taken]))
+    expected = len(prompts_done) + sum(gather_object([count]))
     served: Mapping[str, Mapping[str, object]] = {}
     if isinstance(config, EngineConfig):
-        models = None  # the engine needs the memory
-        drafters = {}
+        models, drafters = None, {}  # the engine needs the memory
         gc.collect()
         torch.cuda.empty_cache()
-        ours = {place: measured.turns[0] for place, measured in _finished(out_dir, each).items() if measured.turns}
-        served = serve_methods(config, setup, rendered, ours, out_dir)
+        answers = {position: m.turns[0] for position, m in _finished(out_dir, size).items() if m.turns}
+        served = serve_methods(config, setup, rendered, answers, out_dir)
     with Stage("writing the report"):
         return from_main(state, lambda: report(config, setup, prepared, prompts, settings, expected, out_dir, served))
 
@@ -229,37 +223,37 @@ def _in_time(
     share: Sequence[int],
     limit: TimeLimit,
     must: Collection[int],
-    done: int,
+    groups_before: int,
     state: PartialState,
-    each: int,
+    size: int,
 ) -> int:
     """Measure the groups in `share` while `limit` leaves time, those in `must` in any case; returns how many.
 
-    measure: returns the seconds that are spent after it. done: the number of groups, of `each` prompts, that earlier
-    runs measured.
+    measure: returns the seconds that are spent after it. groups_before: the number of groups, of `size` prompts, that
+    earlier runs measured.
     """
-    began, taken = limit.spent(), 0
+    began, count = limit.spent(), 0
     spent = began
-    with Stage("measuring", len(share), "prompts" if each == 1 else "groups", most=limit.left(spent)) as stage:
+    with Stage("measuring", len(share), "prompts" if size == 1 else "groups", most=limit.left(spent)) as stage:
         for group in share:
-            if group not in must and not limit.holds(spent, (spent - began) / max(1, taken)):
+            if group not in must and not limit.holds(spent, (spent - began) / max(1, count)):
                 break
             if limit.is_over(spent):
-                stage.total, least = len({*must} & {*share}), done + len(must)
-                now = min(least, done + taken * state.num_processes)
+                stage.total, least = len({*must} & {*share}), groups_before + len(must)
+                total = min(least, groups_before + count * state.num_processes)
                 if state.is_main_process:
-                    made = f"{each * now} of at least {each * least} prompts are done"
-                    print(f"{limit.minutes:.3g} minutes are over: {made}", flush=True)
-            spent, taken = measure(group), taken + 1
+                    progress = f"{size * total} of at least {size * least} prompts are done"
+                    print(f"{limit.minutes:.3g} minutes are over: {progress}", flush=True)
+            spent, count = measure(group), count + 1
             stage.advance()
-    return taken
+    return count
 
 
-def _finished(folder: Path, each: int) -> dict[int, Measured]:
-    """The results in `folder` by position, of groups of `each` prompts that are whole."""
-    found = read_results(folder)
-    whole = Counter(position // each for position in found)
-    return {position: one for position, one in found.items() if whole[position // each] == each}
+def _finished(folder: Path, size: int) -> dict[int, Measured]:
+    """The results in `folder` by position, of groups of `size` prompts that are whole."""
+    results = read_results(folder)
+    counts = Counter(position // size for position in results)
+    return {position: measured for position, measured in results.items() if counts[position // size] == size}
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:
@@ -280,11 +274,11 @@ def see_doctor(
     from outrider.inference.doctor.examine import examine  # imported only if requested
 
     with Stage("examining drafters"):
-        found = examine(config, setup, models, rendered)
-    for kind, one in found.items():
-        print("\n".join(table(kind, one)), flush=True)
-        refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)
-    return found
+        findings = examine(config, setup, models, rendered)
+    for kind, finding in findings.items():
+        print("\n".join(table(kind, finding)), flush=True)
+        refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), finding)
+    return findings
 
 
 def report(
@@ -302,12 +296,12 @@ def report(
     served: the results of a serving engine, by method (see `serve_methods`). Returns the names of the methods that were
     not lossless; `OWN_RUN` in their place if plain decoding was not.
     """
-    done = _finished(out_dir, config.batch)
-    missing = expected - len(done)
+    measurements = _finished(out_dir, config.batch)
+    missing = expected - len(measurements)
     if missing:
         raise UserError(f"out_dir={out_dir}: the results of {missing} prompts are missing there; give resume=true")
-    results = [result for _, measured in sorted(done.items()) for result in measured.turns]
-    facts = _facts(config, setup, prepared, prompts, done) | {
+    results = [result for _, measured in sorted(measurements.items()) for result in measured.turns]
+    facts = _facts(config, setup, prepared, prompts, measurements) | {
         "digests": digests(settings),
         "draft_vocabularies": draft_vocabularies(config, results),
     }
@@ -325,8 +319,8 @@ def report(
     }
     page = partial(make_page, reports, results, lambda ids: str(setup.tokenizer.decode(list(ids))))
     write_reports(out_dir, reports, results, texts, page)
-    print("\n".join([*result_lines(done, config), "", markdown(reports)]))
-    for name, where in config.places.items() if config.card else ():
+    print("\n".join([*result_lines(measurements, config), "", markdown(reports)]))
+    for name, where in config.paths.items() if config.card else ():
         if KINDS[name].card and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
@@ -334,7 +328,7 @@ def report(
         command = ("outrider", "measure-engine") if isinstance(config, EngineConfig) else ("evaluate-checkpoint",)
         print(measure_again(sys.argv[1:], out_dir, command), flush=True)
     print("\n".join([*filter(None, [facts["origin"]]), f"report: {out_dir / 'report.html'}"]), flush=True)
-    wrong = [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
+    wrong = [row["method"] for row in reports if not is_lossless(row) or served_faults(row)]
     return [OWN_RUN] if target_differs(reports[0]) else wrong
 
 
@@ -343,14 +337,14 @@ def _facts(
     setup: TargetSetup,
     prepared: Prepared,
     prompts: Sequence[Prompt],
-    done: Mapping[int, Measured],
+    measurements: Mapping[int, Measured],
 ) -> dict[str, Any]:
     """The facts common to all methods of the report: settings, models, and the conditions of the measurement."""
-    runs = done.values()
+    runs = measurements.values()
     return {
         "target": setup.target.source,
         "model": model_name(setup.target.source),
-        "drafter": " + ".join(config.places.values()) or "none",
+        "drafter": " + ".join(config.paths.values()) or "none",
         "dtype": setup.numbers,
         "computes_in": setup.floats,
         "device": str(setup.device),
@@ -369,11 +363,11 @@ def _facts(
         "sampling": asdict(config.sampling),
         "generation_config": {
             "from": config.generation_config,
-            "taken_over": dict(setup.inherited.taken),
+            "taken_over": dict(setup.inherited.fields),
             "ignored": dict(setup.inherited.ignored),
         },
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
-        "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
+        "skipped": [asdict(turn) for _, measured in sorted(measurements.items()) for turn in measured.skipped],
         "overlap": overlaps(config, prompts),
         "origin": origin_of(config, prompts),
         "doctor": prepared.doctor,

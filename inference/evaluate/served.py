@@ -51,7 +51,7 @@ LEVEL = 0.001  # how often sampled texts may be refused by chance
 _WARM_UP_TOKENS = 8
 _TURNS = 3  # prompts in a block per concurrent request, if there are several such requests
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
-Told = Counter[str | int] | None
+Counters = Counter[str | int] | None
 
 
 class EngineServer:
@@ -66,69 +66,68 @@ class EngineServer:
 
         Raises `UserError` for a server that is not there, does not stream, or has another model or length of drafts.
         """
-        self.warm, self.named, url = 0, option, getattr(config, option)
+        self.warm, self.option, url = 0, option, getattr(config, option)
         self.counts: tuple[int, ...] | None = None
-        asked = GenerateConfig(
+        settings = GenerateConfig(
             target=setup.target.source, server=url, server_model=config.server_model,
             data=DataConfig(), greedy_tokens=0, temperature=config.sampling.temperature,
         )  # fmt: skip
         sizes, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
-        self._server = Server(asked, tokenizer, setup.eos, *sizes, checked=False, option=option)
+        self._server = Server(settings, tokenizer, setup.eos, *sizes, checked=False, option=option)
         answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
-        owner, own = self._server.owner, str(reply.get("system_fingerprint") or "")
-        self.version = own if own.startswith(owner) else f"{owner} {own}".strip()
-        said, read = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
-        same = said.strip("\ufffd ") == str(read).strip("\ufffd ")  # a stream may omit an incomplete character
-        expected = f"a server of {setup.target.source}: what it calls {said!r} is {read!r} there"
-        require(same, option, url, expected)
-        told = self._told()
-        length = drafted if told is None else sum(isinstance(key, int) for key in told)
+        owner, fingerprint = self._server.owner, str(reply.get("system_fingerprint") or "")
+        self.version = fingerprint if fingerprint.startswith(owner) else f"{owner} {fingerprint}".strip()
+        text, decoded = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
+        same = text.strip("\ufffd ") == str(decoded).strip("\ufffd ")  # a stream may omit an incomplete character
+        require(same, option, url, f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there")
+        counters = self._counters()
+        length = drafted if counters is None else sum(isinstance(key, int) for key in counters)
         require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
 
     def continued(
-        self, prompts: Sequence[Sequence[int]], asked: Json, drafted: int
+        self, prompts: Sequence[Sequence[int]], request: Json, drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
         """As `EngineProcess.continued`. A chunk counts as a round, though it may hold several. Raises `UserError`."""
 
         def ask(prompt: Sequence[int], seed: int) -> Streamed:
-            more = {**({} if asked["eos"] else {"ignore_eos": True}), **asked["sampling"]}
-            return self._server.stream([*prompt], asked["max_new_tokens"], seed % 2**31, **more)
+            more = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
+            return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **more)
 
-        before, started = self._told(), time.perf_counter()
-        with ThreadPoolExecutor(asked["concurrency"]) as pool:
-            answers = [*pool.map(ask, prompts, asked["seeds"])]
+        before, started = self._counters(), time.perf_counter()
+        with ThreadPoolExecutor(request["concurrency"]) as pool:
+            answers = [*pool.map(ask, prompts, request["seeds"])]
         seconds, texts = time.perf_counter() - started, tuple(_generation(answer, drafted) for answer in answers)
         self.counts = self._count(before, [reply for *_, reply in answers], drafted, texts)
         return texts, seconds
 
-    def _told(self) -> Told:
+    def _counters(self) -> Counters:
         """vLLM's counters since its start, by name and by place of an accepted token; None for other servers."""
         try:
             text = self._server.client.fetch("/metrics", read=lambda response: b"".join(bounded(response)).decode())
-            found = Counter[str | int]()
+            counters = Counter[str | int]()
             for name, labels, value in _COUNTER.findall(text):
-                place = re.search(r'position="(\d+)"', labels)
-                found[int(place[1]) if place else name] += int(float(value))
+                position = re.search(r'position="(\d+)"', labels)
+                counters[int(position[1]) if position else name] += int(float(value))
         except (UserError, ReplyError, ValueError, OverflowError):  # a server need not have that page
             return None
-        return found if "vllm:" in text else None
+        return counters if "vllm:" in text else None
 
     def _count(
-        self, before: Told, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
+        self, before: Counters, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
-        after, said = self._told(), sum(len(text.tokens) - 1 for text in texts)
+        after, n = self._counters(), sum(len(text.tokens) - 1 for text in texts)
         if before is None or after is None:
-            tells = any(one.get("draft_n") for reply in replies for _, one in reply["timings"][:-1])
-            require(drafted > 0 or not tells, self.named, self._server.client.url, "a server without a drafter")
+            tells = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
+            require(drafted > 0 or not tells, self.option, self._server.client.url, "a server without a drafter")
             return None if tells else ()
         after.subtract(before)
         rounds, accepted = after["drafts"], after["accepted_tokens"]
-        counts = (max(rounds, said - accepted), *(after[place] for place in range(drafted)))  # some without drafts
-        possible = said + drafted * len(texts)  # the last round of each text may be cut off
+        counts = (max(rounds, n - accepted), *(after[depth] for depth in range(drafted)))  # some without drafts
+        possible = n + drafted * len(texts)  # the last round of each text may be cut off
         sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
-        expected = f"counts that {said} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
-        require(sound and list(counts) == sorted(counts, reverse=True), self.named, self._server.client.url, expected)
+        expected = f"counts that {n} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
+        require(sound and list(counts) == sorted(counts, reverse=True), self.option, self._server.client.url, expected)
         return None if rounds == sum(len(text.rounds) for text in texts) > 0 else counts
 
 
@@ -173,10 +172,10 @@ def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, proce
     most, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
     require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
     require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
-    others = sorted({*setup.inherited.taken} - {"repetition_penalty"})
-    require(not others, "generation_config", others, "none with engine=: the engine has no such processors")
+    processors = sorted({*setup.inherited.fields} - {"repetition_penalty"})
+    require(not processors, "generation_config", processors, "none with engine=: the engine has no such processors")
     if config.engine not in MODULES:
-        for method in (None, *(one for one in config.methods.values() if why_not(config.engine, one) is None)):
+        for method in (None, *(m for m in config.methods.values() if why_not(config.engine, m) is None)):
             _begin(config, setup, 0, Path(), "", method)
         return
     expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
@@ -205,25 +204,25 @@ def measure_served(
 ) -> list[Block]:
     """The blocks of `methods` on the prompts `positions`. Raises `UserError`."""
     folder, file = out / FOLDER, out / FILE
-    done = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
-    asked, streams = _asked(config, sampling_of(config, setup), setup.eos), Streams(config.seed).within("served")
+    by_key = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
+    request, streams = _request_of(config, sampling_of(config, setup), setup.eos), Streams(config.seed).within("served")
     begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
-    found = []
+    blocks = []
     with ExitStack() as open_engines:
         plain: Arm | None = None
         for name, method in methods.items():
             todo = [*block_keys(config, name, positions)]
-            missing = [key for key in todo if key not in done]
+            missing = [key for key in todo if key not in by_key]
             if missing:
                 plain = plain or open_engines.enter_context(begin("plain", None))
                 with begin(name, method) as drafted:
-                    both = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
-                    arms = {arm: (one, length) for arm, (one, length) in both.items() if one is not None}
+                    engines = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
+                    arms = {arm: (engine, length) for arm, (engine, length) in engines.items() if engine is not None}
                     for key in counted(missing, f"measuring {name} in {config.engine}", "blocks"):
-                        done[key] = _measure(arms, key, rendered, asked, streams)
-                        append_line(file, asdict(done[key]))
-            found += [done[key] for key in todo]
-    return found
+                        by_key[key] = _measure(arms, key, rendered, request, streams)
+                        append_line(file, asdict(by_key[key]))
+            blocks += [by_key[key] for key in todo]
+    return blocks
 
 
 def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
@@ -239,43 +238,43 @@ def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> I
 
 
 def _measure(
-    arms: Mapping[str, tuple[Arm, int]], key: BlockKey, rendered: Sequence[Sequence[int]], asked: Row, streams: Streams
+    arms: Mapping[str, tuple[Arm, int]], key: BlockKey, rendered: Sequence[Sequence[int]], shared: Row, streams: Streams
 ) -> Block:
     """One block, by both arms in random order; a first one with few tokens warms them up."""
     count, prompts = key.concurrency, [rendered[position] for position in key.positions]
-    own = streams.within(key.method, count, key.repeat)
-    asked = {**asked, "seeds": [own.number(position, bits=56) for position in key.positions], "concurrency": count}
+    draws = streams.within(key.method, count, key.repeat)
+    request = {**shared, "seeds": [draws.number(position, bits=56) for position in key.positions], "concurrency": count}
     texts, seconds = dict[str, tuple[Generation, ...]](), dict[str, float]()
-    for arm in own.of("order", *key.positions).sample(sorted(arms), len(arms)):
+    for arm in draws.of("order", *key.positions).sample(sorted(arms), len(arms)):
         engine, drafted = arms[arm]
         if engine.warm != count:
-            few = min(_WARM_UP_TOKENS, asked["max_new_tokens"])
-            engine.continued(prompts, {**asked, "max_new_tokens": few}, drafted)
+            limit = min(_WARM_UP_TOKENS, request["max_new_tokens"])
+            engine.continued(prompts, {**request, "max_new_tokens": limit}, drafted)
             engine.warm = count
-        texts[arm], seconds[arm] = engine.continued(prompts, asked, drafted)
-    named = {name: texts[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
+        texts[arm], seconds[arm] = engine.continued(prompts, request, drafted)
+    by_method = {name: texts[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
     results = tuple(
         PromptResult(
-            f"{position}/{key.repeat}", "", tuple(prompts[place]), {name: made[place] for name, made in named.items()},
-            next(iter(named)), conversation=str(position),
+            f"{position}/{key.repeat}", "", tuple(prompts[i]), {name: batch[i] for name, batch in by_method.items()},
+            next(iter(by_method)), conversation=str(position),
         )
-        for place, position in enumerate(key.positions)
+        for i, position in enumerate(key.positions)
     )  # fmt: skip
     return Block(key, arms[DRAFTED][0].version, results, seconds, load_average(), arms[DRAFTED][0].counts)
 
 
 def sampling_of(config: EngineConfig, setup: TargetSetup) -> SamplingConfig:
     """How tokens are chosen, the target's own repetition penalty included."""
-    inherited = setup.inherited.taken.get("repetition_penalty")
+    inherited = setup.inherited.fields.get("repetition_penalty")
     return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited)
 
 
-def _asked(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Row:
+def _request_of(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Row:
     """The engine's request for continuing prompts. Greedy decoding reads only the penalty of `sampling`."""
     read = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
-    said = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
+    options = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
     return {"max_new_tokens": config.max_new_tokens, "eos": sorted(eos), "temperature": sampling.temperature,
-            "sampling": said}  # fmt: skip
+            "sampling": options}  # fmt: skip
 
 
 def _begin(
@@ -320,79 +319,78 @@ def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path) -> None
 
 def _drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, folder: Path) -> str | None:
     """What an engine loads to draft by `method`: our module, or the directory of a drafter as engines load it."""
-    kind, made = KINDS[method.source], folder.resolve() / method.source
+    kind, path = KINDS[method.source], folder.resolve() / method.source
     if (where := config.where(kind)) is None or kind.served == "custom_class":
         return where and PROPOSER
-    if not made.exists():
-        part = made.with_suffix(".part")  # a stopped run may have left one
+    if not path.exists():
+        part = path.with_suffix(".part")  # a stopped run may have left one
         config.plugin(kind).serve(where, setup.target, setup.dtype, part)
         save_parts(part, setup.tokenizer)
-        part.rename(made)
-    return str(made)
+        part.rename(path)
+    return str(path)
 
 
 def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
     """The rounds of the engine's text with the drafts of `NgramProposer`, computed from table and text."""
     text = result.generations[result.reference].tokens
     rounds = chain_rounds(table, result.prompt, text, most)
-    return Generation(text, 0.0, 0.0, tuple(Round(said, many, len(said) - 1, many, 0.0) for many, said in rounds))
+    return Generation(text, 0.0, 0.0, tuple(Round(ids, length, len(ids) - 1, length, 0.0) for length, ids in rounds))
 
 
 def serve_methods(
     config: EngineConfig,
     setup: TargetSetup,
     rendered: Sequence[Sequence[int]],
-    ours: Mapping[int, PromptResult],
+    answers: Mapping[int, PromptResult],
     out: Path,
 ) -> dict[str, Row]:
     """Measure the methods that the engine of `config` runs: by method, its part of the report.
 
-    ours: the results of this runtime for the first turns of prompts, by position. Raises `UserError`.
+    answers: the results of this runtime for the first turns of prompts, by position. Raises `UserError`.
     """
-    require_served(config, setup, len(ours))  # minutes= may have left prompts out
+    require_served(config, setup, len(answers))  # minutes= may have left prompts out
     methods, streams = served_methods(config), Streams(config.seed).within("served")
-    blocks, drawn = measure_served(config, setup, methods, rendered, sorted(ours), out), config.sampling.temperature > 0
-    texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
+    blocks = measure_served(config, setup, methods, rendered, sorted(answers), out)
+    texts = {position: answer.generations[answer.reference].tokens for position, answer in answers.items()}
     vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
-    found: dict[str, Row] = {}
+    sections, drawn = dict[str, Row](), config.sampling.temperature > 0
     for name, method in methods.items():
         kind, rows = KINDS[method.source], []
         for count in config.concurrency:
-            some = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
-            results = [result for block in some for result in block.results]
-            here = [ours[int(str(result.conversation))].generations[name] for result in results]
+            group = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
+            results = [result for block in group for result in block.results]
+            here = [answers[int(str(result.conversation))].generations[name] for result in results]
             if kind.served == "custom_class":  # in this runtime it drafts trees
                 table = open_table(str(config.where(kind)), *vocabulary)
                 here = [_by_the_table(table, draft_length(method), result) for result in results]
-            totals = {arm: sum(block.seconds[arm] for block in some) for arm in some[0].seconds}
+            totals = {arm: sum(block.seconds[arm] for block in group) for arm in group[0].seconds}
             references = None if drawn else [texts[int(str(result.conversation))] for result in results]
-            load = machine_load((), (block.load for block in some), os.cpu_count() or 1)
+            load = machine_load((), (block.load for block in group), os.cpu_count() or 1)
             row = served_row(
                 name, draft_length(method), results, here, references, totals, load, streams.within(name, count),
-                [(block.counts, len(block.results)) for block in some],
+                [(block.counts, len(block.results)) for block in group],
             )  # fmt: skip
-            versions = " and ".join(sorted({block.version for block in some}))
+            versions = " and ".join(sorted({block.version for block in group}))
             rows.append({"engine": versions, "options": config.engine_options, "concurrency": count, **row})
-        found[name] = {"served": rows}
+        sections[name] = {"served": rows}
     for (name, arm), judgement in _judged(config, setup, blocks, {} if drawn else texts, out).items():
-        found[name].setdefault("served_judgement", {})[arm] = judgement
-    return found
+        sections[name].setdefault("served_judgement", {})[arm] = judgement
+    return sections
 
 
 def _judged(
-    config: EngineConfig, setup: TargetSetup, blocks: Sequence[Block], known: Mapping[int, Sequence[int]], out: Path
+    config: EngineConfig, setup: TargetSetup, blocks: Sequence[Block], reference: Mapping[int, Sequence[int]], out: Path
 ) -> dict[tuple[str, str], Row]:
-    """By method and arm, the audit of the engine's texts that differ from the `known` ones; empty if none differs."""
+    """By method and arm, the audit of the engine's texts that differ from the `reference`; empty if none differs."""
     model, audited = None, dict[tuple[str, str], Row]()
-    said: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], Row]] = {}
+    audits: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], Row]] = {}
     for method, result in ((block.key.method, result) for block in blocks for result in block.results):
-        for generated, made in result.generations.items():
-            prompt, text, arm = result.prompt, made.tokens, DRAFTED if generated == method else PLAIN
-            if text != known.get(int(str(result.conversation))) and UNREAD not in made.totals:
-                again = "retokenised" in made.totals
-                row = {"prompt_ids": [*prompt], "output_ids": [*text], "retokenised": again}
-                said.setdefault((method, arm), {})[prompt, text] = row
-    for (name, arm), rows in said.items():
+        for name, output in result.generations.items():
+            prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
+            if text != reference.get(int(str(result.conversation))) and UNREAD not in output.totals:
+                row = {"prompt_ids": [*prompt], "output_ids": [*text], "retokenised": "retokenised" in output.totals}
+                audits.setdefault((method, arm), {})[prompt, text] = row
+    for (name, arm), rows in audits.items():
         sampling, file = vars(sampling_of(config, setup)), out / FOLDER / f"{name}-{arm}.jsonl"
         write_atomically(file, "".join(json.dumps({**row, **sampling}) + "\n" for row in rows.values()).encode())
         model = model or load_plain(setup.target, setup.dtype, setup.device)

@@ -28,12 +28,12 @@ from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 class Inherited:
     """The target's generation config as used by an evaluation.
 
-    config: the basis of `TextSettings`. taken: its fields that affect greedy decoding (`stop_strings` too);
+    config: the basis of `TextSettings`. fields: those of it that affect greedy decoding (`stop_strings` too);
     ignored: such fields that were left out because the config is not used.
     """
 
     config: GenerationConfig
-    taken: Mapping[str, Any]
+    fields: Mapping[str, Any]
     ignored: Mapping[str, object]
 
 
@@ -86,20 +86,20 @@ def inherit(
     eos: the ids that end a text. vocabulary: its size. ignore: inherit nothing. Raises `UserError` naming field and
     value for decoding strategies that no arm supports, and for values that transformers cannot use.
     """
-    own = read_generation_config(source, revision)
-    taken, refused = acting(own), other_ways(own)
-    if own.stop_strings:
-        taken["stop_strings"] = [own.stop_strings] if isinstance(own.stop_strings, str) else list(own.stop_strings)
+    config = read_generation_config(source, revision)
+    fields, refused = acting(config), other_ways(config)
+    if strings := config.stop_strings:
+        fields["stop_strings"] = [strings] if isinstance(strings, str) else list(strings)
     if ignore:
-        plain = json.loads(own.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
-        return Inherited(GenerationConfig(), {}, {name: plain[name] for name in taken | refused})
+        plain = json.loads(config.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
+        return Inherited(GenerationConfig(), {}, {name: plain[name] for name in fields | refused})
     for name, value in refused.items():
         raise _unusable(source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
-        taken.pop("repetition_penalty", None)
+        fields.pop("repetition_penalty", None)
     if stops:
-        taken.pop("stop_strings", None)
-    for name, value in taken.items():
+        fields.pop("stop_strings", None)
+    for name, value in fields.items():
         alone = TextSettings(1, eos).for_generate()
         setattr(alone, name, value)
         try:
@@ -111,7 +111,7 @@ def inherit(
                 step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
         except Exception as error:  # any error of a processor for an unexpected value
             raise _unusable(source, name, value, f"which transformers cannot use ({reason(error)})") from None
-    return Inherited(own, taken, {})
+    return Inherited(config, fields, {})
 
 
 def _unusable(source: str, name: str, value: object, why: str) -> UserError:
@@ -139,10 +139,10 @@ def read_generation_config(source: str, revision: str | None) -> GenerationConfi
 
 def acting(config: GenerationConfig) -> dict[str, Any]:
     """The fields that have a say in which token comes next when decoding greedily."""
-    found = {name: getattr(config, name, None) for name in _ACTING}
-    if found["min_new_tokens"] is not None:
-        found["min_length"] = None  # overridden by min_new_tokens
-    return {name: value for name, value in found.items() if value is not None and value != _ACTING[name]}
+    fields = {name: getattr(config, name, None) for name in _ACTING}
+    if fields["min_new_tokens"] is not None:
+        fields["min_length"] = None  # overridden by min_new_tokens
+    return {name: value for name, value in fields.items() if value is not None and value != _ACTING[name]}
 
 
 def other_ways(config: GenerationConfig) -> dict[str, object]:
@@ -154,10 +154,10 @@ def other_ways(config: GenerationConfig) -> dict[str, object]:
     handled = _ACTING.keys() | _REPLACED.keys() | _IDLE
     unknown = {name: value for name, value in vars(config).items()
                if name in defaults and name not in handled and not name.startswith("_")}  # fmt: skip
-    found = {name: value for name, value in unknown.items() if value not in (None, defaults[name], _OFF.get(name))}
+    strategies = {name: value for name, value in unknown.items() if value not in (None, defaults[name], _OFF.get(name))}
     if config.cache_implementation == "quantized":
-        found["cache_implementation"] = config.cache_implementation
-    return found
+        strategies["cache_implementation"] = config.cache_implementation
+    return strategies
 
 
 @dataclass(frozen=True)
@@ -193,16 +193,16 @@ class TextSettings:
 
     def sampler(self, prompt: Sequence[int], device: torch.device) -> Sampler | None:
         """The sampler of one text after `prompt`. None: greedy decoding of unprocessed logits."""
-        own = make_processors(self.for_generate(), prompt, device)
-        if not own and not self.sampling.temperature:
+        processors = make_processors(self.for_generate(), prompt, device)
+        if not processors and not self.sampling.temperature:
             return None
-        return Sampler(replace(self.sampling, repetition_penalty=None), own=own)
+        return Sampler(replace(self.sampling, repetition_penalty=None), own=processors)
 
 
 def generate_options(sampling: SamplingConfig) -> dict[str, object]:
     """`sampling` as fields of transformers' GenerationConfig; without a repetition penalty if the target's applies."""
-    given = sampling.repetition_penalty
-    penalty = {} if given is None else {"repetition_penalty": float(given)}
+    factor = sampling.repetition_penalty
+    penalty = {} if factor is None else {"repetition_penalty": float(factor)}
     if not sampling.temperature:
         return {"do_sample": False, **penalty}
     warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -217,12 +217,12 @@ class _Model(GenerationMixin):
 
 def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
     """The logits processors that `generate` builds from `settings` after `prompt`, without the warpers."""
-    own, ids = copy.copy(settings), torch.tensor([prompt], device=device)
-    own.do_sample = False
-    own.max_length = len(prompt) + settings.max_new_tokens
-    if own.min_new_tokens is not None:
-        own.min_length = None  # `min_new_tokens` replaces it
+    config, ids = copy.copy(settings), torch.tensor([prompt], device=device)
+    config.do_sample = False
+    config.max_length = len(prompt) + settings.max_new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = None  # `min_new_tokens` replaces it
     ends = settings.eos_token_id or None
-    own._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device)
+    config._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device)
     model: Any = _Model()
-    return list(model._get_logits_processor(own, len(prompt), ids, device=device))
+    return list(model._get_logits_processor(config, len(prompt), ids, device=device))

@@ -54,54 +54,54 @@ class Place:
         return -(-(self.positions + widest) // widest) * widest + widest
 
 
-def weight_bytes(model: PreTrainedConfig | nn.Module, place: Place) -> int:
+def weight_bytes(model: PreTrainedConfig | nn.Module, storage: Place) -> int:
     """Bytes of a model's weights; shared ones count once."""
     module = model if isinstance(model, nn.Module) else empty_model(model)
-    return place.itemsize * sum(one.numel() for one in module.parameters())
+    return storage.itemsize * sum(tensor.numel() for tensor in module.parameters())
 
 
-def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
+def cache_bytes(config: PreTrainedConfig, storage: Place, layers: int | None = None) -> int:
     """Bytes of the keys and values of `layers` layers, by default all."""
-    return place.slots * position_bytes(config, place.itemsize, layers)
+    return storage.slots * position_bytes(config, storage.itemsize, layers)
 
 
-def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
+def pass_bytes(config: PreTrainedConfig, storage: Place) -> int:
     """Bytes of the inputs and outputs of fixed-shape passes: hidden states and logits of the widest one."""
-    return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * place.itemsize
+    return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * storage.itemsize
 
 
-def target_memory(target: PreTrainedConfig, place: Place, layers: int | None = None, int8: str = "") -> list[Held]:
+def target_memory(target: PreTrainedConfig, storage: Place, layers: int | None = None, int8: str = "") -> list[Held]:
     """The target's weights. layers: the only ones that are read, with embedding and head; int8: whose codes are held,
     named for errors. Raises `UserError` for a model that int8 cannot hold."""
     if int8:
         model = empty_model(target)
         require_linear(model, int8)
-        return [Held("target's weights", int8_bytes(model, place.itemsize))]
+        return [Held("target's weights", int8_bytes(model, storage.itemsize))]
     if layers is None:
-        return [Held("target's weights", weight_bytes(target, place), "dtype=fast, or int8 in evaluate-checkpoint")]
-    part = weight_bytes(empty_layers(target, range(layers)), place) if layers else 0
+        return [Held("target's weights", weight_bytes(target, storage), "dtype=fast, or int8 in evaluate-checkpoint")]
+    part = weight_bytes(empty_layers(target, range(layers)), storage) if layers else 0
     return [Held(f"target's first {layers} layers, embedding and head", part)]
 
 
 def drafter_memory(
-    kind: Kind, plugin: DrafterPlugin[nn.Module], where: str, target: PreTrainedConfig, place: Place
+    kind: Kind, plugin: DrafterPlugin[nn.Module], where: str, target: PreTrainedConfig, storage: Place
 ) -> list[Held]:
     """The model of `kind` in `where`, and what its sessions hold. Raises `UserError` if it cannot be read."""
     model = plugin.empty(where, target)
     if model is None:
         return []
     if isinstance(model, PreTrainedModel):
-        caches = cache_bytes(model.config, place) + pass_bytes(target, place)
+        caches = cache_bytes(model.config, storage) + pass_bytes(target, storage)
     else:  # a layer like the target's, with its hidden states; and sessions of the target
-        caches = cache_bytes(target, place, layers=1) + 4 * pass_bytes(target, place)
-        caches += cache_bytes(target, place) if kind.own_sessions else 0
-    return [Held(f"{kind.name}'s weights", weight_bytes(model, place)), Held(f"{kind.name}'s caches", caches)]
+        caches = cache_bytes(target, storage, layers=1) + 4 * pass_bytes(target, storage)
+        caches += cache_bytes(target, storage) if kind.own_sessions else 0
+    return [Held(f"{kind.name}'s weights", weight_bytes(model, storage)), Held(f"{kind.name}'s caches", caches)]
 
 
-def packed_copies(target: PreTrainedConfig, place: Place, device: torch.device) -> list[Held]:
+def packed_copies(target: PreTrainedConfig, storage: Place, device: torch.device) -> list[Held]:
     """Of the target's weights, which the runtime lays out on a CPU."""
     copies = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
-    return [Held(copy, weight_bytes(target, place)) for copy in copies if device.type == "cpu"]
+    return [Held(copy, weight_bytes(target, storage)) for copy in copies if device.type == "cpu"]
 
 
 def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Held]:
@@ -110,12 +110,12 @@ def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
     """
     device = planned_device(config.device)
-    place = Place.of(config.dtype, target, context_limit(target), device)
+    storage = Place.of(config.dtype, target, context_limit(target), device)
     int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
-    held = [*target_memory(target, place, int8=int8), *packed_copies(target, place, device)]
-    held += [Held("caches of plain decoding", cache_bytes(target, place) + pass_bytes(target, place))]
-    for name, where in config.places.items():
-        held += drafter_memory(KINDS[name], config.plugin(KINDS[name]), where, target, place)
+    held = [*target_memory(target, storage, int8=int8), *packed_copies(target, storage, device)]
+    held += [Held("caches of plain decoding", cache_bytes(target, storage) + pass_bytes(target, storage))]
+    for name, where in config.paths.items():
+        held += drafter_memory(KINDS[name], config.plugin(KINDS[name]), where, target, storage)
     return held
 
 
@@ -131,9 +131,9 @@ def dtype_of(name: str, target: PreTrainedConfig, device: torch.device) -> str:
 
 def describe(held: Sequence[Held], device: object, **facts: object) -> str:
     """The plan as text: a line of `facts`, key=value, then a line for each purpose."""
-    said = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
-    lines = [f"{said} device_gb={sum(one.size for one in held) / GB:.2f} device={device}"]
-    return "\n".join([*lines, *(f"  {one.what}: {one.size / GB:.3f} GB" for one in held)])
+    head = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
+    lines = [f"{head} device_gb={sum(part.size for part in held) / GB:.2f} device={device}"]
+    return "\n".join([*lines, *(f"  {part.what}: {part.size / GB:.3f} GB" for part in held)])
 
 
 @contextmanager
@@ -144,5 +144,5 @@ def explained(held: Callable[[], Sequence[Held]]) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _ALLOCATION.search(str(error)):
             raise
-        parts = [f"{one.what} {one.size / GB:.2f} GB{f' (less with {one.less})' * bool(one.less)}" for one in held()]
+        parts = [f"{p.what} {p.size / GB:.2f} GB{f' (less with {p.less})' * bool(p.less)}" for p in held()]
         raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(parts)}") from error

@@ -133,8 +133,8 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
         changes |= {"layers": 1, **_GIVEN}
     if isinstance(config, EvaluateConfig):
         gone = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
-        kept = {name: method for name, method in config.methods.items() if models or method.source not in gone}
-        changes["methods"] = {name: replace(method, skip=None) for name, method in kept.items()}
+        methods = {name: method for name, method in config.methods.items() if models or method.source not in gone}
+        changes["methods"] = {name: replace(method, skip=None) for name, method in methods.items()}
     return replace(config, **changes)
 
 
@@ -179,44 +179,44 @@ def _is_in(folder: Path, path: str) -> bool:
     return Path(path).absolute().is_relative_to(folder.absolute())
 
 
-def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig | None":
+def read_some(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedConfig | None":
     """The config of the target in a command's settings; None if they have no target, or it is not wanted.
 
     Also reads the target's tokenizer, and one record of the data and of the prompts, rendered as the command would.
-    wanted: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
+    is_checked: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
     """
     target, tokenizer = None, None
-    if getattr(config, "target", None) is not None and wanted("target"):
+    if getattr(config, "target", None) is not None and is_checked("target"):
         from outrider.draft_models.targets.open_target import open_target  # imports torch, as above
 
         target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
         tokenizer = target.tokenizer
-    named = getattr(config, "tokenizer", None)
-    if named is not None and wanted("tokenizer"):
-        open_encoder(named, config.revision)
+    encoder = getattr(config, "tokenizer", None)
+    if encoder is not None and is_checked("tokenizer"):
+        open_encoder(encoder, config.revision)
     corpus: DataConfig | None = getattr(config, "data", None)
     sources = [] if corpus is None else [(f"data.mix.{name}", part) for name, _, part in corpus.parts()]
     for key, data in sources or ([] if corpus is None else [("data", corpus)]):
         bound = tokenizer and with_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
-        if wanted(f"{key}.path"):
+        if is_checked(f"{key}.path"):
             _read_record(key, data, bound, asking=getattr(config, "asks", False))
         elif bound is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
             render_prompt(("a question",), bound, data.template, f"{key}.template")
     prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
-    if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
+    if isinstance(prompts, str) and prompts != "python_stdlib" and is_checked("prompts"):
         _read_prompt(config, tokenizer)
     return None if target is None else target.config
 
 
 def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
     counts = Counts()
-    both = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
-    for record in chain.from_iterable(both):
+    splits = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
+    for record in chain.from_iterable(splits):
         with counts.refusing():
             if tokenizer is None:
                 return
             if "messages" in record:
-                users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
+                users = [i for i, message in enumerate(record["messages"]) if message["role"] == "user"]
                 first = record["messages"][: users[0] + 1] if users else ("a question",)
                 render_prompt(first, tokenizer, data.template, f"{key}.template", where=record["id"])
             if not asking:

@@ -120,7 +120,7 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
         target.source, target.revision, config.sampling, config.stop_strings,
         eos=eos, vocabulary=target.config.vocab_size, ignore=config.generation_config == "none",
     )  # fmt: skip
-    stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
+    stops = tuple(config.stop_strings or inherited.fields.get("stop_strings", ()))
     if stops:
         StopStrings(stops, target.tokenizer)  # raises for unusable stop strings
     device = pick_device(config.device)
@@ -134,8 +134,8 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
             if arguments not in (learned := [part.chat_template_kwargs for part in parts]):
                 warn(f"{KWARGS}={arguments}: the conversations that the {kind} drafter learned from had {learned[0]}")
     if config.template == "none" and trained and {"none"} not in trained.values():
-        said = ", ".join(f"{kind} learned by {' and '.join(sorted(own))}" for kind, own in trained.items())
-        warn(f"template=none: chat prompts are bare text, but {said}; leave template= out to measure that")
+        origins = ", ".join(f"{kind} learned by {' and '.join(sorted(names))}" for kind, names in trained.items())
+        warn(f"template=none: chat prompts are bare text, but {origins}; leave template= out to measure that")
     setup = TargetSetup(target, eos, stops, inherited, device, dtype, int8, config.template, trained, arguments)
     _ = setup.tokenizer  # raises for arguments that the template does not read
     return setup
@@ -156,11 +156,11 @@ def open_target_of(checkpoint: str, target: str | None, revision: str | None) ->
 
     A recorded path that is relative is looked for here, then in the folders above `checkpoint`.
     """
-    made = EARLY_EXIT.load_plugin().trained(checkpoint)
-    places = (folder / str(made.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
-    known = next((str(place) for place in places if place.exists()), made.target)
+    record = EARLY_EXIT.load_plugin().trained(checkpoint)
+    paths = (folder / str(record.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
+    source = next((str(path) for path in paths if path.exists()), record.target)
     try:
-        return open_target(str(target or known), revision or made.revision)
+        return open_target(str(target or source), revision or record.revision)
     except UserError as error:
         if target is not None:
             raise
@@ -176,8 +176,8 @@ def no_drafter_in(folder: Path) -> str:
     expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
     if not folder.is_dir():
         return f"no such directory; expected one with {expected}; a Hub name goes to small_lm= or eagle3="
-    found = listed(sorted(file.name for file in folder.iterdir())) or "nothing"
-    return f"found {found}: expected a directory with {expected}"
+    contents = listed(sorted(file.name for file in folder.iterdir())) or "nothing"
+    return f"found {contents}: expected a directory with {expected}"
 
 
 def end_tokens(target: OpenTarget) -> frozenset[int]:
@@ -189,9 +189,8 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
     for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]
-            require(
-                all(type(i) is int and i >= 0 for i in ids), f"{target.source}: eos_token_id", candidate, "token ids"
-            )
+            valid = all(type(i) is int and i >= 0 for i in ids)
+            require(valid, f"{target.source}: eos_token_id", candidate, "token ids")
             return frozenset(ids)
     return frozenset()
 
@@ -203,18 +202,18 @@ def context_length(setup: TargetSetup, drafters: Drafters) -> int:
 
 def position_limits(drafters: Drafters) -> list[int]:
     """The context limits, in positions, of the models that `drafters` run, if they have limits."""
-    models = [one for name, model in drafters.items() for one in KINDS[name].load_plugin().own_models(model)]
-    return [limit for one in models if (limit := position_limit(one.config)) is not None]
+    models = [model for name, drafter in drafters.items() for model in KINDS[name].load_plugin().own_models(drafter)]
+    return [limit for model in models if (limit := position_limit(model.config)) is not None]
 
 
-def load_drafters(config: DraftingConfig, target: Any, **placed: Unpack[Placed]) -> Drafters:
+def load_drafters(config: DraftingConfig, target: Any, **tensor_options: Unpack[Placed]) -> Drafters:
     """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:
             KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
     drafters: dict[str, object] = {}
-    for name, where in config.places.items():
-        drafters[name] = config.plugin(KINDS[name]).load(where, target, config.methods, **placed)
+    for name, where in config.paths.items():
+        drafters[name] = config.plugin(KINDS[name]).load(where, target, config.methods, **tensor_options)
     for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
         find_shape(tree.shape, number(tree.nodes))  # invalid shapes fail before the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}
@@ -227,12 +226,11 @@ def load_models(
 
     products: the CPU kernels to use; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
     """
-    placed = (setup.dtype, setup.device)
-    plain = load_plain(setup.target, *placed, int8=setup.int8)
-    stack = load_stack(setup.target, plain, *placed, by_layers=config.by_layers, int8=setup.int8)
-    with recorded(products) as made:
+    plain = load_plain(setup.target, setup.dtype, setup.device, int8=setup.int8)
+    stack = load_stack(setup.target, plain, setup.dtype, setup.device, by_layers=config.by_layers, int8=setup.int8)
+    with recorded(products) as kernels:
         prepare(stack, drafters, plain)
-    return Models(plain, stack, drafters, make_runtime(config.runtime, setup.device), made)
+    return Models(plain, stack, drafters, make_runtime(config.runtime, setup.device), kernels)
 
 
 def load_stack(
@@ -260,14 +258,14 @@ def load_stack(
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
-    whole = WholeModel(plain or load_plain(target, dtype, device, int8=int8))
-    judged = whole if dtype == torch.float32 else WholeModel(load_plain(target, torch.float32, device))
+    fallback = WholeModel(plain or load_plain(target, dtype, device, int8=int8))
+    judged = fallback if dtype == torch.float32 else WholeModel(load_plain(target, torch.float32, device))
     try:
         require_all_kept(target.config)
         prove_rows(judged)
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
-    return whole
+    return fallback
 
 
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:
@@ -351,22 +349,22 @@ def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTok
     return [part for part in talk if part.template != "tokenizer" or tokenizer.chat_template]
 
 
-def chat_template(asked: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
-    """The template of chat prompts: `asked`, or for auto the template of the drafters' training.
+def chat_template(template: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
+    """The template of chat prompts: `template`, or for auto the template of the drafters' training.
 
-    It remains auto if none is recorded. Raises `UserError` if the drafters differ, or if `asked` is another template
+    It remains auto if none is recorded. Raises `UserError` if the drafters differ, or if `template` is another template
     than one of them was trained with. template=none means bare text and is never refused.
     """
-    said = ", ".join(f"{kind} by {' and '.join(sorted(own))}" for kind, own in trained.items())
-    known = sorted(frozenset[ChatTemplate]().union(*trained.values()))
-    if asked == "auto":
-        if len(known) > 1:
-            raise UserError(f"template=auto: the training's conversations were rendered for {said}; give template=")
-        return known[0] if known else "auto"
-    for kind, own in trained.items():
-        if asked != "none" and asked not in own:
+    kinds = ", ".join(f"{kind} by {' and '.join(sorted(names))}" for kind, names in trained.items())
+    templates = sorted(frozenset[ChatTemplate]().union(*trained.values()))
+    if template == "auto":
+        if len(templates) > 1:
+            raise UserError(f"template=auto: the training's conversations were rendered for {kinds}; give template=")
+        return templates[0] if templates else "auto"
+    for kind, names in trained.items():
+        if template != "none" and template not in names:
             raise UserError(
-                f"template={asked}: expected {' or '.join(sorted(own))}, by which the conversations were rendered that "
-                f"the {kind} drafter was trained on; leave template= out, or give template=none for bare text"
+                f"template={template}: expected {' or '.join(sorted(names))}, by which the conversations were rendered "
+                f"that the {kind} drafter was trained on; leave template= out, or give template=none for bare text"
             )
-    return asked
+    return template

@@ -38,7 +38,7 @@ Run = tuple[str, ...]
 def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
     """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
     versions must not be mixed."""
-    asked = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
+    rows = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
     fingerprint = asdict(setup.target.fingerprint).items()
     drafters: dict[str, object] = {}
     for kind in KINDS.values():
@@ -49,8 +49,8 @@ def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[P
         **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(setup.eos),
-        "generation_config": setup.inherited.taken,
-        "prompts": digest_of(asked)[:16],
+        "generation_config": setup.inherited.fields,
+        "prompts": digest_of(rows)[:16],
         "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
         "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
     }
@@ -76,56 +76,56 @@ def heldout_fraction(config: EvaluateConfig) -> float:
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
     """For each kind of drafter with a draft vocabulary: its size, and its coverage of the target's own text, overall
     and by category."""
-    found = {}
-    for name, where in config.places.items():
+    vocabularies = {}
+    for name, where in config.paths.items():
         tokens = config.plugin(KINDS[name]).known_tokens(where)
         if tokens is not None:
             shares = coverage(tokens, ((result.category, result.answer) for result in results))
-            found[name] = {"tokens": len(tokens), "coverage": shares}
-    return found
+            vocabularies[name] = {"tokens": len(tokens), "coverage": shares}
+    return vocabularies
 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """Seconds of training by kind of drafter, where recorded."""
-    return {name: one.seconds for name, one in config.trained().items() if one.seconds is not None}
+    return {name: training.seconds for name, training in config.trained().items() if training.seconds is not None}
 
 
 def digests(settings: Report) -> dict[str, str]:
     """Digests of the target and the drafters, from the settings that identify a run (see `run_settings`)."""
     target = settings["target"]
-    found = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
+    parts = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
     for kind in KINDS.values():
-        found |= {f"{kind.name} {name}": settings[name] for name in kind.load_plugin().identity(None)}
-    known = [(name, value) for name, value in found.items() if value is not None]
-    return {name: value if isinstance(value, str) else digest_of(value)[:16] for name, value in known}
+        parts |= {f"{kind.name} {name}": settings[name] for name in kind.load_plugin().identity(None)}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    return {name: part if isinstance(part, str) else digest_of(part)[:16] for name, part in parts.items()}
 
 
 def doctor_lines(report: Report) -> list[str]:
     """The doctor's tables, for a monospaced font."""
-    return [line for kind, found in report.get("doctor", {}).items() for line in table(kind, found)]
+    return [line for kind, findings in report.get("doctor", {}).items() for line in table(kind, findings)]
 
 
 def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
     """By kind of drafter, the overlap of prompts and training text, or `why` it is unknown."""
-    found: dict[str, dict[str, Any]] = {}
+    by_kind: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
-    for name, one in config.trained().items():
-        key = json.dumps(one.data, sort_keys=True)  # drafters of the same target often share their training text
-        read[key] = read.get(key) or overlap(one.data, prompts)
-        found[name] = read[key]
-    return found
+    for name, training in config.trained().items():
+        key = json.dumps(training.data, sort_keys=True)  # drafters of the same target often share their training text
+        read[key] = read.get(key) or overlap(training.data, prompts)
+        by_kind[name] = read[key]
+    return by_kind
 
 
 def origin_of(config: EvaluateConfig, prompts: Sequence[Prompt]) -> str:
     """What the prompts are to drafters that learned from a text, as a sentence; "" where that is not known."""
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
-    learned = str([one.data for one in config.trained().values()])
+    learned = str([training.data for training in config.trained().values()])
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
     is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in learned
     what = "held out from those that drafters learn from" if is_heldout else ""
     what = "written by the target itself" if categories == {"own"} else what
     kind = f"The prompts are {what}, of the kind that drafters are trained on, and gain more than fresh ones"
-    return f"{kind} (docs/results.md)." if what and config.places else ""
+    return f"{kind} (docs/results.md)." if what and config.paths else ""
 
 
 def overlap(data: Mapping[str, Any] | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -142,17 +142,17 @@ def overlap(data: Mapping[str, Any] | None, prompts: Sequence[Prompt]) -> dict[s
         sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
         if "hub" in sources:
             return {"why": "its training text lies on the Hub, and nothing is fetched for this"}
-        asked = [{run for turn in prompt.turns for run in runs(turn)} for prompt in prompts]
-        seen, characters, whole = _seen(set().union(*asked), config)
+        run_sets = [{run for turn in prompt.turns for run in runs(turn)} for prompt in prompts]
+        seen, characters, complete = _seen(set().union(*run_sets), config)
     except UserError as error:
         return {"why": f"its training text cannot be read here ({error})"}
     return {
         "prompts": len(prompts),
-        "prompts_seen": sum(not seen.isdisjoint(own) for own in asked),
-        "runs": len(set().union(*asked)),
+        "prompts_seen": sum(not seen.isdisjoint(run_set) for run_set in run_sets),
+        "runs": len(set().union(*run_sets)),
         "runs_seen": len(seen),
         "characters": characters,
-        "whole": whole,
+        "whole": complete,
     }
 
 
@@ -162,26 +162,26 @@ def runs(text: str) -> list[Run]:
     return list(zip(*(words[start:] for start in range(RUN)), strict=False))
 
 
-def _seen(asked: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
+def _seen(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
     seen: set[Run] = set()
     characters = 0
     for record in read_records(config, "train"):
         texts = [record["text"]] if "text" in record else [message["content"] for message in record["messages"]]
         for text in texts:
-            seen |= asked.intersection(runs(text))
+            seen |= prompt_runs.intersection(runs(text))
             characters += len(text)
         if characters >= CHARACTERS:
             return seen, characters, False
     return seen, characters, True
 
 
-def overlap_sentence(kind: str, found: Mapping[str, Any]) -> str:
+def overlap_sentence(kind: str, counts: Mapping[str, Any]) -> str:
     """The overlap as a sentence."""
-    if "why" in found:
-        return f"{kind}: has it seen the prompts? Not known: {found['why']}. Restore that text, or take newer prompts."
-    read = "all of its training text" if found["whole"] else f"the first {found['characters'] / 1e6:.0f} M characters"
-    share = found["runs_seen"] / found["runs"] if found["runs"] else 0.0
+    if "why" in counts:
+        return f"{kind}: has it seen the prompts? Not known: {counts['why']}. Restore that text, or take newer prompts."
+    read = "all of its training text" if counts["whole"] else f"the first {counts['characters'] / 1e6:.0f} M characters"
+    share = counts["runs_seen"] / counts["runs"] if counts["runs"] else 0.0
     return (
-        f"{kind}: {found['prompts_seen']} of {found['prompts']} prompts share a run of {RUN} words with {read}, "
+        f"{kind}: {counts['prompts_seen']} of {counts['prompts']} prompts share a run of {RUN} words with {read}, "
         f"{share:.1%} of all their runs."
     )

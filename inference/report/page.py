@@ -13,23 +13,9 @@ from markupsafe import Markup
 
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import PromptResult, ShownRound
+from outrider.inference.report import tables, wording
 from outrider.inference.report.facts import doctor_lines, overlap_sentence
-from outrider.inference.report.tables import (
-    Report,
-    category_tables,
-    counted_table,
-    judged_table,
-    methods_tables,
-    served_table,
-)
-from outrider.inference.report.wording import (
-    busy_sentences,
-    conditions,
-    recommendation,
-    resolution,
-    sentences,
-    wrong_arms,
-)
+from outrider.inference.report.tables import Report
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown
@@ -52,23 +38,23 @@ def make_page(
     """
     first, names = reports[0], [report["method"] for report in reports]
     methods = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
-    gained, whole = methods_tables(reports)
+    speeds, answers = tables.methods_tables(reports)
     style, script = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     loader = FileSystemLoader(HERE)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html").render(
         title=f"Outrider: how fast {methods} decode {first.get('model', first['target'])}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
-        busy=busy_sentences(first), verdict=recommendation(reports), conditions=conditions(reports),
-        gained=gained, whole=whole, counted=counted_table(reports), served=served_table(reports),
-        engine=next((row["engine"] for one in reports for row in one.get("served") or ()), ""),
-        times=[*map(_times, reports)], categories=category_tables(reports),
+        busy=wording.busy_sentences(first), conditions=wording.conditions(reports),
+        verdict=wording.recommendation(reports), sentences=wording.sentences(reports), gained=speeds, whole=answers,
+        counted=tables.counted_table(reports), served=tables.served_table(reports), wrong=wording.wrong_arms(reports),
+        engine=next((row["engine"] for report in reports for row in report.get("served") or ()), ""),
+        times=[*map(_times, reports)], categories=tables.category_tables(reports),
         texts=_texts([result for result in results if result.shown], decode),
-        lossless=first["lossless"], wrong=wrong_arms(reports), judged=judged_table(reports),
-        resolution=resolution(first), same=min(report["lossless"]["identical"] for report in reports),
+        lossless=first["lossless"], judged=tables.judged_table(reports), first=first, doctor=doctor_lines(first),
+        resolution=wording.resolution(first), same=min(report["lossless"]["identical"] for report in reports),
         same_as_plain=min(report["lossless"]["identical_to_plain"] for report in reports),
-        overlaps=[overlap_sentence(kind, one) for kind, one in first.get("overlap", {}).items()],
-        first=first, sentences=sentences(reports), doctor=doctor_lines(first),
+        overlaps=[overlap_sentence(kind, overlap) for kind, overlap in first.get("overlap", {}).items()],
     )  # fmt: skip
 
 
@@ -95,58 +81,58 @@ class Pieces:
 
     def along(self, tokens: Sequence[int]) -> list[str]:
         """The text split by token; the parts concatenate to the text."""
-        parts, said = [], 0
+        parts, length = [], 0
         for end in range(1, len(tokens) + 1):
             text = self._decode(tokens[:end])
-            whole = end == len(tokens) or not text.endswith("\ufffd")
-            parts.append(text[said:] if whole else "")
-            said = len(text) if whole else said
+            complete = end == len(tokens) or not text.endswith("\ufffd")
+            parts.append(text[length:] if complete else "")
+            length = len(text) if complete else length
         return parts
 
 
-def _texts(shown: Sequence[PromptResult], decode: Decode) -> Mapping[str, Any] | None:
+def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, Any] | None:
     """All texts with recorded rounds, and the data of their trees for the script; None without any."""
-    if not shown:
+    if not results:
         return None
-    pieces = Pieces(decode, shown[0].answer[0])
+    pieces = Pieces(decode, results[0].answer[0])
     trees: dict[str, list[list[object]]] = {}
     articles = []
-    for number, result in enumerate(shown):
+    for number, result in enumerate(results):
         for method, rounds in result.shown.items():
             articles.append((f"{number}/{method}", _rounds(rounds, pieces)))
             trees[f"{number}/{method}"] = [_tree(r, pieces) for r in rounds]
-    prompts = [{"id": r.prompt_id, "category": r.category, "asked": decode(r.prompt)[-ASKED:]} for r in shown]
+    prompts = [{"id": r.prompt_id, "category": r.category, "asked": decode(r.prompt)[-ASKED:]} for r in results]
     data = {"trees": trees, "pieces": {str(token): text for token, text in pieces.known.items()}}
-    return {"prompts": prompts, "methods": list(shown[0].shown), "articles": articles, "data": data}
+    return {"prompts": prompts, "methods": list(results[0].shown), "articles": articles, "data": data}
 
 
 def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, Any]]:
     """The rounds of one text, each with its committed tokens and the first rejected ones."""
-    parts, found = iter(pieces.along([token for r in rounds for token in r.tokens])), list[Mapping[str, Any]]()
+    parts, rows = iter(pieces.along([token for r in rounds for token in r.tokens])), list[Mapping[str, Any]]()
     for number, r in enumerate(rounds):
-        own = [next(parts) for _ in r.tokens]
+        texts = [next(parts) for _ in r.tokens]
         title = f"round {number}: {len(r.drafted)} drafted, {r.accepted} accepted" if number else "the prefill"
-        said = {"accepted": own[: r.accepted], "own": own[r.accepted :]}
-        found.append({"title": title, "rejected": "".join(map(pieces.of, rejected_tokens(r))), **said})
-    return found
+        rejected = "".join(map(pieces.of, rejected_tokens(r)))
+        rows.append({"title": title, "rejected": rejected, "accepted": texts[: r.accepted], "own": texts[r.accepted :]})
+    return rows
 
 
 def rejected_tokens(r: ShownRound) -> list[int]:
     """The drafted tokens after the accepted path, along each node's first child: the rest of a chain."""
     node = r.path[-1] if r.path else ROOT
-    found: list[int] = []
-    while len(found) < REJECTED:
+    tokens: list[int] = []
+    while len(tokens) < REJECTED:
         child = next((i for i, parent in enumerate(r.parents) if parent == node), None)
         if child is None:
             break
-        found.append(r.drafted[child])
+        tokens.append(r.drafted[child])
         node = child
-    return found
+    return tokens
 
 
 def _tree(r: ShownRound, pieces: Pieces) -> list[object]:
     """Data for the script: tokens, parents and accepted nodes of the draft, and the target's own tokens."""
-    own = list(r.tokens[r.accepted :])
-    for token in (*r.drafted, *own):
+    corrections = list(r.tokens[r.accepted :])
+    for token in (*r.drafted, *corrections):
         pieces.of(token)
-    return [r.drafted, r.parents, r.path, own]
+    return [r.drafted, r.parents, r.path, corrections]

@@ -12,7 +12,7 @@ from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
 from outrider.base.words import figure
 from outrider.draft_models.early_exit.checkpoint import provenance
-from outrider.inference.measure.lossless import Judgement, judge
+from outrider.inference.measure.lossless import judge
 from outrider.inference.measure.results import REPORT_FILE, Measured, PromptResult
 from outrider.inference.measure.speed import (
     break_even,
@@ -58,7 +58,7 @@ def build_report(
 
     tuning: the measurements that "auto" sizes were chosen from.
     """
-    mine = [r.generations[method] for r in results]
+    generations = [r.generations[method] for r in results]
     arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
     streams = Streams(seed).within(method, "bootstrap")
     report: Report = {
@@ -67,14 +67,14 @@ def build_report(
         "machine": describe_machine(facts["device"]),
         "made_with": provenance(),
         **_figures(results, method, streams),
-        "tokens": sum(len(g.tokens) for g in mine),
+        "tokens": sum(len(g.tokens) for g in generations),
         "seed": seed,
         "lossless": lossless_section(
             results, method, sampled=facts["temperature"] > 0, exact=facts.get("computes_in") in EXACT
         ),
-        "structure": structure_statistics(mine),
-        "acceptance_by_candidates": acceptance_by_candidates(mine),
-        "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
+        "structure": structure_statistics(generations),
+        "acceptance_by_candidates": acceptance_by_candidates(generations),
+        "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(generations)},
         "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
         "whole_answers_per_second": {name: tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()},
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
@@ -83,8 +83,8 @@ def build_report(
         "autoregressive": time_of_a_plain_token(results),
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
-        "acceptance_by_position": acceptance_by_position(mine),
-        "acceptance_given_previous": acceptance_by_position(mine, given_previous=True),
+        "acceptance_by_position": acceptance_by_position(generations),
+        "acceptance_given_previous": acceptance_by_position(generations, given_previous=True),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
@@ -102,34 +102,31 @@ def build_report(
 
 def _figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
     """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
-    mine, others = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
+    generations, loopless = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
     return {
         "prompts": conversations(results),
         "turns": len(results),
-        **decode_statistics(mine),
+        **decode_statistics(generations),
         "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
-        "loops": share_of_loops([g.tokens for g in mine]),
-        "speedup_without_loops": speedup(others, method, AUTOREGRESSIVE, streams),
+        "loops": share_of_loops([g.tokens for g in generations]),
+        "speedup_without_loops": speedup(loopless, method, AUTOREGRESSIVE, streams),
     }
 
 
-def lossless_section(
-    results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False
-) -> dict[str, Any]:
+def lossless_section(results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False) -> Report:
     """The number of texts compared token by token, and the judgements of the method and of plain decoding.
 
     Sampled texts are not compared, as only their distribution is the same. exact: no difference is excused as a tie.
     judged: by arm, see `lossless`; None if only equal texts counted.
     """
     checked = [] if sampled else results
-    judgements: dict[str, Judgement | None] = {}
-    for arm in (method, AUTOREGRESSIVE):
-        deviations = [r.deviations[arm] for r in results if arm in r.deviations]
-        judgements[arm] = judge(deviations) if deviations else None
+    arms = (method, AUTOREGRESSIVE)
+    deviations = {arm: [r.deviations[arm] for r in results if arm in r.deviations] for arm in arms}
+    judgements = {arm: judge(rows) if rows else None for arm, rows in deviations.items()}
 
     def ties(arm: str) -> int:
-        found = judgements[arm]
-        judged_right = found is not None and not found.faults and not exact
+        judgement = judgements[arm]
+        judged_right = judgement is not None and not judgement.faults and not exact
         return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
 
     return {
@@ -140,7 +137,7 @@ def lossless_section(
         "excused_ties": ties(method),
         "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
         "autoregressive_excused_ties": ties(AUTOREGRESSIVE),
-        "judged": {arm: found and asdict(found) for arm, found in judgements.items()},
+        "judged": {arm: judgement and asdict(judgement) for arm, judgement in judgements.items()},
     }
 
 
@@ -156,8 +153,8 @@ def markdown(reports: Sequence[Report]) -> str:
         "\n".join(wording.sentences(reports)),
     ]
     if judged.rows:
-        said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-        lines += [said, "\n".join(judged.markdown()), wording.resolution(first)]
+        heading = "Judged by rounding errors over the reference's text, in units of transformers' own:"
+        lines += [heading, "\n".join(judged.markdown()), wording.resolution(first)]
     lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
     return "\n\n".join(lines) + "\n"
 
@@ -215,8 +212,7 @@ def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], s
     (out_dir / ID_FILE).write_text(run.id, "utf-8")
     rows = [row(report) for report in reports]
     for figures in rows:
-        name = figures["method"]
-        run.summary.update({f"{name}/{key}": value for key, value in figures.items() if key != "method"})
+        run.summary.update({f"{figures['method']}/{key}": value for key, value in figures.items() if key != "method"})
     table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in rows])
     page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)
     run.log({"methods": table, "report": page})
@@ -241,5 +237,4 @@ def row(report: Report) -> dict[str, Any]:
     """The figures of one method, by `COLUMNS`."""
     speed, gain = report["tokens_per_second"]["speculative"], report["speedup"]
     counted = (report["method"], report["prompts"], identical_text(report, ties=""), report["tau"])
-    figures = (*counted, speed, gain["median"], *(gain["ci95"] or (None, None)))
-    return dict(zip(COLUMNS, figures, strict=True))
+    return dict(zip(COLUMNS, (*counted, speed, gain["median"], *(gain["ci95"] or (None, None))), strict=True))

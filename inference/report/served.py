@@ -49,26 +49,26 @@ def served_row(
     counted: the `counts` (see `EngineServer`) of the next prompts, None where rounds are seen, and how many these are.
     """
     arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
-    made = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
-    both = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
-    gained, judged = (speedup(some, method, AUTOREGRESSIVE, streams, after_first_step)
-                      for some in (both, without_loops(both, method, AUTOREGRESSIVE)))  # fmt: skip
-    same = {arm: references and sum(g.tokens == tuple(text) for g, text in zip(some, references, strict=True))
-            for arm, some in made.items()}  # fmt: skip
-    flags = [name for some in made.values() for g in some for name in g.totals]
+    by_arm = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
+    pairs = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
+    gained, judged = (speedup(texts, method, AUTOREGRESSIVE, streams, after_first_step)
+                      for texts in (pairs, without_loops(pairs, method, AUTOREGRESSIVE)))  # fmt: skip
+    same = {arm: references and sum(g.tokens == tuple(ids) for g, ids in zip(texts, references, strict=True))
+            for arm, texts in by_arm.items()}  # fmt: skip
+    flags = [name for texts in by_arm.values() for g in texts for name in g.totals]
     return {
         "draft_tokens": drafted,
         "requests": len(results),
-        **_acceptance(made[DRAFTED], here, [r.unit for r in results], counted, drafted, streams),
-        "tau_here": decode_statistics(map(_whole, here))["tau"],
+        **_acceptance(by_arm[DRAFTED], here, [r.unit for r in results], counted, drafted, streams),
+        "tau_here": decode_statistics(map(_without_last, here))["tau"],
         "identical_to_plain": sum(r.identical(method) for r in results) if same.get(PLAIN) is not None else None,
         "plain_identical_to_reference": same.get(PLAIN),
         "identical_to_reference": same[DRAFTED],
         **{name: flags.count(name) for name in ("retokenised", UNREAD)},
-        "tokens_per_second": {arm: sum(len(g.tokens) for g in some) / totals[arm] for arm, some in made.items()},
-        "seconds_per_token": {arm: sum(g.decode_seconds for g in some) / max(1, sum(
-            len(r.tokens) for g in some for r in g.rounds)) for arm, some in made.items()},
-        "loops": {arm: share_of_loops([g.tokens for g in some]) for arm, some in made.items()},
+        "tokens_per_second": {arm: sum(len(g.tokens) for g in texts) / totals[arm] for arm, texts in by_arm.items()},
+        "seconds_per_token": {arm: sum(g.decode_seconds for g in texts) / max(1, sum(
+            len(r.tokens) for g in texts for r in g.rounds)) for arm, texts in by_arm.items()},
+        "loops": {arm: share_of_loops([g.tokens for g in texts]) for arm, texts in by_arm.items()},
         "speedup": gained,
         "speedup_without_loops": judged,
         "load": load,
@@ -81,35 +81,35 @@ def after_first_step(generation: Generation) -> float:
     return generation.decode_seconds / sum(len(r.tokens) for r in generation.rounds)
 
 
-def _whole(generation: Generation) -> Generation:
+def _without_last(generation: Generation) -> Generation:
     """The generation without its last round: the text ended within that draft, so its acceptance is unknown."""
     return replace(generation, rounds=generation.rounds[:-1])
 
 
-def _acceptance(own: Texts, here: Texts, units: Sequence[str], counted: Counted, depth: int, streams: Streams) -> Row:
+def _acceptance(texts: Texts, here: Texts, units: Sequence[str], counted: Counted, depth: int, streams: Streams) -> Row:
     """τ, rounds and acceptance by depth, None for what is unknown.
 
     A server's counters include the last rounds of texts, so larger differences are allowed.
     """
-    there, ours, given = _depths(own, depth), _depths(here, depth), [one for one, _ in counted if one is not None]
-    if not given:
-        tau, compared = decode_statistics(map(_whole, own))["tau"], _compared(there, ours, units, streams)
+    there, local, rows = _depths(texts, depth), _depths(here, depth), [row for row, _ in counted if row is not None]
+    if not rows:
+        tau, compared = decode_statistics(map(_without_last, texts))["tau"], _compared(there, local, units, streams)
         return {"tau": tau, "rounds": int(there[:, 0].sum()), "acceptance": compared}
-    if any(len(one) != 1 + depth for one in given):  # older runs have other counts of llama.cpp
+    if any(len(row) != 1 + depth for row in rows):  # older runs have other counts of llama.cpp
         return {"tau": None, "rounds": None, "acceptance": []}
     edges = [*accumulate((many for _, many in counted), initial=0)]
-    there, ours = (np.add.reduceat(side, edges[:-1]) for side in (there, ours))
-    there[[one is not None for one, _ in counted]] = given
+    there, local = (np.add.reduceat(side, edges[:-1]) for side in (there, local))
+    there[[row is not None for row, _ in counted]] = rows
     rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
     groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
-    compared = _compared(there, ours, groups, streams, len(own) / max(1, rounds))
+    compared = _compared(there, local, groups, streams, len(texts) / max(1, rounds))
     return {"tau": 1 + accepted / max(1, rounds), "rounds": rounds, "acceptance": compared}
 
 
 def _depths(generations: Iterable[Generation], depth: int) -> Counts:
     """[n, 1 + depth]: for each generation the number of whole rounds, and how many of them accepted 1, 2, … tokens."""
-    accepted = [np.array([r.accepted for r in _whole(g).rounds], np.int64) for g in generations]
-    return np.array([(one[:, None] >= np.arange(1 + depth)).sum(0) for one in accepted])
+    accepted = [np.array([r.accepted for r in _without_last(g).rounds], np.int64) for g in generations]
+    return np.array([(lengths[:, None] >= np.arange(1 + depth)).sum(0) for lengths in accepted])
 
 
 def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Streams, more: float = 0.0) -> list[Row]:
@@ -117,25 +117,25 @@ def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Stream
 
     there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. more: additional tolerance.
     """
-    places = {unit: place for place, unit in enumerate(dict.fromkeys(units))}
-    counts = np.zeros((2, len(places), there.shape[1]), np.int64)
-    for side, given in enumerate((there, here)):
-        np.add.at(counts[side], [places[unit] for unit in units], given)
+    rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
+    counts = np.zeros((2, len(rows), there.shape[1]), np.int64)
+    for side, side_counts in enumerate((there, here)):
+        np.add.at(counts[side], [rows[unit] for unit in units], side_counts)
     picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))
     drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
     low, high = np.quantile(sampled[0] - sampled[1], (0.025, 0.975), axis=0)
     return [
         {
-            "depth": place + 1,
-            "served": float(shares[0, place]),
-            "here": float(shares[1, place]),
-            "difference_ci95": [float(low[place]), float(high[place])],
-            "differs": bool(abs(shares[0, place] - shares[1, place]) > LARGEST_DIFFERENCE + more)
-            and len(places) >= MIN_PROMPTS
-            and not low[place] <= 0 <= high[place],
+            "depth": i + 1,
+            "served": float(shares[0, i]),
+            "here": float(shares[1, i]),
+            "difference_ci95": [float(low[i]), float(high[i])],
+            "differs": bool(abs(shares[0, i] - shares[1, i]) > LARGEST_DIFFERENCE + more)
+            and len(rows) >= MIN_PROMPTS
+            and not low[i] <= 0 <= high[i],
         }
-        for place in range(shares.shape[1])
+        for i in range(shares.shape[1])
     ]
 
 
@@ -154,7 +154,7 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
         if any(again):
             lines.append(f"- {report['method']}: {again[0]} texts came without token ids and were tokenised again; "
                          f"{again[1]} of them are not tokenised so, and not audited.")  # fmt: skip
-        odd = {one["depth"] for row in report["served"] for one in row["acceptance"] if one["differs"]}
+        odd = {share["depth"] for row in report["served"] for share in row["acceptance"] if share["differs"]}
         schedule = report["served"][0]["options"].get("speculative_config")
         if odd and not schedule and KINDS[report["settings"]["source"]].served != "ngram":
             lines.append(
@@ -167,27 +167,26 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
 
 def served_faults(report: Report) -> list[str]:
     """The faults in the texts that an engine wrote with a method's drafter."""
-    faults: list[str] = (report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", [])
-    return faults
+    return list((report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", []))
 
 
 def schedule_lines(served: Sequence[Report]) -> list[str]:
     """Which draft length pays at which concurrency, by kind of drafter, and the engine's own option for it."""
     lines: list[str] = []
-    for source in dict.fromkeys(report["settings"]["source"] for report in served):
-        rows = [row for report in served if report["settings"]["source"] == source for row in report["served"]]
+    for kind in dict.fromkeys(report["settings"]["source"] for report in served):
+        rows = [row for report in served if report["settings"]["source"] == kind for row in report["served"]]
         if any(busy_sentences(row) or judged_speed(row)["prompts"] < MIN_PROMPTS for row in rows):
             continue  # then nothing can be faster
         steps, lengths = schedule(rows), sorted({row["draft_tokens"] for row in rows})
         usual = _USUAL if _USUAL in lengths else lengths[len(lengths) // 2]
         medians = {(row["concurrency"], row["draft_tokens"]): judged_speed(row)["median"] for row in rows}
-        said = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
+        ranges = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
         gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
-        lines += ["", f"Draft lengths that pay for {source} by requests at a time: {', '.join(said)}. Over K = {usual} "
+        lines += ["", f"Draft lengths that pay for {kind} by requests at a time: {', '.join(ranges)}. Over K = {usual} "
                   f"everywhere this gains {', '.join(gains)}, on these prompts.", "", *_expected(rows)]  # fmt: skip
         option: Row = {"num_speculative_tokens": max(k for *_, k in steps),
                        "num_speculative_tokens_per_batch_size": steps}  # fmt: skip
-        if source == EAGLE3.name and rows[0]["engine"].startswith("sglang"):  # --speculative-adaptive-config
+        if kind == EAGLE3.name and rows[0]["engine"].startswith("sglang"):  # --speculative-adaptive-config
             option = {str(first): {"candidate_steps": [k]} for first, _, k in steps}
         elif not rows[0]["engine"].startswith("vllm"):
             continue
@@ -204,22 +203,22 @@ def _expected(rows: Sequence[Row]) -> Iterator[str]:
     lengths = sorted({row["draft_tokens"] for row in rows})
     if len(lengths) < 2 or not all(row["rounds"] and len(row["acceptance"]) == row["draft_tokens"] for row in rows):
         return
-    shares = [_share(rows, place) for place in range(lengths[-1])]
+    shares = [_share(rows, i) for i in range(lengths[-1])]
     for count in sorted({row["concurrency"] for row in rows}):
-        some = {row["draft_tokens"]: row for row in rows if row["concurrency"] == count}
-        costs = [some[k]["tau"] * some[k]["seconds_per_token"][DRAFTED] / some[k]["seconds_per_token"][PLAIN]
+        row_of = {row["draft_tokens"]: row for row in rows if row["concurrency"] == count}
+        costs = [row_of[k]["tau"] * row_of[k]["seconds_per_token"][DRAFTED] / row_of[k]["seconds_per_token"][PLAIN]
                  for k in lengths]  # fmt: skip
-        said = [f"K = {k} {(1 + sum(shares[:k])) / np.interp(k, lengths, costs):.2f}×"
-                + (f" ({figure(some[k]['speedup'])})" if k in some else "")
+        gains = [f"K = {k} {(1 + sum(shares[:k])) / np.interp(k, lengths, costs):.2f}×"
+                + (f" ({figure(row_of[k]['speedup'])})" if k in row_of else "")
                 for k in range(lengths[0], lengths[-1] + 1)]  # fmt: skip
         yield (f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured): "
-               f"{', '.join(said)}.")  # fmt: skip
+               f"{', '.join(gains)}.")  # fmt: skip
 
 
-def _share(rows: Sequence[Row], place: int) -> float:
+def _share(rows: Sequence[Row], index: int) -> float:
     """The share of rounds that accepted the token at this place, among rounds that drafted so far."""
-    long = [row for row in rows if row["draft_tokens"] > place]
-    return sum(row["rounds"] * row["acceptance"][place]["served"] for row in long) / sum(row["rounds"] for row in long)
+    long = [row for row in rows if row["draft_tokens"] > index]
+    return sum(row["rounds"] * row["acceptance"][index]["served"] for row in long) / sum(row["rounds"] for row in long)
 
 
 def schedule(rows: Sequence[Row]) -> list[tuple[int, int, int]]:

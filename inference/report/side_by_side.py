@@ -61,14 +61,13 @@ def compare_reports(config: CompareConfig) -> dict[str, Any]:
     """
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "a comparison"):
-        there = (out_dir / COMPARISON).exists()
         expected = "a directory without a comparison; resume=true makes it anew"
-        require(config.resume or not there, "out_dir", config.out_dir, expected)
-        found = _compare(config)
-        write_atomically(out_dir / "compare.md", comparison_table(found).encode())
-        write_json(out_dir / COMPARISON, found)
-    print(comparison_table(found), flush=True)
-    return found
+        require(config.resume or not (out_dir / COMPARISON).exists(), "out_dir", config.out_dir, expected)
+        comparison = _compare(config)
+        write_atomically(out_dir / "compare.md", comparison_table(comparison).encode())
+        write_json(out_dir / COMPARISON, comparison)
+    print(comparison_table(comparison), flush=True)
+    return comparison
 
 
 def _compare(config: CompareConfig) -> dict[str, Any]:
@@ -78,33 +77,31 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
         unknown = [name for name in names if name not in side.reports]
         require(not unknown, "pairs", unknown, f"methods of {side.folder}: {', '.join(side.reports)}")
     if not pairs:
-        both = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
-        raise UserError(f"compare={config.compare}: no method in both ({both}); say which with pairs={{A: B}}")
-    shared = shared_prompts(before, after)
-    streams = Streams(config.seed).within("compare")
+        methods = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
+        raise UserError(f"compare={config.compare}: no method in both ({methods}); say which with pairs={{A: B}}")
+    shared, streams = shared_prompts(before, after), Streams(config.seed).within("compare")
     return {
         "compare": [before.folder, after.folder],
         "prompts": [len(before.results), len(after.results), len(shared)],
         "differences": differences(before, after),
         "busy": {run.folder: run.busy for run in (before, after) if run.busy},
         "methods": [
-            {"pair": [one, other], **compare_methods(before, after, shared, one, other, streams.within(one, other))}
-            for one, other in pairs.items()
+            {"pair": [a, b], **compare_methods(before, after, shared, a, b, streams.within(a, b))}
+            for a, b in pairs.items()
         ],
     }
 
 
 def read_evaluation(folder: str) -> Evaluation:
     """The evaluation that evaluate-checkpoint wrote to `folder`. Raises `UserError` for anything else."""
-    path = Path(folder) / REPORT_FILE
     remedy = "give the out_dir of a finished evaluation"
-    content = read_json(path, "report", remedy)
+    content = read_json(Path(folder) / REPORT_FILE, "report", remedy)
     reports = content.get("reports", [content]) if isinstance(content, dict) else []
-    known = {report["method"]: report for report in reports if isinstance(report, dict) and "method" in report}
-    results = {turn.prompt_id: turn for one in read_results(Path(folder)).values() for turn in one.turns}
-    if not known or not results:
+    by_method = {report["method"]: report for report in reports if isinstance(report, dict) and "method" in report}
+    results = {turn.prompt_id: turn for measured in read_results(Path(folder)).values() for turn in measured.turns}
+    if not by_method or not results:
         raise UserError(f"{folder}: a report without results of prompts (a replay, or its files are gone); {remedy}")
-    return Evaluation(folder, known, results)
+    return Evaluation(folder, by_method, results)
 
 
 def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
@@ -113,7 +110,7 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
     Prompts are compared as tokens if the two targets share a tokenizer. A later turn of a conversation includes the
     target's earlier answers, so with other answers it is a different prompt.
     """
-    tokenizers = [one.facts.get("digests", {}).get("tokenizer") for one in (before, after)]
+    tokenizers = [run.facts.get("digests", {}).get("tokenizer") for run in (before, after)]
     same_tokens = tokenizers[0] == tokenizers[1]
     shared = [
         name
@@ -121,8 +118,8 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
         if name in after.results and (not same_tokens or result.prompt == after.results[name].prompt)
     ]
     if not shared:
-        both = f"compare=[{before.folder},{after.folder}]"
-        raise UserError(f"{both}: no prompt in both; evaluate both on the same prompts")
+        folders = f"{before.folder},{after.folder}"
+        raise UserError(f"compare=[{folders}]: no prompt in both; evaluate both on the same prompts")
     return shared
 
 
@@ -135,21 +132,20 @@ def differences(before: Evaluation, after: Evaluation) -> dict[str, list[Any]]:
 
 
 def compare_methods(
-    before: Evaluation, after: Evaluation, shared: Sequence[str], one: str, other: str, streams: Streams
+    before: Evaluation, after: Evaluation, shared: Sequence[str], arm_before: str, arm_after: str, streams: Streams
 ) -> dict[str, Any]:
-    """`other` of the second run over `one` of the first: medians over prompts of ratios, each with its interval.
+    """`arm_after` over `arm_before`, of the first run: medians over prompts of ratios, each with its interval.
 
     gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
     tau: ratio of τ. same_text: the number of prompts on which both texts are equal. loops: of the texts of both.
     gain_without_loops: the gain on prompts where neither text loops; the verdict comes from it.
     """
-    arms = ((before, one), (after, other))
+    arms = ((before, arm_before), (after, arm_after))
     fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
-
     texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
     def ratio(value: Value, fair: Sequence[str] = fair) -> Speedup:
-        values = [value(after.results[name], other) / value(before.results[name], one) for name in fair]
+        values = [value(after.results[name], arm_after) / value(before.results[name], arm_before) for name in fair]
         return median_of([before.results[name] for name in fair], values, streams.within(value.__name__))
 
     gain = ratio(_speedup, [name for name in fair if not any(map(looped, texts[name]))])
@@ -177,18 +173,19 @@ def _tau(result: PromptResult, method: str) -> float:
     return sum(len(r.tokens) for r in rounds) / len(rounds)
 
 
-def comparison_table(found: Mapping[str, Any]) -> str:
+def comparison_table(comparison: Mapping[str, Any]) -> str:
     """The comparison as Markdown."""
-    (first, second), (one, other, shared) = found["compare"], found["prompts"]
-    loops = max((row["loops"] for row in found["methods"]), key=lambda loops: loops["looping"])
+    (first, second), (turns_before, turns_after, shared) = comparison["compare"], comparison["prompts"]
+    loops = max((row["loops"] for row in comparison["methods"]), key=lambda loops: loops["looping"])
     lines = [
         f"# {second} over {first}",
         "",
-        f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}. {loops_text(loops)}.",
+        f"{shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {second}. "
+        f"{loops_text(loops)}.",
         "",
-        *filled(COMPARED, ({**row, "shared": shared} for row in found["methods"])).markdown(),
+        *filled(COMPARED, ({**row, "shared": shared} for row in comparison["methods"])).markdown(),
     ]
-    lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in found["busy"].items()]
-    if found["differences"]:
-        lines += ["", f"Not the same in both: {listed(sorted(found['differences']))}."]
+    lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in comparison["busy"].items()]
+    if comparison["differences"]:
+        lines += ["", f"Not the same in both: {listed(sorted(comparison['differences']))}."]
     return "\n".join(lines) + "\n"

@@ -124,8 +124,8 @@ def arms_and_methods(reports: Sequence[Report]) -> list[Report]:
     rows: list[dict[str, Any]] = [{"method": PLAIN, "speedup": "1.00", "end_to_end": "1.00"}]
     rows[0] |= {"same_as_plain": reference, "identical": plain}
     if first["prefill_seconds"][TRANSFORMERS] is not None:
-        own = {name: {**speed, "vs_transformers_generate": "1.00"} for name, speed in first[TRANSFORMERS].items()}
-        rows.append({"method": GENERATE, "same_as_plain": plain, "identical": reference, **own})
+        speedups = {name: {**speed, "vs_transformers_generate": "1.00"} for name, speed in first[TRANSFORMERS].items()}
+        rows.append({"method": GENERATE, "same_as_plain": plain, "identical": reference, **speedups})
     for row, arm in zip(rows, ("autoregressive", TRANSFORMERS), strict=False):
         row["tau"] = 1.0
         row |= {key: {"speculative": first[key][arm]} for key in ("tokens_per_second", "prefill_seconds")}
@@ -145,26 +145,25 @@ def counted_table(reports: Sequence[Report]) -> Table:
     """The variants of τ in other papers, and the conditional acceptance at the first depths."""
     depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
     often = "how often the draft is right here, where it was right before"
-    deeper = {
-        f"depth {1 + depth}": (f"{{acceptance_given_previous[{depth}][accepted]:.2f}}", often) for depth in depths
-    }
+    deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}][accepted]:.2f}}", often) for i in depths}
     return filled({**COUNTED, **deeper}, reports)
 
 
 def category_tables(reports: Sequence[Report]) -> list[tuple[str, Table]]:
     """By category, what it is and the table of its figures."""
-    columns, found = {name: METHODS[name] for name in CATEGORY}, []
-    for name, mine in reports[0]["by_category"].items():
+    columns, tables = {name: METHODS[name] for name in CATEGORY}, []
+    for name, figures in reports[0]["by_category"].items():
         rows = [{**report["by_category"][name], "method": report["method"]} for report in reports]
-        found.append((f"{name}, {mine['prompts']} of the prompts: {loops_text(mine['loops'])}", filled(columns, rows)))
-    return found
+        title = f"{name}, {figures['prompts']} of the prompts: {loops_text(figures['loops'])}"
+        tables.append((title, filled(columns, rows)))
+    return tables
 
 
 def judged_table(reports: Sequence[Report]) -> Table:
     """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own."""
-    judged = {arm: one for report in reports for arm, one in report["lossless"]["judged"].items() if one}
-    faults = {arm: f"NOT LOSSLESS: {'; '.join(one['faults'])}" for arm, one in judged.items() if one["faults"]}
-    rows = [{**one, "method": arm, "found": faults.get(arm, "none above rounding")} for arm, one in judged.items()]
+    judged = {arm: row for report in reports for arm, row in report["lossless"]["judged"].items() if row}
+    faults = {arm: f"NOT LOSSLESS: {'; '.join(row['faults'])}" for arm, row in judged.items() if row["faults"]}
+    rows = [{**row, "method": arm, "found": faults.get(arm, "none above rounding")} for arm, row in judged.items()]
     return filled(JUDGED, rows)
 
 
@@ -174,14 +173,15 @@ def served_table(reports: Sequence[Report]) -> Table:
 
 
 def _served(report: Report, row: Report) -> Report:
-    depths, own, plain = row["acceptance"], row["identical_to_reference"], row["plain_identical_to_reference"]
-    same = f"({own}/{row['requests']})" if plain is None else f"{row['identical_to_plain']}/{row['requests']} ({plain})"
+    depths, count = row["acceptance"], row["requests"]
+    matches, plain = row["identical_to_reference"], row["plain_identical_to_reference"]
+    same = f"({matches}/{count})" if plain is None else f"{row['identical_to_plain']}/{count} ({plain})"
     return {
         **row,
         "method": report["method"],
-        "there": " ".join(f"{one['served']:.3f}" for one in depths),
-        "here": " ".join(f"{one['here']:.3f}{'*' * one['differs']}" for one in depths),
-        "identical": "" if own is None else same,
+        "there": " ".join(f"{depth['served']:.3f}" for depth in depths),
+        "here": " ".join(f"{depth['here']:.3f}{'*' * depth['differs']}" for depth in depths),
+        "identical": "" if matches is None else same,
         "tokens": " → ".join(figure(speed, ".1f") for speed in row["tokens_per_second"].values()),
         "spent": " → ".join(f"{1000 * seconds:.1f}" for seconds in row["seconds_per_token"].values()),
     }

@@ -41,19 +41,20 @@ def recommendation(reports: Sequence[Report]) -> str:
     The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
     target's are never recommended.
     """
-    if any(one["verdict"] == "target differs" for one in reports):
+    if any(report["verdict"] == "target differs" for report in reports):
         return f"{OWN_RUN}, so no method is judged; please report it."
-    wrong = [f"`{one['method']}`" for one in reports if one["verdict"] == "not lossless"]
+    wrong = [f"`{report['method']}`" for report in reports if report["verdict"] == "not lossless"]
     warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
-    right = [one for one in reports if one["verdict"] != "not lossless" and one["speedup"]["median"] is not None]
-    ranked = sorted(right, key=lambda one: -(judged_speed(one)["median"] or 0))
+    timed = [report for report in reports if report["speedup"]["median"] is not None]
+    right = [report for report in timed if report["verdict"] != "not lossless"]
+    ranked = sorted(right, key=lambda report: -(judged_speed(report)["median"] or 0))
     return f"{_recommended(ranked)}{warning}.{_slower_plain(reports[0])}"
 
 
 def judged_speed(report: Report) -> Report:
     """The speed-up that decides the verdict: that of texts that do not loop (see `inference.measure.statistics`)."""
-    found: Report = report.get("speedup_without_loops", report["speedup"])
-    return found
+    speed: Report = report.get("speedup_without_loops", report["speedup"])
+    return speed
 
 
 def _recommended(ranked: Sequence[Report]) -> str:
@@ -64,29 +65,29 @@ def _recommended(ranked: Sequence[Report]) -> str:
         return "undecided: the machine was busy; measure again when nothing else runs on it"
     if (prompts := ranked[0]["speedup"]["prompts"]) < MIN_PROMPTS:
         return f"undecided: a verdict needs {MIN_PROMPTS} timed prompts, here: {prompts}"
-    if (prompts := max(judged_speed(one)["prompts"] for one in ranked)) < MIN_PROMPTS:
+    if (prompts := max(judged_speed(report)["prompts"] for report in ranked)) < MIN_PROMPTS:
         loops = f"{loops_text(ranked[0]['loops'])}, {_LOOPS_CAUSE}"
         return f"undecided: {loops}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompts}"
-    best = next(one for kind in ("faster", "undecided", "slower") for one in ranked if one["verdict"] == kind)
-    found = figure(judged_speed(best)).replace(" ", " plain decoding ", 1)
+    best = next(report for kind in ("faster", "undecided", "slower") for report in ranked if report["verdict"] == kind)
+    gain = figure(judged_speed(best)).replace(" ", " plain decoding ", 1)
     if best["verdict"] == "faster":
-        return f"`{best['method']}` is the fastest: {found}{_rivals(best, ranked)}"
+        return f"`{best['method']}` is the fastest: {gain}{_rivals(best, ranked)}"
     if best["verdict"] == "slower":
         even, rate = best["break_even_acceptance"], best["acceptance_rate"]
         never = " (so never pays)" if even is not None and even > 1 else ""
         needed = f"; it would need an acceptance of {even:.2f}{never} and has {rate:.2f}" if (even or 0) > rate else ""
-        return f"nothing pays here: the best, `{best['method']}`, has {found}{needed}"
-    wanted = f"all of it must be above {1 + MARGIN}; more prompts narrow it"
-    return f"undecided: the best, `{best['method']}`, has {found}, and {wanted}"
+        return f"nothing pays here: the best, `{best['method']}`, has {gain}{needed}"
+    condition = f"all of it must be above {1 + MARGIN}; more prompts narrow it"
+    return f"undecided: the best, `{best['method']}`, has {gain}, and {condition}"
 
 
 def _rivals(best: Report, ranked: Sequence[Report]) -> str:
     """The methods whose intervals overlap with the best one's."""
     low = judged_speed(best)["ci95"][0]
-    others = [one for one in ranked if one is not best and (judged_speed(one)["ci95"] or [0, 0])[1] >= low]
-    names = [f"`{one['method']}`" for one in others]
-    said = " and ".join(names) if len(names) < 3 else f"{len(names)} others"
-    return f"; {said} may be as fast, as the intervals overlap" if names else ""
+    rivals = [report for report in ranked if report is not best and (judged_speed(report)["ci95"] or [0, 0])[1] >= low]
+    names = [f"`{report['method']}`" for report in rivals]
+    phrase = " and ".join(names) if len(names) < 3 else f"{len(names)} others"
+    return f"; {phrase} may be as fast, as the intervals overlap" if names else ""
 
 
 def _slower_plain(report: Report) -> str:
@@ -108,36 +109,36 @@ def conditions(reports: Sequence[Report]) -> str:
     numbers = dtype if floats == dtype else f"{dtype} weights and {floats} activations"
     turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
     together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
-    each = first.get("texts_at_once", 1)
-    by = "prompt by prompt" if each == 1 else f"by groups of {each} texts at once (generate: one after another)"
+    size = first.get("texts_at_once", 1)
+    by = "prompt by prompt" if size == 1 else f"by groups of {size} texts at once (generate: one after another)"
     sentences = [
-        f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
+        f"{_prompt_count(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
         f"{numbers} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
         f"{by}{together}."
     ]
     if first["dtype"] == "int8":
         sentences.append(INT8)
-    for key, said in (
+    for key, lead in (
         ("taken_over", "Taken over from the target's generation config, in all arms"),
         ("ignored", "Left out of the target's generation config, in all arms"),
     ):
         fields = first.get("generation_config", {}).get(key)
         if fields:
             values = (f"{name} {shorten(json.dumps(value), 60, placeholder=' …')}" for name, value in fields.items())
-            sentences.append(f"{said}: {', '.join(values)}.")
+            sentences.append(f"{lead}: {', '.join(values)}.")
     if first.get("cudnn_attention") is False:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
-    loops = max((report["loops"] for report in reports), key=lambda found: found["looping"])
+    loops = max((report["loops"] for report in reports), key=lambda share: share["looping"])
     sentences.append(f"{loops_text(loops)}{_LOOPS if loops['looping'] else ''}.")
     return " ".join([*sentences, first.get("origin", "")]).strip()
 
 
-def _taken(report: Report) -> str:
+def _prompt_count(report: Report) -> str:
     """The number of prompts with results, and the total if a time limit left some out."""
-    prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
-    if report.get("minutes") is None or prompts == given:
+    prompts, total = report["prompts"], report.get("prompts_given", report["prompts"])
+    if report.get("minutes") is None or prompts == total:
         return f"{prompts} prompts"
-    return f"{prompts} of {given} prompts, as many as {report['minutes']:.3g} minutes held"
+    return f"{prompts} of {total} prompts, as many as {report['minutes']:.3g} minutes held"
 
 
 def _threads(report: Report) -> str:
@@ -151,10 +152,10 @@ def _threads(report: Report) -> str:
 def _choice(report: Report) -> str:
     """The decoding mode, greedy or sampled, with its settings."""
     settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
-    said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    options = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     if report["temperature"]:
-        return f"sampled ({said}; the same distribution, so no tokens to compare)"
-    return f"greedy ({said})" if said else "greedy"
+        return f"sampled ({options}; the same distribution, so no tokens to compare)"
+    return f"greedy ({options})" if options else "greedy"
 
 
 def sentences(reports: Sequence[Report]) -> list[str]:
@@ -172,21 +173,21 @@ def sentences(reports: Sequence[Report]) -> list[str]:
             f"({100 * token['host_share']:.1f} %) are not the model's pass."
         )
     lines += map(method_sentence, reports)
-    lines += [vocabulary_sentence(kind, known) for kind, known in first.get("draft_vocabularies", {}).items()]
+    lines += [vocabulary_sentence(kind, vocabulary) for kind, vocabulary in first.get("draft_vocabularies", {}).items()]
     if trained := first.get("trained_seconds"):
-        said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
-        lines.append(f"Trained, evaluations on the way included: {said}.")
+        times = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
+        lines.append(f"Trained, evaluations on the way included: {times}.")
     if first.get("skipped"):
         lines.append(f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}.")
     return lines
 
 
-def vocabulary_sentence(kind: str, known: Report) -> str:
+def vocabulary_sentence(kind: str, vocabulary: Report) -> str:
     """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
-    shares = dict(known["coverage"])
-    every = shares.pop("all")
+    shares = dict(vocabulary["coverage"])
+    overall = shares.pop("all")
     parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
-    return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."
+    return f"{kind} predicts over {vocabulary['tokens']} tokens: {overall:.1%} of what the target said ({parts})."
 
 
 def method_sentence(report: Report) -> str:
@@ -211,11 +212,11 @@ def method_sentence(report: Report) -> str:
 def resolution(report: Report) -> str:
     """The size of faults that a judgement in this report's dtype cannot detect, and the check that can."""
     computes = report.get("computes_in", report["dtype"])
-    said = f"What is below the rounding of {computes} is not seen"
+    limit = f"What is below the rounding of {computes} is not seen"
     if computes not in HALF_NAMES:
-        return f"{said}."
+        return f"{limit}."
     return (
-        f"{said}. In bfloat16 an attention scale × 1.005, a row of a projection × 1.01 and an eps of the norms × 10 "
+        f"{limit}. In bfloat16 an attention scale × 1.005, a row of a projection × 1.01 and an eps of the norms × 10 "
         "pass. dtype=float32 sampling.temperature=1 judges the same methods in float32, and sees faults of that size."
     )
 

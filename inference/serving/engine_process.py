@@ -24,10 +24,10 @@ def require_engine(engine: str, python: str) -> None:
     find = f"from importlib.util import find_spec; print(find_spec({MODULES[engine]!r}) is not None)"
     try:
         ran = subprocess.run([python, "-c", find], capture_output=True, timeout=_PATIENCE, text=True, check=False)
-        found = {"True": "", "False": "it is not there"}.get(ran.stdout.strip(), f"its status is {ran.returncode}")
+        problem = {"True": "", "False": "it is not there"}.get(ran.stdout.strip(), f"its status is {ran.returncode}")
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
-        found = reason(error)
-    require(not found, "engine_python", python, f"a Python with {MODULES[engine]} (`make engines`): {found}")
+        problem = reason(error)
+    require(not problem, "engine_python", python, f"a Python with {MODULES[engine]} (`make engines`): {problem}")
 
 
 class EngineProcess:
@@ -41,18 +41,18 @@ class EngineProcess:
         self.version = str(self._ask(job)["version"])
 
     def continued(
-        self, prompts: Sequence[Sequence[int]], asked: Mapping[str, object], drafted: int
+        self, prompts: Sequence[Sequence[int]], request: Mapping[str, object], drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of all together.
 
-        asked: the request, as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises
+        request: as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises
         `UserError` if a prompt gets no token.
         """
-        answer = self._ask({**asked, "prompts": prompts})
-        for prompt, one in zip(prompts, answer["requests"], strict=True):
-            if not one["tokens"]:
+        answer = self._ask({**request, "prompts": prompts})
+        for prompt, output in zip(prompts, outputs := answer["requests"], strict=True):
+            if not output["tokens"]:
                 raise self._failed(f"it says nothing after a prompt of {len(prompt)} tokens")
-        return tuple(generation(one["tokens"], one["times"], drafted) for one in answer["requests"]), answer["seconds"]
+        return tuple(generation(output["tokens"], output["times"], drafted) for output in outputs), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
         assert self.process.stdin is not None
@@ -97,11 +97,10 @@ def running(
 
 def generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
     """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
-    (first, *rest), (begun, prefilled, *times) = steps, times
-    spent = [now - before for before, now in zip([prefilled, *times], times, strict=False)]
+    (first, *passes), (begun, prefilled, *times) = steps, times
+    spent = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(
-        Round(tuple(tokens), drafted, len(tokens) - 1, drafted, seconds)
-        for tokens, seconds in zip(rest, spent, strict=True)
+        Round(tuple(ids), drafted, len(ids) - 1, drafted, seconds) for ids, seconds in zip(passes, spent, strict=True)
     )
-    said = tuple(token for tokens in (first, *rest) for token in tokens)
-    return Generation(said, prefilled - begun, sum(spent), rounds)
+    text = tuple(token for tokens in (first, *passes) for token in tokens)
+    return Generation(text, prefilled - begun, sum(spent), rounds)

@@ -34,7 +34,7 @@ class Engine(Protocol):
 
     version: str
 
-    def run(self, asked: Json) -> list[Request]: ...
+    def run(self, job: Json) -> list[Request]: ...
 
 
 class VLLM:
@@ -49,7 +49,7 @@ class VLLM:
         import vllm
 
         options = {"max_num_seqs": job["most"], "enable_prefix_caching": False, **shared, **job["options"]}
-        draft, own = job["draft"], options.pop("speculative_config", {})
+        draft, overrides = job["draft"], options.pop("speculative_config", {})
         if draft is not None:
             ngram = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
             by: Json = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
@@ -57,34 +57,34 @@ class VLLM:
             if described.is_file() and "pard_token" in json.loads(described.read_text("utf-8")):
                 by["parallel_drafting"] = True
             drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **by}
-            options["speculative_config"] = {**drafts, **own}
+            options["speculative_config"] = {**drafts, **overrides}
         self.llm = vllm.LLM(
             model=job["target"], revision=job["revision"], dtype=job["dtype"], max_model_len=job["context"], seed=0,
             **options,
         )  # fmt: skip
         self.version = vllm.__version__
 
-    def run(self, asked: Json) -> list[Request]:
+    def run(self, job: Json) -> list[Request]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, waiting = self.llm.llm_engine, list(enumerate(zip(asked["prompts"], asked["seeds"], strict=True)))
-        running, done = dict[str, Request](), dict[int, Request]()
+        engine, waiting = self.llm.llm_engine, list(enumerate(zip(job["prompts"], job["seeds"], strict=True)))
+        running, requests = dict[str, Request](), dict[int, Request]()
         while waiting or running:
-            while waiting and len(running) < asked["concurrency"]:
+            while waiting and len(running) < job["concurrency"]:
                 number, (prompt, seed) = waiting.pop(0)
                 params = SamplingParams(
-                    max_tokens=asked["max_new_tokens"], ignore_eos=True, stop_token_ids=asked["eos"], seed=seed,
-                    detokenize=False, output_kind=RequestOutputKind.DELTA, temperature=asked["temperature"],
-                    **asked["sampling"],
+                    max_tokens=job["max_new_tokens"], ignore_eos=True, stop_token_ids=job["eos"], seed=seed,
+                    detokenize=False, output_kind=RequestOutputKind.DELTA, temperature=job["temperature"],
+                    **job["sampling"],
                 )  # fmt: skip
-                running[f"{number}"] = done[number] = Request()
+                running[f"{number}"] = requests[number] = Request()
                 engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params)
             for output in engine.step():
                 running[output.request_id].add(output.outputs[0].token_ids)
                 if output.finished:
                     del running[output.request_id]
-        return [done[number] for number in sorted(done)]
+        return [requests[number] for number in sorted(requests)]
 
 
 class OpenVINO:
@@ -98,15 +98,13 @@ class OpenVINO:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, job["context"]
         options = {"scheduler_config": scheduler, **exact, **job["options"]}
-        self.settings: Json = {}
-        if draft is not None:
-            self.settings = {"num_assistant_tokens": draft["tokens"]}
-            if draft["method"] == "ngram":
-                options["prompt_lookup"] = True
-                self.settings["max_ngram_size"] = draft["max_ngram"]
-            else:
-                drafter = self.as_ir(draft["model"], "drafter", None, job)
-                options["draft_model"] = genai.draft_model(drafter, "CPU", **exact)
+        self.settings: Json = {} if draft is None else {"num_assistant_tokens": draft["tokens"]}
+        if draft is not None and draft["method"] == "ngram":
+            options["prompt_lookup"] = True
+            self.settings["max_ngram_size"] = draft["max_ngram"]
+        elif draft is not None:
+            drafter = self.as_ir(draft["model"], "drafter", None, job)
+            options["draft_model"] = genai.draft_model(drafter, "CPU", **exact)
         self.pipe = genai.LLMPipeline(self.as_ir(job["target"], "target", job["revision"], job), "CPU", **options)
         self.version = genai.__version__
 
@@ -115,40 +113,40 @@ class OpenVINO:
         """The directory of `model` as OpenVINO reads it, converted in `job["work"]` by optimum unless it is one."""
         if Path(model, "openvino_model.xml").exists():
             return model
-        made = Path(job["work"], f"{role}-{Path(model).name}-{job['dtype']}-ir")
-        if not made.exists():
-            part = made.with_suffix(".part")
+        folder = Path(job["work"], f"{role}-{Path(model).name}-{job['dtype']}-ir")
+        if not folder.exists():
+            part = folder.with_suffix(".part")
             subprocess.run(ir_command(sys.executable, model, str(part), job["dtype"], revision), check=True)
-            part.rename(made)
-        return str(made)
+            part.rename(folder)
+        return str(folder)
 
-    def run(self, asked: Json) -> list[Request]:
+    def run(self, job: Json) -> list[Request]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
-        done: list[Request] = []
+        requests: list[Request] = []
 
         class Steps(genai.StreamerBase):
             def write(self, tokens: int | list[int]) -> object:
-                done[-1].add(tokens if isinstance(tokens, list) else [tokens])
+                requests[-1].add(tokens if isinstance(tokens, list) else [tokens])
                 return genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
                 pass
 
-        for prompt, seed in zip(asked["prompts"], asked["seeds"], strict=True):
+        for prompt, seed in zip(job["prompts"], job["seeds"], strict=True):
             settings = genai.GenerationConfig(
-                max_new_tokens=asked["max_new_tokens"], ignore_eos=not asked["eos"], stop_token_ids=set(asked["eos"]),
+                max_new_tokens=job["max_new_tokens"], ignore_eos=not job["eos"], stop_token_ids=set(job["eos"]),
                 include_stop_str_in_output=True,
-                do_sample=asked["temperature"] > 0, temperature=asked["temperature"] or 1.0, rng_seed=seed,
-                **self.settings, **asked["sampling"],
+                do_sample=job["temperature"] > 0, temperature=job["temperature"] or 1.0, rng_seed=seed,
+                **self.settings, **job["sampling"],
             )  # fmt: skip
-            done.append(Request())
+            requests.append(Request())
             result = self.pipe.generate(ov.Tensor(np.array([prompt], np.int64)), settings, Steps())
-            told = sum(map(len, done[-1].tokens))
-            done[-1].add([*result.tokens[0]][told:])  # an end token is not streamed
-        return done
+            count = sum(map(len, requests[-1].tokens))
+            requests[-1].add([*result.tokens[0]][count:])  # an end token is not streamed
+        return requests
 
 
 def ir_command(python: str, model: str, out: str, dtype: str, revision: str | None = None) -> list[str]:
@@ -164,16 +162,16 @@ class Transformers:
     def __init__(self, job: Json) -> None:
         import transformers
 
-        kept = {"dtype": job["dtype"], "device_map": job["device"], "trust_remote_code": False, **job["options"]}
+        options = {"dtype": job["dtype"], "device_map": job["device"], "trust_remote_code": False, **job["options"]}
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self.model: Any = load(job["target"], revision=job["revision"], **kept)
+        self.model: Any = load(job["target"], revision=job["revision"], **options)
         self.model.generation_config = transformers.GenerationConfig()  # `generate` fills what is not given from it
         self.settings: Json = {}
         draft = job["draft"]
         if draft is not None and draft["method"] == "ngram":
             self.settings = {"prompt_lookup_num_tokens": draft["tokens"], "max_matching_ngram_size": draft["max_ngram"]}
         elif draft is not None:
-            drafter = load(draft["model"], **kept)
+            drafter = load(draft["model"], **options)
             drafter.generation_config = transformers.GenerationConfig(
                 num_assistant_tokens=draft["tokens"], num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,
@@ -181,27 +179,27 @@ class Transformers:
             self.settings = {"assistant_model": drafter}
         self.version = transformers.__version__
 
-    def run(self, asked: Json) -> list[Request]:
+    def run(self, job: Json) -> list[Request]:
         import torch
         import transformers
 
-        done: list[Request] = []
+        requests: list[Request] = []
         settings = transformers.GenerationConfig(
-            max_new_tokens=asked["max_new_tokens"], eos_token_id=asked["eos"] or None, pad_token_id=0,
-            do_sample=asked["temperature"] > 0, temperature=asked["temperature"] or 1.0,
-            **{"top_k": 0, **asked["sampling"]},  # its own default is 50
+            max_new_tokens=job["max_new_tokens"], eos_token_id=job["eos"] or None, pad_token_id=0,
+            do_sample=job["temperature"] > 0, temperature=job["temperature"] or 1.0,
+            **{"top_k": 0, **job["sampling"]},  # its own default is 50
         )  # fmt: skip
-        for prompt, seed in zip(asked["prompts"], asked["seeds"], strict=True):
+        for prompt, seed in zip(job["prompts"], job["seeds"], strict=True):
             torch.manual_seed(seed)
-            done.append(request := Request())
+            requests.append(request := Request())
             ids = torch.tensor([prompt], device=self.model.device)
-            streamer = SimpleNamespace(put=lambda ids: done[-1].add(ids.reshape(-1).tolist()), end=lambda: None)
+            streamer = SimpleNamespace(put=lambda ids: requests[-1].add(ids.reshape(-1).tolist()), end=lambda: None)
             self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer,
                 **self.settings,
             )  # fmt: skip
             del request.tokens[0], request.times[0]  # of the prompt, which is passed first
-        return done
+        return requests
 
 
 ENGINES: dict[str, Callable[[Json], Engine]] = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
@@ -215,10 +213,10 @@ def main(engines: Mapping[str, Callable[[Json], Engine]]) -> None:
     engine = engines[job["engine"]](job)
     print(json.dumps({"version": f"{job['engine']} {engine.version}"}), file=answers, flush=True)
     for line in sys.stdin:
-        asked, started = json.loads(line), time.perf_counter()
-        done = engine.run(asked)
+        job, started = json.loads(line), time.perf_counter()
+        requests = engine.run(job)
         seconds = time.perf_counter() - started
-        print(json.dumps({"requests": [vars(one) for one in done], "seconds": seconds}), file=answers, flush=True)
+        print(json.dumps({"requests": [vars(r) for r in requests], "seconds": seconds}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ def chain_rounds(
     The first token is the prefill's and in no round.
     """
     ids = np.array([*prompt, *text])
-    served, rounds, said = ServedText(table, len(ids) + limit, ids[: len(prompt)]), [], 1
-    while said < len(text):
-        draft = served.draft(ids[: len(prompt) + said], limit)
-        left = text[said:]
-        accepted = [*(a == b for a, b in zip(draft, left[:-1], strict=False)), False].index(False)
-        rounds.append((len(draft), tuple(left[: accepted + 1])))
-        said += accepted + 1
+    served, rounds, position = ServedText(table, len(ids) + limit, ids[: len(prompt)]), [], 1
+    while position < len(text):
+        draft = served.draft(ids[: len(prompt) + position], limit)
+        tail = text[position:]
+        accepted = [*(a == b for a, b in zip(draft, tail[:-1], strict=False)), False].index(False)
+        rounds.append((len(draft), tuple(tail[: accepted + 1])))
+        position += accepted + 1
     return rounds
 
 
@@ -131,9 +131,9 @@ class NgramProposer:
         before = self._texts
         self._texts = {slot: before.pop(slot) for slot in fresh if slot in before and before[slot].begins(fresh[slot])}
         for slot in [slot for slot in fresh if slot not in self._texts]:
-            moved = [other for other in before if before[other].begins(fresh[slot])]
+            moved = [origin for origin in before if before[origin].begins(fresh[slot])]
             if moved:
-                self._texts[slot] = before.pop(max(moved, key=lambda other: before[other].length))
+                self._texts[slot] = before.pop(max(moved, key=lambda origin: before[origin].length))
             else:
                 prompt = fresh[slot][: max(0, len(fresh[slot]) - counts[slot])]
                 self._texts[slot] = self.text(self._table, self._longest + self._most, prompt)
@@ -153,9 +153,9 @@ PROPOSER = f"{NgramProposer.__module__}.{NgramProposer.__name__}"  # as vLLM's s
 def serving_page(table: Path, target: str) -> str:
     """Markdown with the exact lines that serve `target` with `table`, here and in vLLM."""
     settings = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4}
-    given = [f"{key}={shlex.quote(value)}" for key, value in environment(table).items()]
+    variables = [f"{key}={shlex.quote(value)}" for key, value in environment(table).items()]
     vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return _PAGE.format(table=Shown(table), target=Shown(target), vllm=" ".join([*given, vllm]))
+    return _PAGE.format(table=Shown(table), target=Shown(target), vllm=" ".join([*variables, vllm]))
 
 
 def environment(table: Path) -> dict[str, str]:

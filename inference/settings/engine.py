@@ -46,12 +46,11 @@ def draft_length(method: MethodConfig) -> int:
 
 def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:
     """`methods`. Each one that `engine` can run is repeated for each of `lengths`, as NAME_kLENGTH."""
-    found: dict[str, MethodConfig] = {}
+    by_name: dict[str, MethodConfig] = {}
     for name, method in methods.items():
         runs = why_not(engine, _with_length(method, 1)) is None
-        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs}
-        found |= variants or {name: method}
-    return found
+        by_name |= {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs} or {name: method}
+    return by_name
 
 
 def _with_length(method: MethodConfig, count: int) -> MethodConfig:
@@ -62,14 +61,14 @@ def _with_length(method: MethodConfig, count: int) -> MethodConfig:
 
 def _has_stop(method: MethodConfig) -> bool:
     kind = KINDS[method.source]
-    return kind.shaped or "stop.max_draft" in kind.own
+    return kind.shaped or "stop.max_draft" in kind.keys
 
 
-def python_in(place: str | None) -> str:
-    """The Python of the environment in the directory `place`, or `place` itself; None: the one that is running."""
-    if place is None:
+def python_in(path: str | None) -> str:
+    """The Python of the environment in the directory `path`, or `path` itself; None: the one that is running."""
+    if path is None:
         return sys.executable
-    return str(Path(place, "bin", "python").absolute()) if Path(place).is_dir() else place
+    return str(Path(path, "bin", "python").absolute()) if Path(path).is_dir() else path
 
 
 _SERVED = only(engine=get_args(Engine))
@@ -96,12 +95,12 @@ class EngineConfig(EvaluateConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        engine, own = self.engine, self.engine_options.get("speculative_config", {})
+        engine, drafting = self.engine, self.engine_options.get("speculative_config", {})
         of_urls = ("engine_plain", "server_model") if engine in MODULES else ()
         of_many = ("concurrency",) if engine in ("openvino", "transformers") else ()
         for name in ("stop_strings", "debug", "batch", *of_urls, *of_many):
             require_default(self, name, f"engine={engine} does not read it")
-        chosen = isinstance(own, Mapping) and not own.keys() & {"method", "model", "num_speculative_tokens"}
+        chosen = isinstance(drafting, Mapping) and not drafting.keys() & {"method", "model", "num_speculative_tokens"}
         plain = not any(map(SECRET_NAME.search, self.engine_options))
         for key, fits, expected in (
             ("dtype", self.dtype != "int8", f"another one with engine={engine}"),
@@ -111,11 +110,11 @@ class EngineConfig(EvaluateConfig):
         ):
             require(fits, key, getattr(self, key), expected)
         reasons = {name: why_not(engine, method) for name, method in self.all_methods.items()}
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         runs = [reason for reason in reasons.values() if reason is None]
-        require(bool(runs), "engine", engine, f"a method that it can run ({told})")
-        one = engine in MODULES or len(runs) == 1
-        require(one, "engine", engine, f"one method in one length, as a server has one drafter ({told})")
+        require(bool(runs), "engine", engine, f"a method that it can run ({refusals})")
+        single = engine in MODULES or len(runs) == 1
+        require(single, "engine", engine, f"one method in one length, as a server has one drafter ({refusals})")
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:

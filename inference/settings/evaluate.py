@@ -47,30 +47,30 @@ class DraftingConfig(Settings):
             using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
             key, where = kind.option, self.where(kind)
             if key is not None and using:
-                given_as = key if hasattr(self, key) else f"+drafters.{key}"
-                given = getattr(self, key, None) if key == EARLY_EXIT.option else where
+                option = key if hasattr(self, key) else f"+drafters.{key}"
+                path = getattr(self, key, None) if key == EARLY_EXIT.option else where
                 needed = f"{kind.needs} for {using}{self._instead()}"
-                if given is None and where is None:
-                    raise missing(given_as, needed)
-                require(where is not None, given_as, given, needed)
-        others = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
+                if path is None and where is None:
+                    raise missing(option, needed)
+                require(where is not None, option, path, needed)
+        options = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
         for name, where in self.drafters.items():
-            known = ", ".join(others) or "none here: no kind of drafter needs it"
-            require(name in others, f"drafters.{name}", where, f"one of {known}")
+            expected = ", ".join(options) or "none here: no kind of drafter needs it"
+            require(name in options, f"drafters.{name}", where, f"one of {expected}")
 
     def where(self, kind: Kind) -> str | None:
         """The path of the model of `kind`; None if no path is given, or the kind has no model."""
-        given: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
-        return given
+        path: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
+        return path
 
     @property
-    def places(self) -> dict[str, str]:
+    def paths(self) -> dict[str, str]:
         """The paths of all models that are given, by the name of their kind."""
         return {kind.name: where for kind in KINDS.values() if (where := self.where(kind)) is not None}
 
     def trained(self) -> dict[str, Trained]:
         """The training record of each of these models. Raises `UserError` if a record cannot be read."""
-        return {name: self.plugin(KINDS[name]).trained(where) for name, where in self.places.items()}
+        return {name: self.plugin(KINDS[name]).trained(where) for name, where in self.paths.items()}
 
     def plugin(self, kind: Kind) -> Plugin:
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""

@@ -55,7 +55,7 @@ class DrafterPlugin(ABC, Generic[Model]):
         return {}
 
     def load(
-        self, where: str, target: "OpenTarget", methods: Mapping[str, "MethodConfig"], **placed: Unpack[Placed]
+        self, where: str, target: "OpenTarget", methods: Mapping[str, "MethodConfig"], **tensor_options: Unpack[Placed]
     ) -> Model:
         """The model in `where`, for this target and these methods. Raises `UserError` if it is unusable.
 
@@ -133,8 +133,8 @@ class Trained:
         """The facts in a JSON record; those of the data are at its top or in its `settings`."""
         seconds, settings = record.get("training_seconds"), record.get("settings", record)
         data = settings.get("data") if isinstance(settings, Mapping) else None
-        known = float(seconds) if isinstance(seconds, int | float) else None
-        return cls(known, data if isinstance(data, dict) else None)
+        duration = float(seconds) if isinstance(seconds, int | float) else None
+        return cls(duration, data if isinstance(data, dict) else None)
 
 
 def read_record(where: str, file: str) -> dict[str, object]:
@@ -157,7 +157,7 @@ class Kind:
     preset: the method that is used for such a model by default.
     shaped: whether a structure and a stop rule shape its drafts; of others, which see tokens only, a recording can
     replace the target.
-    own: further fields that only this kind reads: of a method, or of its stop rule, as in "stop.max_draft".
+    keys: further fields that only this kind reads: of a method, or of its stop rule, as in "stop.max_draft".
     calibration: the folder of a calibration head in its model's directory, "" for the directory itself; None: it has no
     hidden states that a head could read, or no directory. Other engines read every *.safetensors file in a model's
     directory, so a head for a model in their format needs a separate folder.
@@ -177,7 +177,7 @@ class Kind:
     file: str | None = None
     preset: str | None = None
     shaped: bool = True
-    own: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     calibration: str | None = None
     card: bool = False
     served: str | None = None
@@ -206,16 +206,16 @@ def kind_in(folder: str) -> Kind | None:
     return next((kind for kind in reversed(kinds) if kind is kinds[0] or kind.load_plugin().lies_in(folder)), None)
 
 
-def presets_of(given: Mapping[str, str | None], *, fixed: bool = False) -> list[str]:
-    """The default methods for the drafters `given` by option, if no method is chosen.
+def presets_of(paths: Mapping[str, str | None], *, fixed: bool = False) -> list[str]:
+    """The default methods for the drafters in `paths`, by option, if no method is chosen.
 
     `checkpoint` may hold any kind. If it holds none, the method is the early exit's, whose loading reports the error.
     fixed: models draft chains of fixed length. Raises `UserError` if it cannot be read.
     """
-    kinds = [kind for kind in KINDS.values() if kind.option is not None and given.get(kind.option)]
-    held = [(kind_in(str(given["checkpoint"])) if kind.option == "checkpoint" else None) or kind for kind in kinds]
-    found = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in held)
-    return [*dict.fromkeys(name for name in found if name is not None)]
+    kinds = [kind for kind in KINDS.values() if kind.option is not None and paths.get(kind.option)]
+    held = [(kind_in(str(paths["checkpoint"])) if kind.option == "checkpoint" else None) or kind for kind in kinds]
+    presets = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in held)
+    return [*dict.fromkeys(name for name in presets if name is not None)]
 
 
 def register(kind: Kind) -> Kind:
@@ -277,13 +277,13 @@ EAGLE3 = register(
         layers=True,
     )
 )
-register(Kind("skip_layers", "outrider.inference.drafters.skip_layers:PLUGIN", own=("skip",), layers=True))
+register(Kind("skip_layers", "outrider.inference.drafters.skip_layers:PLUGIN", keys=("skip",), layers=True))
 PROMPT_LOOKUP = register(
     Kind(
         "prompt_lookup",
         "outrider.inference.drafters.ngram.lookup:PLUGIN",
         shaped=False,
-        own=("max_ngram", "stop.max_draft"),
+        keys=("max_ngram", "stop.max_draft"),
         served="ngram",
     )
 )
@@ -296,7 +296,7 @@ NGRAMS = register(
         file="table.safetensors",
         preset="ngrams",
         shaped=False,
-        own=("ngrams",),
+        keys=("ngrams",),
         served="custom_class",
         step="trigrams",
     )

@@ -157,8 +157,8 @@ class StructureConfig(Settings):
         require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
         if self.max_depth == AUTO:
             self.require("delta", self.delta is None, "null with max_depth=auto, which decides when to stop")
-            few = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
-            self.require("nodes", few, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
+            bounded = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
+            self.require("nodes", bounded, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class NgramConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.nodes != AUTO or self.search == "best_first"
-        self.require("nodes", known, "an integer ≥ 1, or auto with search=best_first")
+        sized = self.nodes != AUTO or self.search == "best_first"
+        self.require("nodes", sized, "an integer ≥ 1, or auto with search=best_first")
         self.require("max_probability", self.increment <= self.max_probability, f"increment ({self.increment}) to 1")
 
 
@@ -223,16 +223,14 @@ class MethodConfig(Settings):
         super().__post_init__()
         require_choice("source", self.source, tuple(KINDS))
         kind = KINDS[self.source]
-        calibrated = ", ".join(name for name, other in KINDS.items() if other.calibration is not None)
+        calibrated = ", ".join(name for name, drafter in KINDS.items() if drafter.calibration is not None)
         another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
         self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
-        modelled, tree = kind.shaped, self.structure
-        shape = tree.kind
+        modelled, tree, shape = kind.shaped, self.structure, self.structure.kind
         self._refuse_unread(kind)
-        sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.own)
+        sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.keys)
         chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
-        expected = f"a number or null: auto chooses the length of a chain {chains}"
-        self.require("stop.max_draft", sized, expected)
+        self.require("stop.max_draft", sized, f"a number or null: auto chooses the length of a chain {chains}")
         rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth)
         self.require("stop.rule", rigid, "fixed where sizes are auto, which decide how deep a tree goes")
         counted = self.stop.rule != "survival" or shape == "chain"
@@ -244,9 +242,9 @@ class MethodConfig(Settings):
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
         why = f"source={self.source} does not read it"
-        unread = {name for other in KINDS.values() for name in other.own if "." not in name} - {*kind.own}
+        unread = {name for drafter in KINDS.values() for name in drafter.keys if "." not in name} - {*kind.keys}
         for part in fields(self.stop) if not kind.shaped else ():  # first: a stop rule may be what makes it copy
-            if f"stop.{part.name}" not in kind.own:
+            if f"stop.{part.name}" not in kind.keys:
                 require_default(self.stop, part.name, why, "stop.")
         for name in sorted(unread) if kind.shaped else ["structure", "copy", *sorted(unread)]:
             require_default(self, name, why)
@@ -293,11 +291,11 @@ def settings_of(name: str) -> dict[str, object]:
     from omegaconf import OmegaConf  # vLLM's environment has none, and drafts by settings of its own
 
     source, *parts = name.split("/")
-    found = {group: part for group in PARTS for part in parts if part in choices_of(group)}
-    if list(found.values()) != parts or (not parts and source not in choices_of("method")):
+    groups = {group: part for group in PARTS for part in parts if part in choices_of(group)}
+    if list(groups.values()) != parts or (not parts and source not in choices_of("method")):
         raise UserError(no_such_method(name))
     settings: dict[str, object] = {"source": source} if parts else {}
-    for file in [f"{group}/{part}" for group, part in found.items()] or [f"method/{name}"]:
+    for file in [f"{group}/{part}" for group, part in groups.items()] or [f"method/{name}"]:
         content = OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{file}.yaml"))
         settings |= {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
     return settings
@@ -307,10 +305,10 @@ def no_such_method(name: str) -> str:
     """The error message for an unknown method: the existing names."""
     presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
     parts = name.split("/")[1:]
-    known = [*shapes, *stops] if parts else presets
-    odd = next((part for part in parts or [name] if part not in known), "")
+    choices = [*shapes, *stops] if parts else presets
+    odd = next((part for part in parts or [name] if part not in choices), "")
     return (
-        f"method={name}: no such method{did_you_mean(odd, known) or '.'} There are {', '.join(presets)}, and "
+        f"method={name}: no such method{did_you_mean(odd, choices) or '.'} There are {', '.join(presets)}, and "
         "SOURCE/SHAPE/STOP, SOURCE/SHAPE and SOURCE/STOP with "
         f"a shape of {', '.join(shapes)}, a stop of {', '.join(stops)}"
     )

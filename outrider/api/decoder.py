@@ -309,7 +309,7 @@ class Decoder:
 
         Raises `UserError` for stops that no token of the tokenizer can end.
         """
-        stops = stops or tuple(self._inherit(sampling, ()).taken.get("stop_strings", ()))
+        stops = stops or tuple(self._inherit(sampling, ()).fields.get("stop_strings", ()))
         return StopStrings(stops, self.tokenizer, self.ends) if stops else None
 
     def ids(self, prompt: Asked, key: str = "prompt", arguments: Mapping[str, object] | None = None) -> list[int]:

@@ -141,9 +141,9 @@ LOOKUP = {"m": MethodConfig("prompt_lookup")}
 def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: str) -> None:
     where, methods = str(tiny_models / folder), {"m": MethodConfig(name)}
     config = EvaluateConfig(checkpoint=where, target="t", methods=methods)
-    assert config.places == {name: where}
+    assert config.paths == {name: where}
     debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
-    assert debug.places == {name: where}
+    assert debug.paths == {name: where}
     if name != "early_exit":  # which knows its target
         refusal(f"target: missing; .* the model.*holds {name}, for method=", replace, config, target=None)
         other = next(kind for kind in KINDS.values() if kind.name == name)

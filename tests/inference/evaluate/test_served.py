@@ -312,7 +312,7 @@ def test_what_an_engine_cannot_measure_is_said_first(
 ) -> None:
     made = in_engine(config("out", methods={"chain": METHODS["chain"]}), **{"engine": "vllm", **changes})
     whole = SimpleNamespace(files=SimpleNamespace(wrapped=""), source="target")
-    setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(taken=taken), target=whole)
+    setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(fields=taken), target=whole)
     refusal(named, require_served, made, setup, 8, processes)
 
 
