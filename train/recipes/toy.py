@@ -106,9 +106,9 @@ def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows:
     """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
-    mine = range(process.process_index, len(rows), process.num_processes)
-    for start in counted(range(0, len(mine), batch_rows), "judging held-out text", "batches"):
-        batch = default_collate([rows[index] for index in mine[start : start + batch_rows]])
+    share = range(process.process_index, len(rows), process.num_processes)
+    for start in counted(range(0, len(share), batch_rows), "judging held-out text", "batches"):
+        batch = default_collate([rows[index] for index in share[start : start + batch_rows]])
         labels = batch["labels"]
         loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
         sums += torch.stack([loss.cpu().double(), sizes[labels[labels != IGNORE]].sum().double()])

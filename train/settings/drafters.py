@@ -231,10 +231,10 @@ class FinetuneConfig(TaughtTraining):
         self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
         steady = on_text or self.minutes is None
         self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
-        whole = not (self.parallel and self.lora_rank)
-        self.require("lora_rank", whole, "0 with parallel: adapters do not train the mask token's embedding")
-        known = self.lora_alpha is None or self.lora_rank > 0
-        self.require("lora_alpha", known, "null, or a positive number with a lora_rank")
+        compatible = not (self.parallel and self.lora_rank)
+        self.require("lora_rank", compatible, "0 with parallel: adapters do not train the mask token's embedding")
+        applies = self.lora_alpha is None or self.lora_rank > 0
+        self.require("lora_alpha", applies, "null, or a positive number with a lora_rank")
         adapted = self.lora_rank == 0 or self.drafter.path is not None
         finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
         self.require("lora_rank", adapted, finished)

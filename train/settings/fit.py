@@ -78,7 +78,7 @@ class FitConfig(Settings):
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        left = 1.0 - (step - warmup) / max(1, total - warmup)
+        fraction = 1.0 - (step - warmup) / max(1, total - warmup)
         if self.schedule == "constant":
             return 1.0
-        return left if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+        return fraction if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * fraction))
