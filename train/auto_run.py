@@ -110,11 +110,10 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
         around_question(tokenizer, config.template)
         return
     prompts = parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
-    questions = ((prompt, config.template if prompt.chat else "none", f"prompt {prompt.id}") for prompt in prompts)
-    rendered = [
-        render_prompt(prompt.messages(prompt.turns[:1]), tokenizer, template, most=most, where=where)
-        for prompt, template, where in questions
-    ]
+    rendered = []
+    for prompt in prompts:
+        question, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"
+        rendered.append(render_prompt(question, tokenizer, template, most=most, where=f"prompt {prompt.id}"))
     require_fits(prompts, rendered, look.context - look.longest)
 
 
@@ -192,8 +191,8 @@ def _conclude(config: AutoConfig, pipeline: PipelineConfig, config_for: ConfigFo
     lines = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
     lines += [_export(config, folder, name, config_for) for name in drafters]
-    serve = ("outrider", "serve")
-    lines += [f"talk to it: {_typed(*serve, target=config.target, checkpoint=folder / name)}" for name in drafters]
+    for name in drafters:
+        lines.append(f"talk to it: {_typed('outrider', 'serve', target=config.target, checkpoint=folder / name)}")
     options = pipeline.arguments("report")
     lines += [measure_again(words_of(options), report.parent)] if any(map(busy_sentences, reports_in(report))) else []
     longer = {key: value for key, value in options.items() if key not in _OWN_SIZE}
@@ -222,5 +221,4 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
 def reports_in(path: Path) -> list[dict[str, Any]]:
     """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
     content: dict[str, Any] = read_mapping(path, "report", "remove it, and resume=true does the step again")
-    reports: list[dict[str, Any]] = content.get("reports") or [content]
-    return reports
+    return content.get("reports") or [content]

@@ -84,8 +84,7 @@ def _require_writable(config: ExportConfig, shape: PreTrainedConfig, tokenizer: 
 
 def _dtype(config: ExportConfig, stored: torch.dtype) -> torch.dtype:
     half = config.engine == "openvino" and stored == torch.bfloat16
-    chosen: torch.dtype = getattr(torch, config.dtype) if config.dtype else torch.float16 if half else stored
-    return chosen
+    return getattr(torch, config.dtype) if config.dtype else torch.float16 if half else stored
 
 
 def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> str:

@@ -34,27 +34,20 @@ class PipelineStep:
 
 
 _OF_TARGET = {"target": TARGET}
+_OF_EESD = {"checkpoint": f"{HERE}/eesd"}
+_OF_DRAFTERS = {**_OF_EESD, EAGLE3: f"{HERE}/eagle3", SMALL_LM: f"{HERE}/small_lm", "table": f"{HERE}/trigrams"}
 STEPS = {
     "target": PipelineStep("train/toy_target.py", "target/toy_target.json"),
     "fetch": PipelineStep("data_prep/fetch_target.py", "fetch/fetched.json"),
     "prompts": PipelineStep("data_prep/write_prompts.py", "prompts/prompts.json"),
     "responses": PipelineStep("data_prep/generate_responses.py", "responses/summary.json", _OF_TARGET),
     "eesd": PipelineStep("train/eesd.py", "eesd/drafter.json", _OF_TARGET),
-    "calibrate": PipelineStep("train/calibrate.py", "calibrate/calibration.json", {"checkpoint": f"{HERE}/eesd"}),
+    "calibrate": PipelineStep("train/calibrate.py", "calibrate/calibration.json", _OF_EESD),
     EAGLE3: PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _OF_TARGET),
     SMALL_LM: PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _OF_TARGET),
     "trigrams": PipelineStep("data_prep/build_trigrams.py", "trigrams/table.safetensors", {"tokenizer": TARGET}),
-    "report": PipelineStep(
-        "inference/evaluate_checkpoint.py",
-        "report/report.json",
-        {
-            "checkpoint": f"{HERE}/eesd",
-            EAGLE3: f"{HERE}/eagle3",
-            SMALL_LM: f"{HERE}/small_lm",
-            "table": f"{HERE}/trigrams",
-        },
-        ("calibrate",),  # whose head lies in the directory of the early exit
-    ),
+    # calibrate's head lies in the directory of the early exit
+    "report": PipelineStep("inference/evaluate_checkpoint.py", "report/report.json", _OF_DRAFTERS, ("calibrate",)),
 }
 LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself

@@ -39,11 +39,10 @@ class Engine:
         processes = join_processes().num_processes
         micro = config.micro_rows(processes)
         accumulated = config.batch_rows // (micro * processes)
+        plugin = utils.GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False)
         self.accelerator = Accelerator(
             mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
-            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(
-                num_steps=accumulated, sync_with_dataloader=False
-            ),
+            gradient_accumulation_plugin=plugin,
             log_with="wandb" if config.wandb.is_on() else None,
         )
         kind = self.accelerator.distributed_type

@@ -109,10 +109,6 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trained 2-D parameters inside transformer layers: no embedding, head or norms."""
-    inside = (
-        parameter
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer)
-        for parameter in module.parameters()
-    )
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    inside = (parameter for layer in layers for parameter in layer.parameters())
     return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))

@@ -108,7 +108,6 @@ def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, ru
     """
     if not accelerator.log_with:
         return
-    options = config.init_options(out_dir)
-    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": options})
+    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": config.init_options(out_dir)})
     if accelerator.is_main_process:
         (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id, "utf-8")

@@ -37,7 +37,7 @@ def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str
             with _gathered([parameter]):
                 values[name] = parameter.detach().clone()
         else:
-            values[name] = parameter.detach()
+            values[name] = detached
     return values
 
 
@@ -167,8 +167,7 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters  # Linux only
 
-    gathered: AbstractContextManager[object] = GatheredParameters(parameters)
-    return gathered
+    return GatheredParameters(parameters)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -189,12 +188,10 @@ def load_trained(model: nn.Module, folder: Path) -> None:
     try:
         saved, trained = load_file(folder / WEIGHTS_FILE), trained_parameters(model)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); remove {folder}: resume=true goes on before it"
-        ) from None
-    wrong = sorted(saved.keys() ^ trained.keys()) or sorted(
-        name for name, p in trained.items() if p.shape != saved[name].shape
-    )
+        remedy = f"remove {folder}: resume=true goes on before it"
+        raise UserError(f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); {remedy}") from None
+    wrong = sorted(saved.keys() ^ trained.keys())
+    wrong = wrong or sorted(name for name, p in trained.items() if p.shape != saved[name].shape)
     if wrong:
         raise UserError(f"{folder}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
     for name, parameter in trained.items():

@@ -19,6 +19,7 @@ from outrider.train.core.training import Batch
 
 CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
 FEWEST = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
+BINS = 10  # of predicted probability
 
 
 class Rounds(NamedTuple):
@@ -68,9 +69,6 @@ def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     probabilities = (rounds.logits / temperatures[positions.clamp(max=POSITIONS - 1)]).sigmoid()
     right = (rounds.accepted[:, None] > positions).float()
     return probabilities.cumprod(1)[rounds.there], right[rounds.there]
-
-
-BINS = 10
 
 
 class Tempering(TypedDict):

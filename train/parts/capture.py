@@ -74,14 +74,9 @@ class Recorder(StopRule):
         self.examples: list[Batch] = []
 
     def stop(self, step: Step) -> bool:
-        self._round.append(
-            {
-                "target_hidden": step.source.target_hidden,
-                "draft_hidden": step.hidden,
-                "position": torch.tensor([step.drafted]),
-                "confidence": step.log_probability.exp(),
-            }
-        )
+        example = {"target_hidden": step.source.target_hidden, "draft_hidden": step.hidden}
+        example |= {"position": torch.tensor([step.drafted]), "confidence": step.log_probability.exp()}
+        self._round.append(example)
         self._tokens.append(step.token)
         return step.drafted >= self.max_draft
 

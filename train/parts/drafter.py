@@ -35,6 +35,7 @@ from outrider.train.settings.toy import ToyTargetConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
+_REMEDY = "free space, then resume=true"
 
 
 def require_vocabulary(size: int | None, target: PreTrainedConfig) -> None:
@@ -163,9 +164,6 @@ def write_records(
 def figures(trained: Trained, metrics: Collection[str]) -> str:
     """The metrics of a trained drafter, as its last line prints them."""
     return " ".join(f"{name}={trained.metrics[name]:.4f}" for name in metrics)
-
-
-_REMEDY = "free space, then resume=true"
 
 
 def export(

@@ -99,9 +99,7 @@ class HeldOutText:
     acceptances: whether to store the target's distributions there, in addition to its argmax.
     """
 
-    def __init__(
-        self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True
-    ) -> None:
+    def __init__(self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True):
         self.batches = batches_of(rows, size)
         self.choices, self.acceptances = list[Tensor](), list[AcceptanceOf | None]()
         for batch in counted(self.batches, "reading held-out text", "batches"):

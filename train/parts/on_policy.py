@@ -89,8 +89,7 @@ def continue_prefixes(
             drawn = drawn if draft_vocabulary is None else draft_vocabulary.tokens[drawn]
             ids[:, position] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, position])
             feed = ids[:, position : position + 1]
-    offsets = torch.arange(count, device=ids.device)
-    return ids, ids.gather(1, lengths[:, None] + offsets)
+    return ids, ids.gather(1, lengths[:, None] + torch.arange(count, device=ids.device))
 
 
 def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:

@@ -136,10 +136,8 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
     changes = differences(record, identity)
     if record and changes and not written.exists():
-        wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in changes]
-        raise UserError(
-            f"features={folder}: holds what was made with other settings: {listed(wrong)}; give another folder"
-        )
+        wrong = listed([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
+        raise UserError(f"features={folder}: holds what was made with other settings: {wrong}; give another folder")
     if not changes and states.exists() and states.stat().st_size == size:
         if not written.exists():
             return True

@@ -33,9 +33,7 @@ class TopKRows:
     top_logprobs float32 [T, k], tail float32 [T]. Only tokens with these have labels. `key` identifies the content.
     """
 
-    def __init__(
-        self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None
-    ) -> None:
+    def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None):
         self.seq_len = seq_len
         documents = [document for document, _, _ in examples]
         self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
@@ -71,8 +69,7 @@ class TopKRows:
         numbers = [*range(len(segments)), -1]
 
         def padded(values: Tensor, fill: int = 0) -> Tensor:
-            empty = values.new_full((padding, *values.shape[1:]), fill)
-            return torch.cat([values, empty])
+            return torch.cat([values, values.new_full((padding, *values.shape[1:]), fill)])
 
         return {
             "input_ids": padded(self._tokens[offsets].long()),
@@ -119,8 +116,7 @@ def load_top_k_rows(
 def _examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: records.Counts
 ) -> Iterator[tuple[Document, np.ndarray, TopK]]:
-    files = resolve_paths(config.path)
-    read = ((response, file) for file in files for response in read_shard(file))
+    read = ((response, file) for file in resolve_paths(config.path) for response in read_shard(file))
     for response, file in islice(read, config.max_records):
         record = _record(response, file, counts)
         if record is None or is_heldout(records.split_key(record), config.heldout_fraction) != (split == "heldout"):

@@ -54,9 +54,8 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     """
     target = open_target(config.target, config.revision)
     shape = students.drafter_config(config.drafter, target.config, target.tokenizer)
-    train(
-        config, partial(students.small_lm_plan, config, target.config, shape), partial(prepare, config, target, shape)
-    )
+    plan = partial(students.small_lm_plan, config, target.config, shape)
+    train(config, plan, partial(prepare, config, target, shape))
 
 
 def prepare(

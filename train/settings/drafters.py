@@ -189,8 +189,7 @@ class DrafterConfig(Settings):
         shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
         sizes = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
-            alone = not sizes and not self.tied
-            self.require("path", alone, "no shape beside it; drafter=pretrained leaves it out")
+            self.require("path", not sizes and not self.tied, "no shape beside it; drafter=pretrained leaves it out")
             return
         self.require("revision", self.revision is None, "a path it belongs to")
         for key, value in shape.items():

@@ -47,8 +47,7 @@ class FitConfig(Settings):
         self.require("steps", (self.steps is None) != (self.epochs is None), expected)
         micro, rows = self.micro_batch_rows, self.batch_rows
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
-        short = self.steps is None or self.warmup <= self.steps
-        self.require("warmup", short, f"at most steps ({self.steps})")
+        self.require("warmup", self.steps is None or self.warmup <= self.steps, f"at most steps ({self.steps})")
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over `rows` rows."""

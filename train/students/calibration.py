@@ -45,9 +45,8 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
     if kind == EAGLE3 and config.answers == "recorded":
         raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
     if kind != EARLY_EXIT and config.target is None:
-        raise UserError(
-            f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
-        )
+        drafter = f"the {kind.name} in checkpoint={config.checkpoint}"
+        raise UserError(f"target=null: expected the model that {drafter} is for")
     return kind
 
 

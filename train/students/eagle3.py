@@ -29,6 +29,9 @@ from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
 from outrider.train.parts.heldout import WATCHED_DRAFT
 from outrider.train.settings.drafters import Eagle3Config
 
+NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
+BATCH = ("input_ids", "labels", "positions", "documents")
+
 
 def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:
     """The reading of the head to train. Raises `UserError` if it cannot be trained with it, or not be written."""
@@ -107,11 +110,11 @@ class HeadOnTarget(nn.Module):
     @torch.no_grad()
     def states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
         """The target's k aux hidden states and, last, its states after the final norm: [B, T, k + 1, H_t]."""
-        stack = self.stack
+        stack, taps = self.stack, self.head.reading.taps
         with torch.autocast(input_ids.device.type, enabled=False):
             stack.reserve(positions.shape[1])
-            hidden, rotary, masks = stack.embed(input_ids, positions), stack.rotary(positions), stack.packed_masks(documents)
-            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, masks, self.head.reading.taps)
+            hidden, rotary = stack.embed(input_ids, positions), stack.rotary(positions)
+            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, stack.packed_masks(documents), taps)
             return torch.stack([*aux, stack.norm(hidden)], 2)
 
     def states_of(self, batch: Batch) -> Tensor:
@@ -188,9 +191,6 @@ class HeadOnTarget(nn.Module):
         return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
 
 
-NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
-
-
 def predictions(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
     """bool [B, T, steps]: whether there is something to predict at a position i of packed rows [B, T] in step t: a
     label at position i + 1 + t of its document."""
@@ -208,9 +208,6 @@ def picked(needed: Tensor) -> Tensor | None:
         return None
     begun = length * torch.arange(len(needed), device=needed.device)[:, None]
     return begun + needed.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-
-
-BATCH = ("input_ids", "labels", "positions", "documents")
 
 
 def judge_steps(student: HeadOnTarget, batches: Sequence[Batch], steps: int) -> Metrics:
@@ -235,8 +232,7 @@ def drafts_of(accepted: Tensor) -> Tensor:
     label of position t + 1 + i.
     """
     count = max(0, accepted.shape[1] - WATCHED_DRAFT)
-    by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
-    return torch.stack(by_step, -1)
+    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)], -1)
 
 
 def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:

@@ -154,9 +154,7 @@ class SmallLMAndTeacher(DraftStudent):
         parallel: Parallel | None = None,
     ):
         super().__init__()
-        self.lm = lm
-        self.objective = objective
-        self.on_policy, self.parallel = on_policy, parallel
+        self.lm, self.objective, self.on_policy, self.parallel = lm, objective, on_policy, parallel
         vars(self).update(stack=layer_stack(plain(lm), rotary_dtype=torch.float32), teacher=teacher)  # no submodules
 
     def begin_step(self, step: int) -> None:
