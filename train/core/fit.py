@@ -57,9 +57,7 @@ def read_state(checkpoint: Path) -> TrainingState:
     return read_as(TrainingState, checkpoint / STATE_FILE, "state of a training", remedy)
 
 
-def fit(
-    training: Training[Any], out_dir: Path, *, resume: bool = False, clock: Clock = time.perf_counter
-) -> FitResult:
+def fit(training: Training[Any], out_dir: Path, *, resume: bool = False, clock: Clock = time.perf_counter) -> FitResult:
     """Train the student of `training` in place on its rows. Every process calls it.
 
     A resumed run must match `training.identity`, but may be longer: its learning rates are then those of the longer
