@@ -185,8 +185,8 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
     count = int(training * (config.minutes - before) / LEAST[look.device]) if by_time >= ENOUGH_TOKENS else 0
     for number, kind in enumerate(fits, 1):
         if by_prompts < ENOUGH_TOKENS:
-            said = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
-            reasons[kind] = f"{said}: give more {'minutes' if config.prompts is None else 'prompts'}"
+            shortage = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
+            reasons[kind] = f"{shortage}: give more {'minutes' if config.prompts is None else 'prompts'}"
         elif number > count:
             needed = max(ENOUGH_TOKENS / look.in_a_minute / answers, number * LEAST[look.device] / training) + before
             reasons[kind] = f"it pays from about {needed:.0f} minutes, with which it learns enough"
@@ -211,12 +211,12 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: M
 def pipeline_of(config: AutoConfig, choice: Choice, look: Look) -> PipelineConfig:
     """The pipeline that carries out `choice`: a step for each kind that it trains, and prompts, answers and report."""
     steps, minutes = options_of(config, choice, look), {} if config.debug else choice.minutes
-    for name, given in minutes.items():
-        steps[name][TIME] = float(f"{given:.3g}")
-    expected = _EXPECTED | {name: given + look.loading for name, given in minutes.items()}
-    made = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug)
+    for name, limit in minutes.items():
+        steps[name][TIME] = float(f"{limit:.3g}")
+    expected = _EXPECTED | {name: limit + look.loading for name, limit in minutes.items()}
+    pipeline = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug)
     resume = config.resume or not config.debug  # the steps go on from what the look began; a rehearsal starts over
-    return fitted(replace(made, expected_minutes=expected, resume=resume))
+    return fitted(replace(pipeline, expected_minutes=expected, resume=resume))
 
 
 def describe(choice: Choice, look: Look) -> str:

@@ -74,9 +74,9 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     tokenizer = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
     there = free_bytes(torch.device(device))
-    place = Place(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
-    weights, text = weight_bytes(target.config, place), cache_bytes(target.config, place)
-    rows = auto_choice.rows_of(device, weights / place.itemsize, text, there - weights)
+    storage = Place(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
+    weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
+    rows = auto_choice.rows_of(device, weights / storage.itemsize, text, there - weights)
     unseen = Look(device, rows, context=context_limit(target.config))
     _check_prompts(config, target, unseen)
     unfit = _unfit(config)
@@ -110,10 +110,10 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
         around_question(tokenizer, config.template)
         return
     prompts = parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
-    asked = ((one, config.template if one.chat else "none", f"prompt {one.id}") for one in prompts)
-    rendered = [
-        render_prompt(one.messages(one.turns[:1]), tokenizer, how, most=most, where=where) for one, how, where in asked
-    ]
+    rendered = []
+    for prompt in prompts:
+        question, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"
+        rendered.append(render_prompt(question, tokenizer, template, most=most, where=f"prompt {prompt.id}"))
     require_fits(prompts, rendered, look.context - look.longest)
 
 
@@ -132,11 +132,11 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
 def _memory(target: OpenTarget, there: int) -> str:
     """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
     plain = EvaluateConfig(target=target.source, dtype="fast", methods={PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)})
-    held = sum(one.size for one in evaluation_memory(plain, target.config))
-    said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
+    held = sum(part.size for part in evaluation_memory(plain, target.config))
+    memory = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
     if held > there:
-        raise UserError(f"target={target.source}: decoding it takes {said}; take a smaller one")
-    return said
+        raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")
+    return memory
 
 
 def _start(
@@ -163,13 +163,13 @@ def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_f
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         for name in ("prompts", "responses"):  # which the pipeline then finds begun
             begun = time.monotonic()
-            status = pipeline_run.run_command(job_of(STEPS[name].script, pipeline.placed(name), config_for), log)
+            status = pipeline_run.run_command(job_of(STEPS[name].script, pipeline.arguments(name), config_for), log)
             if status:
                 raise UserError(f"target={config.target}: step {name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - begun
     answers = folder / "responses"
-    done, timed = read_mapping(answers / SUMMARY_FILE, "summary of answers", _REMEDY), seconds_spent(answers)
-    tokens, count, prompts = (int(str(done[name])) for name in ("tokens", "responses", "prompts"))
+    summary, timed = read_mapping(answers / SUMMARY_FILE, "summary of answers", _REMEDY), seconds_spent(answers)
+    tokens, count, prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
     if not tokens:
         raise UserError(f"target={config.target}: it answered no prompt; see {log}")
     return replace(
@@ -188,18 +188,18 @@ def _conclude(config: AutoConfig, pipeline: PipelineConfig, config_for: ConfigFo
     """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
     folder = pipeline.folder
     report = folder / STEPS["report"].product
-    said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
+    lines = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
-    said += [_export(config, folder, name, config_for) for name in drafters]
+    lines += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
-        said.append(f"talk to it: {_typed('outrider', 'serve', target=config.target, checkpoint=folder / name)}")
-    asked = pipeline.placed("report")
-    said += [measure_again(words_of(asked), report.parent)] if any(map(busy_sentences, reports_in(report))) else []
-    longer = {key: value for key, value in asked.items() if key not in _OWN_SIZE}
+        lines.append(f"talk to it: {_typed('outrider', 'serve', target=config.target, checkpoint=folder / name)}")
+    options = pipeline.arguments("report")
+    lines += [measure_again(words_of(options), report.parent)] if any(map(busy_sentences, reports_in(report))) else []
+    longer = {key: value for key, value in options.items() if key not in _OWN_SIZE}
     longer |= {**_LONGER, "out_dir": folder / "longer"}
-    said.append(f"measure longer texts: {_typed('evaluate-checkpoint', **longer)}")
-    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
-    print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)
+    lines.append(f"measure longer texts: {_typed('evaluate-checkpoint', **longer)}")
+    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
+    print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
 
 
 def _typed(*words: str, **options: object) -> str:
@@ -221,5 +221,4 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
 def reports_in(path: Path) -> list[dict[str, Any]]:
     """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
     content: dict[str, Any] = read_mapping(path, "report", "remove it, and resume=true does the step again")
-    reports: list[dict[str, Any]] = content.get("reports") or [content]
-    return reports
+    return content.get("reports") or [content]

@@ -68,9 +68,9 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
         unread.add("revision")  # of no target
     for option in sorted(unread):
         require_default(config, option, f"{config.checkpoint} holds {name}, which does not read it; leave it out")
-    said = write(config, out_dir)
+    summary = write(config, out_dir)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
-    print(f"export out_dir={out_dir} {said}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
+    print(f"export out_dir={out_dir} {summary}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
 
 
 def _require_writable(config: ExportConfig, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -78,14 +78,13 @@ def _require_writable(config: ExportConfig, shape: PreTrainedConfig, tokenizer: 
     if config.engine == "llama_cpp":
         require_gguf(shape, tokenizer)
     if config.engine == "openvino":
-        found = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
-        require(found, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
+        installed = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
+        require(installed, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
 
 
 def _dtype(config: ExportConfig, stored: torch.dtype) -> torch.dtype:
     half = config.engine == "openvino" and stored == torch.bfloat16
-    chosen: torch.dtype = getattr(torch, config.dtype) if config.dtype else torch.float16 if half else stored
-    return chosen
+    return getattr(torch, config.dtype) if config.dtype else torch.float16 if half else stored
 
 
 def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> str:
@@ -93,15 +92,15 @@ def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTraine
     dtype = str(model.dtype).removeprefix("torch.")
 
     def convert(staged: Path) -> Path:
-        made = staged / "made"
-        made.mkdir()
+        folder = staged / "made"
+        folder.mkdir()
         if config.engine == "llama_cpp":
-            write_gguf(model, tokenizer, made / GGUF_FILE)
+            write_gguf(model, tokenizer, folder / GGUF_FILE)
         elif config.engine == "openvino":
-            command = ir_command(python_in(config.engine_python), str(staged), str(made), dtype)
+            command = ir_command(python_in(config.engine_python), str(staged), str(folder), dtype)
             if status := subprocess.run(command, check=False).returncode:
                 raise UserError(f"engine=openvino: optimum-cli ended with status {status}; see what it said above")
-        return made
+        return folder
 
     export(model, tokenizer, out_dir, *([] if config.engine in PLAIN_ENGINES else [convert]))
     return f"dtype={dtype}"
@@ -113,36 +112,36 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     dtype = _dtype(config, stored_dtype(target.config))
     drafter = from_pretrained(config.checkpoint, target.config, target.fingerprint, dtype=dtype)
     model = as_causal_lm(drafter, target, dtype)
-    said = _write_lm(config, model, target.tokenizer, out_dir)
+    precision = _write_lm(config, model, target.tokenizer, out_dir)
     layers = model.config.num_hidden_layers
     facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
     write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{serving(3, config.engine)}", target.source, facts)
-    return f"kind=early_exit layers={layers} {said}"
+    return f"kind=early_exit layers={layers} {precision}"
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     """A draft vocabulary is widened to the target's, and other embedding sizes are padded to the target's. Other models
     are written unchanged, for engines with formats of their own."""
     shape = read_config(config.checkpoint, role=SMALL_LM.name)
-    (mask, tokens), own = passes_of(shape), read_draft_vocabulary(config.checkpoint, None, shape)
+    (mask, tokens), draft_vocabulary = passes_of(shape), read_draft_vocabulary(config.checkpoint, None, shape)
     rows = None
     if config.target is not None:
         with suppress(UserError):  # it may be a name for the page alone
             rows = read_config(config.target, config.revision).get_text_config().vocab_size
-    if own is None and rows in (None, shape.vocab_size) and config.engine in PLAIN_ENGINES:
-        said = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
-        raise UserError(f"checkpoint={config.checkpoint}: {said}")
-    count = shape.vocab_size if own is None else len(own.tokens)
-    whole = rows or (count if own is None else own.vocabulary)
-    shape.update({"vocab_size": whole})
-    tokenizer = for_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), whole)
+    if draft_vocabulary is None and rows in (None, shape.vocab_size) and config.engine in PLAIN_ENGINES:
+        reason = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
+        raise UserError(f"checkpoint={config.checkpoint}: {reason}")
+    count = shape.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
+    size = rows or (count if draft_vocabulary is None else draft_vocabulary.vocabulary)
+    shape.update({"vocab_size": size})
+    tokenizer = for_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), size)
     _require_writable(config, shape, tokenizer)
     model = load_whole_lm(config.checkpoint, tokenizer, _dtype(config, stored_dtype(shape)), rows)
-    said = _write_lm(config, model, tokenizer, out_dir)
-    facts = {"small LM": config.checkpoint, "drafts": f"{min(count, whole)} of {whole} tokens"}
+    precision = _write_lm(config, model, tokenizer, out_dir)
+    facts = {"small LM": config.checkpoint, "drafts": f"{min(count, size)} of {size} tokens"}
     use = serving(tokens or 5, config.engine, one_pass=mask is not None)
     write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
-    return f"kind=small_lm tokens={count} {said}"
+    return f"kind=small_lm tokens={count} {precision}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:

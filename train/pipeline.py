@@ -13,8 +13,8 @@ _OF_STEP = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTA
 def gathered(words: Sequence[str]) -> list[str]:
     """`words` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY as values of the option `more`."""
 
-    def as_value(found: re.Match[str]) -> str:
-        back, name, key, value = found.groups()
+    def as_value(match: re.Match[str]) -> str:
+        back, name, key, value = match.groups()
         return f"++more.{name}={{{key}:{quoted(BACK) if back else value}}}"
 
     return [_OF_STEP.sub(as_value, word) for word in words]

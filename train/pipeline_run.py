@@ -70,7 +70,7 @@ def words_of(options: Options) -> list[str]:
     words: list[str] = []
     for key, value in options.items():
         if isinstance(value, Mapping) and value:
-            words += words_of({f"{key}.{inner}": one for inner, one in value.items()})
+            words += words_of({f"{key}.{inner}": nested for inner, nested in value.items()})
         else:
             words.append(option(key, value))
     return words
@@ -97,7 +97,7 @@ def fitted(config: PipelineConfig) -> PipelineConfig:
     def cut(key: str, value: object) -> object:
         return min(value, most[key]) if key in most and isinstance(value, int) else value
 
-    steps = {name: {key: cut(key, value) for key, value in given.items()} for name, given in config.steps.items()}
+    steps = {name: {key: cut(key, value) for key, value in options.items()} for name, options in config.steps.items()}
     return replace(config, steps=steps)
 
 
@@ -118,16 +118,16 @@ def jobs_of(config: PipelineConfig, config_for: ConfigFor) -> dict[str, Job]:
 
 
 def _checked_job(config: PipelineConfig, name: str, config_for: ConfigFor) -> Job:
-    job, options = job_of(STEPS[name].script, config.placed(name), config_for), config.options(name)
+    job, options = job_of(STEPS[name].script, config.arguments(name), config_for), config.options(name)
     if config.debug:
         job = replace(job, settings=small(job.settings, config.folder))
 
-    def wanted(key: str) -> bool:
+    def is_input(key: str) -> bool:
         return HERE not in str(options.get(key))
 
     if config.debug or not (config.folder / STEPS[name].product).exists():
-        job.settings.require_places(wanted)
-        read_some(job.settings, wanted)
+        job.settings.require_places(is_input)
+        read_some(job.settings, is_input)
     return job
 
 
@@ -166,14 +166,14 @@ def _record_file(config: PipelineConfig, name: str) -> Path:
 
 def _records(config: PipelineConfig) -> dict[str, Record]:
     """The records of the steps that were begun. Raises `UserError` if one was finished with other options."""
-    found = {}
+    records = {}
     for name in config.to_do:
         path = _record_file(config, name)
         if path.exists():
-            found[name] = read_as(Record, path, "record of a step", _AGAIN)
-            if found[name].finished:
-                check_identity(_by_key(found[name].options), _by_key(words_of(config.options(name))), path)
-    return found
+            records[name] = read_as(Record, path, "record of a step", _AGAIN)
+            if records[name].finished:
+                check_identity(_by_key(records[name].options), _by_key(words_of(config.options(name))), path)
+    return records
 
 
 def _by_key(options: list[str]) -> dict[str, str]:
@@ -200,8 +200,8 @@ def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Rec
         spent = 0.0
     if limit is not None and name == config.to_do[-1]:
         loading = config.expected_minutes.get(name, 0) - config.limit(name)
-        rest = (limit.left(limit.spent()) + spent) / 60 - loading  # the time left for all runs of this step
-        job = replace(job, settings=replace(job.settings, minutes=max(0.1, rest)))
+        minutes = (limit.left(limit.spent()) + spent) / 60 - loading  # the time left for all runs of this step
+        job = replace(job, settings=replace(job.settings, minutes=max(0.1, minutes)))
 
     def keep(record: Record) -> None:
         records[name] = record
@@ -212,8 +212,8 @@ def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Rec
     keep(record)
     try:
         with step_stage(config, name, [step for step in records if records[step].finished], spent, limit) as stage:
-            left = "unknown" if stage.left is None else in_words(stage.left)
-            print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
+            time_left = "unknown" if stage.left is None else in_words(stage.left)
+            print(f"pipeline step={name} state=started log={log} left={time_left!r}", flush=True)
             status = run_command(job, log)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
         keep(record := replace(record, seconds=spent + time.time() - began))
@@ -227,22 +227,22 @@ def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Rec
 
 
 def step_stage(
-    config: PipelineConfig, name: str, done: Collection[str], spent: float = 0.0, limit: TimeLimit | None = None
+    config: PipelineConfig, name: str, finished: Collection[str], spent: float = 0.0, limit: TimeLimit | None = None
 ) -> Stage:
-    """The progress stage of a step, with the time left of all steps not `done`: that of `limit` if there is one.
+    """The progress stage of a step, with the time left of all steps not `finished`: that of `limit` if there is one.
 
     spent: seconds of its earlier runs.
     """
-    to_do = {step for step in config.to_do if step == name or step not in done}
-    known = not config.debug and to_do <= config.expected_minutes.keys()
+    to_do = {step for step in config.to_do if step == name or step not in finished}
+    estimable = not config.debug and to_do <= config.expected_minutes.keys()
 
-    def left() -> float | None:
+    def seconds_left() -> float | None:
         if limit is not None:
             return limit.left(limit.spent())
-        seconds = {step: 60 * config.expected_minutes[step] for step in to_do} if known else {}
-        return sum(seconds.values()) - min(seconds[name], spent + stage.spent) if known else None
+        seconds = {step: 60 * config.expected_minutes[step] for step in to_do} if estimable else {}
+        return sum(seconds.values()) - min(seconds[name], spent + stage.spent) if estimable else None
 
-    stage = Stage(f"step {config.to_do.index(name) + 1}/{len(config.to_do)} {name}", left=left)
+    stage = Stage(f"step {config.to_do.index(name) + 1}/{len(config.to_do)} {name}", left=seconds_left)
     return stage
 
 

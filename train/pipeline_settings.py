@@ -1,6 +1,5 @@
 """Settings of the pipeline: which commands it runs, in which order, with which options."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,27 +34,20 @@ class PipelineStep:
 
 
 _OF_TARGET = {"target": TARGET}
+_OF_EESD = {"checkpoint": f"{HERE}/eesd"}
+_OF_DRAFTERS = {**_OF_EESD, EAGLE3: f"{HERE}/eagle3", SMALL_LM: f"{HERE}/small_lm", "table": f"{HERE}/trigrams"}
 STEPS = {
     "target": PipelineStep("train/toy_target.py", "target/toy_target.json"),
     "fetch": PipelineStep("data_prep/fetch_target.py", "fetch/fetched.json"),
     "prompts": PipelineStep("data_prep/write_prompts.py", "prompts/prompts.json"),
     "responses": PipelineStep("data_prep/generate_responses.py", "responses/summary.json", _OF_TARGET),
     "eesd": PipelineStep("train/eesd.py", "eesd/drafter.json", _OF_TARGET),
-    "calibrate": PipelineStep("train/calibrate.py", "calibrate/calibration.json", {"checkpoint": f"{HERE}/eesd"}),
+    "calibrate": PipelineStep("train/calibrate.py", "calibrate/calibration.json", _OF_EESD),
     EAGLE3: PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _OF_TARGET),
     SMALL_LM: PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _OF_TARGET),
     "trigrams": PipelineStep("data_prep/build_trigrams.py", "trigrams/table.safetensors", {"tokenizer": TARGET}),
-    "report": PipelineStep(
-        "inference/evaluate_checkpoint.py",
-        "report/report.json",
-        {
-            "checkpoint": f"{HERE}/eesd",
-            EAGLE3: f"{HERE}/eagle3",
-            SMALL_LM: f"{HERE}/small_lm",
-            "table": f"{HERE}/trigrams",
-        },
-        ("calibrate",),  # whose head lies in the directory of the early exit
-    ),
+    # calibrate's head lies in the directory of the early exit
+    "report": PipelineStep("inference/evaluate_checkpoint.py", "report/report.json", _OF_DRAFTERS, ("calibrate",)),
 }
 LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
@@ -90,13 +82,13 @@ class PipelineConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
-        for known, given in ((STEPS, self.steps), (self.steps, self.more)):
-            for name, options in given.items():
-                require_choice("steps", name, tuple(known))
+        for choices, steps in ((STEPS, self.steps), (self.steps, self.more)):
+            for name, options in steps.items():
+                require_choice("steps", name, tuple(choices))
                 for key in options:
                     require(key not in OWN, f"steps.{name}", key, f"none of {', '.join(OWN)}: the pipeline gives them")
-        both = set(MAKERS) <= set(self.steps)
-        require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
+        two_targets = set(MAKERS) <= set(self.steps)
+        require(not two_targets, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         if self.minutes is not None:
             self._share_out(self.minutes)
 
@@ -136,28 +128,29 @@ class PipelineConfig(RunConfig):
         """The options of step `name`, with placeholders `HERE` and `REPOSITORY`, and without `OWN`."""
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
         unread = {f"{HERE}/{step}" for step in STEPS if step not in self.steps}
-        links = {key: place for key, place in STEPS[name].links.items() if place not in unread}
-        given = {**links, **self.steps[name], **self.more.get(name, {})}
-        return {key: _filled(value, {TARGET: target}) for key, value in given.items() if value != BACK}
+        links = {key: path for key, path in STEPS[name].links.items() if path not in unread}
+        options = {**links, **self.steps[name], **self.more.get(name, {})}
+        return {key: _filled(value, {TARGET: target}) for key, value in options.items() if value != BACK}
 
     def sources(self, name: str) -> list[str]:
         """The steps to do whose products step `name` reads."""
         options = str(self.options(name))
         return [step for step in self.to_do if f"{HERE}/{step}" in options or step in STEPS[name].after]
 
-    def placed(self, name: str) -> dict[str, object]:
+    def arguments(self, name: str) -> dict[str, object]:
         """All options with which the command of step `name` runs."""
-        places = {HERE: str(self.folder), REPOSITORY: str(ROOT)}
-        options = {key: _filled(value, places) for key, value in self.options(name).items()}
+        texts = {HERE: str(self.folder), REPOSITORY: str(ROOT)}
+        options = {key: _filled(value, texts) for key, value in self.options(name).items()}
         return {**options, "out_dir": str(self.folder / name), "resume": True}
 
 
-def _filled(value: object, places: Mapping[str, str]) -> object:
-    """The value of an option with the placeholders in its texts replaced by `places`."""
+def _filled(value: object, replacements: Mapping[str, str]) -> object:
+    """The value of an option with the placeholders in its texts replaced by `replacements`."""
     if isinstance(value, Mapping):
-        return {key: _filled(one, places) for key, one in value.items()}
+        return {key: _filled(inner, replacements) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_filled(one, places) for one in value]
+        return [_filled(inner, replacements) for inner in value]
     if isinstance(value, str):
-        return functools.reduce(lambda text, place: text.replace(place, places[place]), places, value)
+        for placeholder, text in replacements.items():
+            value = value.replace(placeholder, text)
     return value

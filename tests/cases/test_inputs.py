@@ -83,7 +83,7 @@ def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
 def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: str) -> None:
     config = AutoConfig(target=target, prompts=prompts, out_dir=out_dir)
     pipeline = pipeline_of(config, Choice(TRAINED, {}, {}), Look("cpu", 4))
-    jobs = {name: job_of(STEPS[name].script, pipeline.placed(name), config_for) for name in pipeline.to_do}
+    jobs = {name: job_of(STEPS[name].script, pipeline.arguments(name), config_for) for name in pipeline.to_do}
     built = {name: job.settings for name, job in jobs.items()}
     assert built["prompts"].file == prompts
     assert {built[name].target for name in ("responses", "eesd", "eagle3", "small_lm", "report")} == {target}
@@ -96,7 +96,7 @@ def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: 
 def test_a_place_in_a_list_is_one_text() -> None:
     step = {"a": ["{out_dir}/x", "{target}/y", "z"], "c": "{out_dir}/y z"}
     config = PipelineConfig(steps={"trigrams": step}, target="t,1", out_dir="o'(")
-    placed = config.placed("trigrams")
+    placed = config.arguments("trigrams")
     assert (placed["a"], placed["c"]) == (["o'(/x", "t,1/y", "z"], "o'(/y z")
     assert words_of(placed)[1:3] == [r"a=['o\'(/x','t,1/y',z]", r"c='o\'(/y z'"]
 

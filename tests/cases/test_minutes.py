@@ -82,7 +82,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def unread_jobs(pipeline: PipelineConfig) -> dict[str, Job]:
     """The steps, whose inputs are not there."""
-    return {name: job_of(STEPS[name].script, pipeline.placed(name), config_for) for name in pipeline.to_do}
+    return {name: job_of(STEPS[name].script, pipeline.arguments(name), config_for) for name in pipeline.to_do}
 
 
 @pytest.mark.parametrize("slow", [20.0, 200.0])

@@ -186,7 +186,7 @@ FAULTS = {  # where, and what stands there instead
     "the next token is seen": (*SEEN, "& (keys <= last)", "& (keys <= last + 1)"),
     "other drafts are seen": (*SEEN, "keys, 1] == last", "keys, 1] <= last"),
     "later masks are seen": (*SEEN, "& (keys <= queries)", ""),
-    "masks are not seen": (*SEEN, "(keys <= last) | own", "(keys <= last)"),
+    "masks are not seen": (*SEEN, "(keys <= last) | same_draft", "(keys <= last)"),
     "other documents are seen": (*SEEN, "& (keys >= first) ", ""),
     "windows end at the anchor": (*DRAWN, "anchors + depth - (window", "anchors - (window"),
     "drafts pass the document's end": (*DRAWN, "(ahead == documents", "(ahead >= documents"),
@@ -200,7 +200,7 @@ FAULTS = {  # where, and what stands there instead
     "an exit's own positions": (*HIDDEN, "self.stack.rotary(where)", "self.stack.rotary(where.clamp(max=9))"),
     "taught by other texts": (*HIDDEN, "trunk[:, :length].detach()", "trunk[:, :length].detach().flip(0)"),
     "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(masked)", "set_grad_enabled(False)"),
-    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / self.each", "loss"),
+    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / self.predictions", "loss"),
 }
 
 

@@ -184,7 +184,7 @@ class Given(Settings):
 
 def stand_ins(config: PipelineConfig) -> dict[str, Job]:
     """Jobs without settings of a command, in the directory in which the pipeline runs them."""
-    placed = {name: config.placed(name) for name in config.to_do}
+    placed = {name: config.arguments(name) for name in config.to_do}
     return {name: Job(STEPS[name].script, words_of(all_), Given(all_["out_dir"])) for name, all_ in placed.items()}
 
 

@@ -36,7 +36,7 @@ def pipeline(words: Sequence[str]) -> PipelineConfig:
 def settings_of(config: PipelineConfig) -> dict[str, Any]:
     """What each step runs with; its inputs need not be there."""
     placed = replace(config, out_dir="o")
-    return {name: job_of(STEPS[name].script, placed.placed(name), config_for).settings for name in config.to_do}
+    return {name: job_of(STEPS[name].script, placed.arguments(name), config_for).settings for name in config.to_do}
 
 
 def steps_of(experiment: str) -> set[str]:
@@ -205,5 +205,5 @@ def test_what_you_say_replaces_what_the_experiment_says() -> None:
 def test_options_may_be_nested() -> None:
     """As in the YAML of a command."""
     step = {"data": {"path": "{out_dir}/x", "max_records": 3}, "orders": [2]}
-    placed = PipelineConfig(steps={"trigrams": step}, target="t", out_dir="o").placed("trigrams")
+    placed = PipelineConfig(steps={"trigrams": step}, target="t", out_dir="o").arguments("trigrams")
     assert words_of(placed)[1:4] == ["data.path=o/x", "data.max_records=3", "orders=[2]"]

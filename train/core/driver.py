@@ -97,14 +97,13 @@ def _run(config: RunConfig, training: Training[Student], state: PartialState) ->
     best = Best(out_dir / BEST_FOLDER) if training.keeps_best else None
     if state.is_main_process and not run_dir.checkpoints(out_dir):
         shutil.rmtree(out_dir / BEST_FOLDER, ignore_errors=True)  # of a run that was killed before its first checkpoint
-    evaluated = replace(training, evaluate=_evaluation(training, best))
-    result = fit(evaluated, out_dir, resume=config.resume)
+    result = fit(replace(training, evaluate=_evaluation(training, best)), out_dir, resume=config.resume)
     if training.saved_whole is not None:
         sharding.make_whole(training.saved_whole, frozen=True)
     if not state.is_main_process:
         return
-    known = training.finished is not None and (out_dir / training.finished).exists()
-    if known and result.resumed_from == result.steps:
+    is_saved = training.finished is not None and (out_dir / training.finished).exists()
+    if is_saved and result.resumed_from == result.steps:
         print(f"{out_dir}: finished already", flush=True)
         return
     step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)

@@ -33,17 +33,16 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, config: FitConfig) -> None:
-        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if asked != "no":
-            warn(f"mixed_precision={asked} in the launcher's config has no effect; fit.precision decides")
+        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if mixed_precision != "no":
+            warn(f"mixed_precision={mixed_precision} in the launcher's config has no effect; fit.precision decides")
         processes = join_processes().num_processes
         micro = config.micro_rows(processes)
         accumulated = config.batch_rows // (micro * processes)
+        plugin = utils.GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False)
         self.accelerator = Accelerator(
             mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
-            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(
-                num_steps=accumulated, sync_with_dataloader=False
-            ),
+            gradient_accumulation_plugin=plugin,
             log_with="wandb" if config.wandb.is_on() else None,
         )
         kind = self.accelerator.distributed_type
@@ -56,7 +55,7 @@ class Engine:
         self.model = model
         self._max_norm = config.max_grad_norm or math.inf
         model.zero_grad()
-        layers = {type(one).__name__ for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
+        layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
         vars(model)["_no_split_modules"] = sorted(layers)  # where FSDP's TRANSFORMER_BASED_WRAP looks for them
         batch = {
             "train_micro_batch_size_per_gpu": micro,
@@ -107,8 +106,8 @@ class Engine:
         Call it on every process. Raises `UserError` if they are unreadable or belong to another model.
         """
         if self._deepspeed:  # it stores its own copy of the weights
-            found, _ = self.module.load_checkpoint(str(checkpoint), load_module_strict=False)
-            if found is None:
+            folder, _ = self.module.load_checkpoint(str(checkpoint), load_module_strict=False)
+            if folder is None:
                 raise UserError(f"{checkpoint}: holds no state of DeepSpeed; continue under the launcher that wrote it")
         else:
             load_trained(self.model, checkpoint)
@@ -117,11 +116,11 @@ class Engine:
             utils.load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         try:
-            found = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
+            attributes = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
         except Exception as error:  # torch raises many types for damaged files
             raise UserError(f"{checkpoint / OPTIMIZER_FILE}: not readable ({reason(error)}); {remedy}") from None
         random = checkpoint / f"{utils.RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
-        if random.exists() and "step" not in found:  # Accelerate goes on without it
+        if random.exists() and "step" not in attributes:  # Accelerate goes on without it
             raise UserError(f"{random}: not readable; {remedy}")
 
     @property

@@ -57,13 +57,7 @@ def read_state(checkpoint: Path) -> TrainingState:
     return read_as(TrainingState, checkpoint / STATE_FILE, "state of a training", remedy)
 
 
-def fit(
-    training: Training[Any],
-    out_dir: Path,
-    *,
-    resume: bool = False,
-    clock: Clock = time.perf_counter,
-) -> FitResult:
+def fit(training: Training[Any], out_dir: Path, *, resume: bool = False, clock: Clock = time.perf_counter) -> FitResult:
     """Train the student of `training` in place on its rows. Every process calls it.
 
     A resumed run must match `training.identity`, but may be longer: its learning rates are then those of the longer
@@ -89,16 +83,16 @@ def fit(
     run["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read
 
-    done = 0 if start is None else run_dir.step_of(start)
+    resumed_from = 0 if start is None else run_dir.step_of(start)
     before = TrainingState(0) if start is None else read_state(start)
     metrics = before.metrics
     limit = TimeLimit(training.minutes, earlier=before.seconds, clock=clock)
-    budget = StepBudget(limit, most, done, None if longer else before.total)
-    if start is not None and done >= budget.total:
+    budget = StepBudget(limit, most, resumed_from, None if longer else before.total)
+    if start is not None and resumed_from >= budget.total:
         load_trained(model, start)
-        return FitResult(done, done, metrics, before.seconds)
+        return FitResult(resumed_from, resumed_from, metrics, before.seconds)
     if longer:
-        say(f"resume=true: longer than before; its learning rates go on at step {done} of {budget.total}")
+        say(f"resume=true: longer than before; its learning rates go on at step {resumed_from} of {budget.total}")
 
     if config.gradient_checkpointing:
         enable = getattr(model, "gradient_checkpointing_enable", None)
@@ -107,21 +101,21 @@ def fit(
         enable()
     if state.is_main_process:
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # left by killed runs
-        cut_log(out_dir, done)
+        cut_log(out_dir, resumed_from)
     with _autocast(model, config.precision, state.device):
         engine = Engine(model, config)
         if start is not None:
             engine.load(start)
         where = {"out_dir": str(out_dir), "processes": state.num_processes}
         start_wandb(engine.accelerator, config.wandb, out_dir, run | where)
-        steps = range(done, budget.total)
+        steps = range(resumed_from, budget.total)
         report = Report(engine.accelerator, out_dir, steps, evaluate is not None)
 
-        def evaluate_now(step: int) -> None:
+        def measure(step: int) -> None:
             nonlocal metrics
             assert evaluate is not None
             model.eval()
-            with report.evaluating(step), torch.no_grad(), sharding.whole(model, engine.module):
+            with report.evaluating(step), torch.no_grad(), sharding.whole_model(model, engine.module):
                 metrics = evaluate(model, step)
             model.train()
             if metrics:
@@ -134,20 +128,13 @@ def fit(
 
         with report:
             total = train(
-                engine,
-                rows,
-                config,
-                budget,
-                report,
-                on_step=training.on_step,
-                evaluate=None if evaluate is None else evaluate_now,
-                save=save,
+                engine, rows, config, budget, report, on_step=training.on_step, evaluate=evaluate and measure, save=save
             )
         for tracker in engine.accelerator.trackers:  # `end_training` would also destroy the process group
             tracker.finish()
         say(f"training: {budget.ended_by(config, len(rows))}")
     sharding.make_whole(model)
-    return FitResult(total, done, metrics, budget.limit.spent())
+    return FitResult(total, resumed_from, metrics, budget.limit.spent())
 
 
 def _save(

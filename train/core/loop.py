@@ -31,10 +31,10 @@ def epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
 def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
     """The rows of optimizer step `step` (from 0), `batch` of them.
 
-    Epoch follows epoch without a gap. Step s takes places [s · batch, (s + 1) · batch) of that sequence.
+    Epoch follows epoch without a gap. Step s takes positions [s · batch, (s + 1) · batch) of that sequence.
     """
-    places = range(step * batch, (step + 1) * batch)
-    return [epoch_order(count, seed, place // count)[place % count] for place in places]
+    positions = range(step * batch, (step + 1) * batch)
+    return [epoch_order(count, seed, position // count)[position % count] for position in positions]
 
 
 def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
@@ -66,9 +66,8 @@ def train(
     shares = accelerator.num_processes * accelerator.gradient_accumulation_steps
     engine.module.train()
     budget.begin()
-    done = budget.start
-    while done < budget.total:
-        step = done
+    step = budget.start
+    while step < budget.total:
         if on_step is not None:
             on_step(step)
         batches = load_share(rows, config, step, accelerator)
@@ -83,8 +82,8 @@ def train(
         engine.set_rates(config.lr_scale(step, budget.total))
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
-                placed = {key: value.to(accelerator.device) for key, value in batch.items()}
-                summed = engine.module(**placed)["loss_sum"]
+                inputs = {key: value.to(accelerator.device) for key, value in batch.items()}
+                summed = engine.module(**inputs)["loss_sum"]
                 # Accelerate averages over processes and micro batches. The factor turns the mean into the sum.
                 accelerator.backward(summed * shares / supervised)
             report.add(summed, batch["labels"])
@@ -99,24 +98,24 @@ def train(
         engine.optimizer.zero_grad()
         report.advance()
 
-        done = step + 1
-        report.total = total = budget.decide(done)
-        logged = done == 1 or is_due(done, config.log_every, total)  # the first loss says early that all is well
+        step += 1
+        report.total = total = budget.decide(step)
+        logged = step == 1 or is_due(step, config.log_every, total)  # the first loss says early that all is well
         if logged:
-            report.log_interval(done, engine.rate, norm)
-        if evaluate is not None and is_due(done, config.eval_every, total):
-            evaluate(done)
-            report.total = total = budget.decide(done)
-            if done == total and not logged:
-                report.log_interval(done, engine.rate, norm)
-        if is_due(done, config.save_every, total):
-            save(done)
-    return done
+            report.log_interval(step, engine.rate, norm)
+        if evaluate is not None and is_due(step, config.eval_every, total):
+            evaluate(step)
+            report.total = total = budget.decide(step)
+            if step == total and not logged:
+                report.log_interval(step, engine.rate, norm)
+        if is_due(step, config.save_every, total):
+            save(step)
+    return step
 
 
-def is_due(done: int, every: int | None, total: int) -> bool:
-    """Whether an action that is due every `every` steps, and after the last one, is due after `done` steps."""
-    return done == total or (every is not None and done % every == 0)
+def is_due(step: int, interval: int | None, total: int) -> bool:
+    """Whether an action that is due every `interval` steps, and after the last one, is due after `step` steps."""
+    return step == total or (interval is not None and step % interval == 0)
 
 
 def load_share(rows: TrainRows, config: FitConfig, step: int, accelerator: Accelerator) -> list[Batch]:

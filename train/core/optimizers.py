@@ -42,11 +42,11 @@ def orthogonal(matrix: Tensor, factors: tuple[float, float, float], steps: int, 
     """
     a, b, c = factors
     tall = matrix.shape[0] > matrix.shape[1]
-    found = (matrix.T if tall else matrix) / matrix.norm().clamp(min=eps)
+    iterate = (matrix.T if tall else matrix) / matrix.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if tall else found
+        gram = iterate @ iterate.T
+        iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.T if tall else iterate
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -84,11 +84,11 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
     """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors have no weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = layer_matrices(model) if config.optimizer == "muon" else []
-    taken = {id(p) for p in matrices}
-    rest = [p for p in trained if id(p) not in taken]
+    matrix_ids = {id(p) for p in matrices}
+    adamw_parameters = [p for p in trained if id(p) not in matrix_ids]
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in adamw_parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in adamw_parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
@@ -109,10 +109,6 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trained 2-D parameters inside transformer layers: no embedding, head or norms."""
-    inside = (
-        parameter
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer)
-        for parameter in module.parameters()
-    )
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    inside = (parameter for layer in layers for parameter in layer.parameters())
     return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))

@@ -41,9 +41,9 @@ class Report(Stage):
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
-        own = torch.stack(self._sums).sum(0)
+        sums = torch.stack(self._sums).sum(0)
         self._sums.clear()
-        return tuple(self.accelerator.reduce(own, "sum").tolist())
+        return tuple(self.accelerator.reduce(sums, "sum").tolist())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -60,37 +60,37 @@ class Report(Stage):
             yield
         self.after = time.perf_counter() - began
 
-    def log_interval(self, done: int, rate: float, norm: float | None) -> None:
-        """Log the steps since the previous line, after `done` steps. rate: the learning rate of the last step."""
+    def log_interval(self, step: int, rate: float, norm: float | None) -> None:
+        """Log the steps since the previous line, after `step` steps. rate: the learning rate of the last step."""
         summed, supervised, tokens = self.drain()
-        now = time.perf_counter()
-        interval, self._interval_start = now - self._interval_start, now
+        end = time.perf_counter()
+        interval, self._interval_start = end - self._interval_start, end
         values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
         values |= {} if norm is None else {"grad_norm": norm}
         more = "+evaluation" if self._evaluates and not self.after else ""
-        self.log(done, {**values, "eta": self.left or 0.0}, more)
+        self.log(step, {**values, "eta": self.left or 0.0}, more)
 
-    def log(self, done: int, values: Mapping[str, float], more: str = "") -> None:
-        """Log one line of named numbers, after `done` steps. more: printed after the last number."""
+    def log(self, step: int, values: Mapping[str, float], more: str = "") -> None:
+        """Log one line of named numbers, after `step` steps. more: printed after the last number."""
         if not self.accelerator.is_main_process:
             return
         values = {key: float(value) for key, value in values.items()}
-        shown = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
-        print(f"step={done}/{self.total} {shown}{more}", flush=True)
+        figures = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
+        print(f"step={step}/{self.total} {figures}{more}", flush=True)
         with (self.out_dir / LOG_FILE).open("a", encoding="utf-8") as log:
-            log.write(json.dumps({"step": done, **values}) + "\n")
-        self.accelerator.log(values, step=done)
+            log.write(json.dumps({"step": step, **values}) + "\n")
+        self.accelerator.log(values, step=step)
 
 
-def cut_log(out_dir: Path, done: int) -> None:
-    """Remove the lines of log.jsonl that a killed run wrote after step `done`; they will be written again."""
+def cut_log(out_dir: Path, step: int) -> None:
+    """Remove the lines of log.jsonl that a killed run wrote after step `step`; they will be written again."""
     file = out_dir / LOG_FILE
     if not file.exists():
         return
     lines = file.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= done]
-    if len(kept) < len(lines):
-        write_atomically(file, b"".join(kept))
+    earlier_lines = [line for line in lines if _step_of(line) <= step]
+    if len(earlier_lines) < len(lines):
+        write_atomically(file, b"".join(earlier_lines))
 
 
 def _step_of(line: bytes) -> float:
@@ -108,7 +108,6 @@ def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, ru
     """
     if not accelerator.log_with:
         return
-    options = config.init_options(out_dir)
-    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": options})
+    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": config.init_options(out_dir)})
     if accelerator.is_main_process:
         (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id, "utf-8")

@@ -24,8 +24,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 def checkpoints(out_dir: Path) -> list[Path]:
     """The complete checkpoints in `out_dir`, oldest first."""
-    found = out_dir.iterdir() if out_dir.is_dir() else ()
-    return sorted((p for p in found if _CHECKPOINT.fullmatch(p.name) and p.is_dir()), key=step_of)
+    paths = out_dir.iterdir() if out_dir.is_dir() else ()
+    return sorted((p for p in paths if _CHECKPOINT.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -37,8 +37,8 @@ def step_of(checkpoint: Path) -> int:
 
 def describe_newest(out_dir: Path) -> str:
     """The newest checkpoint to resume from, in words."""
-    found = checkpoints(out_dir)
-    return f"{found[-1].name} is intact" if found else "there is no checkpoint yet"
+    folders = checkpoints(out_dir)
+    return f"{folders[-1].name} is intact" if folders else "there is no checkpoint yet"
 
 
 def require_free(out_dir: Path, resume: bool) -> None:

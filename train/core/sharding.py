@@ -28,31 +28,31 @@ WEIGHTS_FILE = "model.safetensors"
 
 def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The full values of named `parameters`: a detached view of an unsharded one, else a gathered copy."""
-    whole = {}
+    values = {}
     for name, parameter in parameters:
         detached = parameter.detach()
         if isinstance(detached, DTensor):
-            whole[name] = detached.full_tensor()
+            values[name] = detached.full_tensor()
         elif hasattr(parameter, "ds_id"):
             with _gathered([parameter]):
-                whole[name] = parameter.detach().clone()
+                values[name] = parameter.detach().clone()
         else:
-            whole[name] = parameter.detach()
-    return whole
+            values[name] = detached
+    return values
 
 
 @torch.no_grad()
 def assign(parameter: nn.Parameter, value: Tensor) -> None:
     """Write the full `value` to `parameter`; each process writes its own shard."""
     if isinstance(parameter, DTensor):
-        mine = value.to(parameter.device_mesh.device_type)
-        parameter.copy_(distribute_tensor(mine, parameter.device_mesh, parameter.placements))
+        mesh = parameter.device_mesh
+        parameter.copy_(distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements))
     else:
         parameter.copy_(value)
 
 
 @contextmanager
-def whole(model: nn.Module, engine: nn.Module) -> Iterator[None]:
+def whole_model(model: nn.Module, engine: nn.Module) -> Iterator[None]:
     """Gather `model` on every process, so that one of them can use it alone; `engine` is its training wrapper.
 
     Changes to parameters inside are not written back to the shards.
@@ -126,15 +126,15 @@ def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> 
 
     logger.setLevel(logging.ERROR)
     plugin = accelerator.deepspeed_plugin
-    given = plugin.deepspeed_config
+    config = plugin.deepspeed_config
     for key, value in decided.items():
-        if given.get(key, "auto") not in ("auto", value):
-            raise UserError(f"DeepSpeed's {key}={given[key]}: the settings of `fit` make it {value}; write auto there")
-    plugin.deepspeed_config = plugin.hf_ds_config.config = {**copy.deepcopy(given), **decided}
+        if config.get(key, "auto") not in ("auto", value):
+            raise UserError(f"DeepSpeed's {key}={config[key]}: the settings of `fit` make it {value}; write auto there")
+    plugin.deepspeed_config = plugin.hf_ds_config.config = {**copy.deepcopy(config), **decided}
     try:
         yield
     finally:
-        plugin.deepspeed_config = plugin.hf_ds_config.config = given
+        plugin.deepspeed_config = plugin.hf_ds_config.config = config
     _round_once()
 
 
@@ -167,8 +167,7 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters  # Linux only
 
-    gathered: AbstractContextManager[object] = GatheredParameters(parameters)
-    return gathered
+    return GatheredParameters(parameters)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -189,12 +188,10 @@ def load_trained(model: nn.Module, folder: Path) -> None:
     try:
         saved, trained = load_file(folder / WEIGHTS_FILE), trained_parameters(model)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); remove {folder}: resume=true goes on before it"
-        ) from None
-    wrong = sorted(saved.keys() ^ trained.keys()) or sorted(
-        name for name, p in trained.items() if p.shape != saved[name].shape
-    )
+        remedy = f"remove {folder}: resume=true goes on before it"
+        raise UserError(f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); {remedy}") from None
+    wrong = sorted(saved.keys() ^ trained.keys())
+    wrong = wrong or sorted(name for name, p in trained.items() if p.shape != saved[name].shape)
     if wrong:
         raise UserError(f"{folder}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
     for name, parameter in trained.items():

@@ -23,40 +23,40 @@ class StepBudget:
     """
 
     def __init__(self, limit: TimeLimit, most: int, start: int = 0, total: int | None = None) -> None:
-        left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
-        known = total if total is not None else start + round(left) if left < math.inf else most
-        self.limit, self.most, self.start, self.total = limit, most, start, min(most, known)
+        steps_left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
+        estimate = total if total is not None else start + round(steps_left) if steps_left < math.inf else most
+        self.limit, self.most, self.start, self.total = limit, most, start, min(most, estimate)
         self._state, self._first, self._warned = join_processes(), 0.0, False
 
     def begin(self) -> None:
         """Start the clock, right before the first step of this run."""
         self.limit = replace(self.limit, started=self.limit.clock())
 
-    def decide(self, done: int) -> int:
-        """The total number of steps after `done` steps, `done` itself where the time is over.
+    def decide(self, step: int) -> int:
+        """The total number of steps after `step` steps, `step` itself where the time is over.
 
         Every process calls it, and the main one decides.
         """
-        if self.limit.minutes is not None and done < self.total:
-            self.total = from_main(self._state, lambda: self._estimate(done))
+        if self.limit.minutes is not None and step < self.total:
+            self.total = from_main(self._state, lambda: self._estimate(step))
         return self.total
 
-    def _estimate(self, done: int) -> int:
+    def _estimate(self, step: int) -> int:
         spent = self.limit.spent()
         self._first = self._first or spent - self.limit.earlier
-        pace = (spent - self._first) / (done - 1) if done > 1 else self._first
-        left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits
-        self._warn_of_long_steps(pace, known=done > self.start + 1 or not left)
-        return min(self.most, done + left) if done > 1 or not left else self.total
+        pace = (spent - self._first) / (step - 1) if step > 1 else self._first
+        steps_left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits
+        self._warn_of_long_steps(pace, is_measured=step > self.start + 1 or not steps_left)
+        return min(self.most, step + steps_left) if step > 1 or not steps_left else self.total
 
-    def _warn_of_long_steps(self, pace: float, known: bool) -> None:
+    def _warn_of_long_steps(self, pace: float, is_measured: bool) -> None:
         """Say once which options make a step of `pace` seconds shorter if the minutes hold too few of them."""
         seconds = self.limit.left(0.0)
-        if known and not self._warned and pace > seconds / ENOUGH:
+        if is_measured and not self._warned and pace > seconds / ENOUGH:
             shorter = f"with a smaller fit.batch_rows or seq_len there are more; a training wants {ENOUGH} or more"
             held = max(1, round(seconds / pace))
             warn(f"minutes={self.limit.minutes:g}: one step takes {pace:.3g} s, so they hold {held}; {shorter}")
-        self._warned |= known
+        self._warned |= is_measured
 
     def ended_by(self, config: FitConfig, rows: int) -> str:
         """The reason why a run on `rows` rows ended, in words."""
@@ -65,5 +65,5 @@ class StepBudget:
             return f"minutes={minutes:g} ended it after {steps} of {self.most} steps"
         by = f"steps={config.steps}" if config.epochs is None else f"epochs={config.epochs:g} of {rows} rows"
         unused = "" if minutes is None else f"; minutes={minutes:g} were not needed"
-        few = f"; {rows} rows are far too few: give more data" if config.epochs and steps < ENOUGH else ""
-        return f"{by} ended it after {steps} steps{unused}{few}"
+        advice = f"; {rows} rows are far too few: give more data" if config.epochs and steps < ENOUGH else ""
+        return f"{by} ended it after {steps} steps{unused}{advice}"

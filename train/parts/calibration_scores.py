@@ -19,6 +19,7 @@ from outrider.train.core.training import Batch
 
 CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
 FEWEST = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
+BINS = 10  # of predicted probability
 
 
 class Rounds(NamedTuple):
@@ -37,24 +38,24 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
     """Rounds from tokens [n] in the order of drafting: position 1 begins a round. label: 1 if accepted."""
     row = (position == 1).cumsum(0) - 1
     shape = int(row[-1]) + 1, int(position.max())
-    found, there = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    found[row, position - 1], there[row, position - 1] = logits.float(), True
-    return Rounds(found, there, torch.zeros(shape[0]).index_add_(0, row, label.float()))
+    grid, there = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    grid[row, position - 1], there[row, position - 1] = logits.float(), True
+    return Rounds(grid, there, torch.zeros(shape[0]).index_add_(0, row, label.float()))
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
     """T [POSITIONS], fitted in order: T_i minimises the log loss of Π_{j≤i} sigmoid(z_j / T_j); 1 if too few rounds got
     that far. Later positions share the last one."""
-    found, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
-    for place in range(min(POSITIONS, rounds.logits.shape[1])):
-        there = rounds.there[:, place]
-        right = (rounds.accepted > place).float()
-        if (there & (rounds.accepted >= place)).sum() >= FEWEST:
-            products = survival * (rounds.logits[:, place] / CANDIDATES[:, None]).sigmoid()
+    temperatures, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
+    for index in range(min(POSITIONS, rounds.logits.shape[1])):
+        there = rounds.there[:, index]
+        right = (rounds.accepted > index).float()
+        if (there & (rounds.accepted >= index)).sum() >= FEWEST:
+            products = survival * (rounds.logits[:, index] / CANDIDATES[:, None]).sigmoid()
             losses = [F.binary_cross_entropy(product[there], right[there]) for product in products]
-            found[place] = CANDIDATES[int(torch.stack(losses).argmin())]
-        survival = survival * (rounds.logits[:, place] / found[place]).sigmoid()
-    return found
+            temperatures[index] = CANDIDATES[int(torch.stack(losses).argmin())]
+        survival = survival * (rounds.logits[:, index] / temperatures[index]).sigmoid()
+    return temperatures
 
 
 def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
@@ -64,13 +65,10 @@ def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
 
 def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """The products [m] up to every token of every round, and whether all these tokens were accepted [m]."""
-    places = torch.arange(rounds.logits.shape[1])
-    each = (rounds.logits / temperatures[places.clamp(max=POSITIONS - 1)]).sigmoid()
-    right = (rounds.accepted[:, None] > places).float()
-    return each.cumprod(1)[rounds.there], right[rounds.there]
-
-
-BINS = 10
+    positions = torch.arange(rounds.logits.shape[1])
+    probabilities = (rounds.logits / temperatures[positions.clamp(max=POSITIONS - 1)]).sigmoid()
+    right = (rounds.accepted[:, None] > positions).float()
+    return probabilities.cumprod(1)[rounds.there], right[rounds.there]
 
 
 class Tempering(TypedDict):
@@ -120,25 +118,26 @@ def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempe
     """
     rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
     half = len(rounds.accepted) // 2
-    temperatures, rest = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
+    temperatures, second = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
     none = torch.ones_like(temperatures)
-    kept = keep and log_loss(rest, temperatures) < log_loss(rest, none)
-    before, after = (expected_calibration_error(reliability(*survivals(rest, each))) for each in (none, temperatures))
-    head.temperature.copy_(temperatures if kept else none)
+    improves = keep and log_loss(second, temperatures) < log_loss(second, none)
+    curves = (reliability(*survivals(second, scales)) for scales in (none, temperatures))
+    before, after = map(expected_calibration_error, curves)
+    head.temperature.copy_(temperatures if improves else none)
     return {
-        "rounds": len(rest.accepted),
+        "rounds": len(second.accepted),
         "ece_before": before,
         "ece_after": after,
         "temperature": [round(value, 4) for value in temperatures.tolist()],
-        "kept": kept,
+        "kept": improves,
     }
 
 
 def later_half(captured: Batch) -> Batch:
     """The rounds of `captured` that `temper` did not fit temperatures on."""
     row = (captured["position"] == 1).cumsum(0) - 1
-    kept = row >= (int(row[-1]) + 1) // 2
-    return {name: value[kept] for name, value in captured.items()}
+    is_later = row >= (int(row[-1]) + 1) // 2
+    return {name: value[is_later] for name, value in captured.items()}
 
 
 def brier(predicted: Tensor, label: Tensor) -> float:
@@ -148,10 +147,10 @@ def brier(predicted: Tensor, label: Tensor) -> float:
 
 def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
     """For `BINS` equal bins of predicted probability: mean prediction, mean outcome, number of tokens."""
-    place = (predicted * BINS).long().clamp(0, BINS - 1)
+    bucket = (predicted * BINS).long().clamp(0, BINS - 1)
     rows = []
     for index in range(BINS):
-        inside = place == index
+        inside = bucket == index
         if inside.any():
             means = {"predicted": float(predicted[inside].mean()), "observed": float(label[inside].mean())}
             rows.append({**means, "count": int(inside.sum())})

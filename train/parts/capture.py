@@ -63,79 +63,75 @@ class Drafting:
 class Recorder(StopRule):
     """A stop rule that never stops early and records the head's inputs and the outcome of every tested token.
 
-    The accepted tokens and the first rejected one are tested; the target says nothing about later ones. whole: keep
-    those too, with the label 0. Tokens after an accepted one of `ends` are never kept.
+    The accepted tokens and the first rejected one are tested; the target says nothing about later ones. untested:
+    keep those too, with the label 0. Tokens after an accepted one of `ends` are never kept.
     """
 
-    def __init__(self, max_draft: int, whole: bool, ends: Collection[int]):
-        self.max_draft, self.whole, self.ends = max_draft, whole, ends
+    def __init__(self, max_draft: int, untested: bool, ends: Collection[int]):
+        self.max_draft, self.untested, self.ends = max_draft, untested, ends
         self._round: list[Batch] = []
         self._tokens: list[Tensor] = []
-        self.kept: list[Batch] = []
+        self.examples: list[Batch] = []
 
     def stop(self, step: Step) -> bool:
-        self._round.append(
-            {
-                "target_hidden": step.source.target_hidden,
-                "draft_hidden": step.hidden,
-                "position": torch.tensor([step.drafted]),
-                "confidence": step.log_probability.exp(),
-            }
-        )
+        example = {"target_hidden": step.source.target_hidden, "draft_hidden": step.hidden}
+        example |= {"position": torch.tensor([step.drafted]), "confidence": step.log_probability.exp()}
+        self._round.append(example)
         self._tokens.append(step.token)
         return step.drafted >= self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
         tokens = torch.cat(self._tokens).tolist() if self._tokens else []
-        count = drafted if self.whole else min(accepted + 1, drafted)
-        last = next((place for place, token in enumerate(tokens[:accepted]) if token in self.ends), count)
-        for place, example in enumerate(self._round[: min(count, last + 1)]):
-            self.kept.append({**example, "label": torch.tensor([float(place < accepted)])})
+        count = drafted if self.untested else min(accepted + 1, drafted)
+        last = next((index for index, token in enumerate(tokens[:accepted]) if token in self.ends), count)
+        for index, example in enumerate(self._round[: min(count, last + 1)]):
+            self.examples.append({**example, "label": torch.tensor([float(index < accepted)])})
         self._round.clear()
         self._tokens.clear()
 
 
-def capture(drafting: Drafting, text: Text, whole: bool = False) -> Batch:
-    """Continue `text` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
+def capture(drafting: Drafting, text: Text, untested: bool = False) -> Batch:
+    """Continue `text` greedily, drafting `max_draft` tokens a round, and keep every tested token; untested: others too.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    recorder, most, given = Recorder(drafting.max_draft, whole, drafting.ends), drafting.new_tokens, [text.prompt]
+    recorder, most = Recorder(drafting.max_draft, untested, drafting.ends), drafting.new_tokens
+    sequences = [text.prompt]
     if text.answer is not None:
-        given.append(text.answer)
+        sequences.append(text.answer)
         if text.answer[-1] not in drafting.ends:  # so that a draft does not show where the answer ends
             most = min(most, len(text.answer))
     drafter = ModelDrafter(drafting.draft_model(), Chain(recorder))
-    for _ in drafting.decode(drafter, *given, max_new_tokens=most, eos=drafting.ends):
+    for _ in drafting.decode(drafter, *sequences, max_new_tokens=most, eos=drafting.ends):
         pass
-    return joined([{name: value.cpu() for name, value in example.items()} for example in recorder.kept])
+    return joined([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])
 
 
 def capture_texts(
-    drafting: Drafting, texts: Sequence[Text], limit: TimeLimit, state: PartialState, whole: bool = False
+    drafting: Drafting, texts: Sequence[Text], limit: TimeLimit, state: PartialState, untested: bool = False
 ) -> Batch:
     """`capture` of all `texts`, in their order, on every process; each continues its share of them.
 
     When the time of `limit` is over, the remaining texts are left out. The captured ones are spread over all texts.
     Every process captures enough tokens for a row of `fit`, if its texts have them.
     """
-    mine, tokens = dict[int, Batch](), 0
+    captured, tokens = dict[int, Batch](), 0
     limit = replace(limit, started=limit.clock())
     order = spread_order(len(texts))[state.process_index :: state.num_processes]
-    for place in counted(order, "continuing texts", "texts", most=limit.left(0.0)):
+    for index in counted(order, "continuing texts", "texts", most=limit.left(0.0)):
         if tokens >= EXAMPLES and limit.is_over(limit.spent()):
             break
-        mine[place] = capture(drafting, texts[place], whole)
-        tokens += len(mine[place].get("label", ()))
-    every = {place: batch for share in gather_object([mine]) for place, batch in share.items()}
-    return joined([every[place] for place in sorted(every)])
+        captured[index] = capture(drafting, texts[index], untested)
+        tokens += len(captured[index].get("label", ()))
+    batches = {index: batch for share in gather_object([captured]) for index, batch in share.items()}
+    return joined([batches[index] for index in sorted(batches)])
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """The tokens of all `batches`; nothing where there are none."""
-    some = [batch for batch in batches if batch]
-    return {name: torch.cat([batch[name] for batch in some]) for name in some[0]} if some else {}
+    nonempty = [batch for batch in batches if batch]
+    return {name: torch.cat([batch[name] for batch in nonempty]) for name in nonempty[0]} if nonempty else {}
 
 
 def capture_splits(
@@ -159,16 +155,16 @@ def capture_splits(
         if run_dir.checkpoints(out_dir):
             raise UserError(f"out_dir={out_dir}: a run there has learned from other examples than these settings give, "
                             f"or {file} was removed; give another out_dir")  # fmt: skip
-        found, drafting, left = dict[str, Tensor](), load(), limit.minutes
-        for index, (split, every) in enumerate(texts.items()):
+        tensors, drafting, minutes = dict[str, Tensor](), load(), limit.minutes
+        for index, (split, split_texts) in enumerate(texts.items()):
             count = sum(map(len, [*texts.values()][index:]))
-            share = replace(limit, minutes=left and left * len(every) / count, started=limit.clock())
-            captured = capture_texts(drafting, every, share, state, whole=split == "heldout")
+            share = replace(limit, minutes=minutes and minutes * len(split_texts) / count, started=limit.clock())
+            captured = capture_texts(drafting, split_texts, share, state, untested=split == "heldout")
             if not captured:
                 raise UserError(f"data: the {split} split has no text in which a token is drafted; give others")
-            left = left and max(0.0, left - share.spent() / 60)
-            found |= {f"{split}.{name}": value for name, value in captured.items()}
-        from_main(state, lambda: write_atomically(require_writable(file.parent) / file.name, save(found)))
+            minutes = minutes and max(0.0, minutes - share.spent() / 60)
+            tensors |= {f"{split}.{name}": value for name, value in captured.items()}
+        from_main(state, lambda: write_atomically(require_writable(file.parent) / file.name, save(tensors)))
     stored = load_file(file)
     return {split: {name.partition(".")[2]: stored[name] for name in stored if name.startswith(f"{split}.")}
             for split in texts}  # fmt: skip
@@ -177,8 +173,8 @@ def capture_splits(
 def only_tested(captured: Batch) -> Batch:
     """The tested tokens of whole rounds: the first of each round, and every token after an accepted one."""
     position, label = captured["position"], captured["label"]
-    kept = (position == 1) | (label.roll(1) == 1)
-    return {name: value[kept] for name, value in captured.items()}
+    is_tested = (position == 1) | (label.roll(1) == 1)
+    return {name: value[is_tested] for name, value in captured.items()}
 
 
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
@@ -186,21 +182,21 @@ def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
     according to the records of the runs that made them."""
     for folder, record in records_of_runs(data).items():
         run: dict[str, Any] = record
-        mine, model = target.fingerprint, run.get("model", {})
+        expected, model = target.fingerprint, run.get("model", {})
         greedy = run.get("temperature", 0) == 0 or run.get("greedy_tokens", 0) >= run.get("max_new_tokens", 0)
-        other = bool(config_differences(model.get("config", mine.config), mine.config))
-        other |= bool(changed_parts(model.get("tensors", {}), mine.tensors or {}))
-        other |= run.get("tokenizer", mine.tokenizer) != mine.tokenizer
+        differs = bool(config_differences(model.get("config", expected.config), expected.config))
+        differs |= bool(changed_parts(model.get("tensors", {}), expected.tensors or {}))
+        differs |= run.get("tokenizer", expected.tokenizer) != expected.tokenizer
         tokenizer = with_arguments(target.tokenizer, data.chat_template_kwargs, data.template, f"data.{KWARGS}")
         right = {data.template} if tokenizer.chat_template else {data.template, "absent"}
         wrong = {
             "sampled, but for the first tokens": not greedy,
-            f"of another target than {target.source}": other,
+            f"of another target than {target.source}": differs,
             f"of another template than {data.template}": bool(answered_by(run, tokenizer) - right),
         }
-        found = " and ".join(what for what, is_so in wrong.items() if is_so)
-        if found:
-            raise UserError(f"data.path={folder}: these answers are {found}; {_REMEDY}")
+        faults = " and ".join(what for what, is_so in wrong.items() if is_so)
+        if faults:
+            raise UserError(f"data.path={folder}: these answers are {faults}; {_REMEDY}")
 
 
 def recorded_text(row: Batch) -> Text | None:
@@ -208,8 +204,8 @@ def recorded_text(row: Batch) -> Text | None:
     than the target's most likely one."""
     supervised = row["labels"] != IGNORE
     first = int(supervised.nonzero()[0])
-    place = slice(first, first + int(supervised[first:].int().cumprod(0).sum()))
-    answer, logprobs = row["labels"][place], row["top_logprobs"][place]
-    likeliest = (row["top_ids"][place] == answer[:, None]) & (logprobs == logprobs[:, :1])
+    span = slice(first, first + int(supervised[first:].int().cumprod(0).sum()))
+    answer, logprobs = row["labels"][span], row["top_logprobs"][span]
+    likeliest = (row["top_ids"][span] == answer[:, None]) & (logprobs == logprobs[:, :1])
     greedy = bool(likeliest.any(-1).all())
     return Text(row["input_ids"][: first + 1].tolist(), answer.tolist()) if greedy else None

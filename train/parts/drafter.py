@@ -35,6 +35,7 @@ from outrider.train.settings.toy import ToyTargetConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
+_REMEDY = "free space, then resume=true"
 
 
 def require_vocabulary(size: int | None, target: PreTrainedConfig) -> None:
@@ -105,15 +106,15 @@ def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabular
     """
     fit, device, matrices = config.fit, planned_device(), layer_matrices(student)
     width = round(config.seq_len * max(1.0, Parallel(getattr(config, "parallel", 0), 0, 0).predictions))
-    rows, inner = fit.micro_batch_rows or fit.batch_rows, {id(one) for one in matrices}
-    frozen = sum(one.nbytes for one in student.parameters() if not one.requires_grad)
-    muon = sum(one.numel() for one in matrices) if fit.optimizer == "muon" else 0  # which has one moment
+    rows, inner = fit.micro_batch_rows or fit.batch_rows, {id(matrix) for matrix in matrices}
+    frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
+    muon = sum(matrix.numel() for matrix in matrices) if fit.optimizer == "muon" else 0  # which has one moment
     state = FLOAT32_BYTES * (4 * parameters_of(student)[0] - muon)
-    loose = [one.numel() for one in trained_parameters(student).values() if one.ndim == 2 and id(one) not in inner]
+    loose = [p.numel() for p in trained_parameters(student).values() if p.ndim == 2 and id(p) not in inner]
     steps = getattr(student, "steps", 1)
-    handed_on = 5 * max((min(one.shape) for one in matrices), default=0)  # a step's output, predictions, keys, values
+    handed_on = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
     # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
-    inside = 0 if fit.gradient_checkpointing else 3 * sum(sum(one.shape) for one in matrices) // 2
+    inside = 0 if fit.gradient_checkpointing else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
     held = [
         Held("frozen weights", frozen, "frozen_dtype=bfloat16"),
         Held("trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"),
@@ -129,14 +130,15 @@ def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabular
 
 
 def write_drafters_card(
-    config: DrafterTraining, use: str, facts: Mapping[str, object], trained: Trained, shown: Collection[str]
+    config: DrafterTraining, use: str, facts: Mapping[str, object], trained: Trained, metrics: Collection[str]
 ) -> None:
-    """Write the card of a finished drafter. use: of it; facts: about it; shown: the metrics that it says."""
-    said: dict[str, object] = {"data": config.data.source, "steps": trained.result.steps}
-    said |= {"chosen step": trained.step} if "tau" in shown else {}
+    """Write the card of a finished drafter. use: of it; facts: about it; metrics: those that it says."""
+    rows: dict[str, object] = {"data": config.data.source, "steps": trained.result.steps}
+    rows |= {"chosen step": trained.step} if "tau" in metrics else {}
     arguments = [part.chat_template_kwargs for _, _, part in config.data.parts()] or [config.data.chat_template_kwargs]
-    said |= {name: round(trained.metrics[name], 3) for name in shown} | ({KWARGS: arguments} if any(arguments) else {})
-    write_card(Path(config.out_dir), use, config.target, {**facts, **said})
+    rows |= {name: round(trained.metrics[name], 3) for name in metrics}
+    rows |= {KWARGS: arguments} if any(arguments) else {}
+    write_card(Path(config.out_dir), use, config.target, {**facts, **rows})
 
 
 def write_records(
@@ -146,25 +148,22 @@ def write_records(
     trained: Trained,
     use: str,
     facts: Mapping[str, object],
-    shown: Collection[str],
+    metrics: Collection[str],
 ) -> None:
     """Write a finished drafter's card (see `write_drafters_card`) and, last, `file`, the record of its training; say
     that it is saved."""
-    write_drafters_card(config, use, facts, trained, shown)
+    write_drafters_card(config, use, facts, trained, metrics)
     result = trained.result
     report = {"target": config.target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
     report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
     out_dir = Path(config.out_dir)
     write_json(out_dir / file, {**report, "settings": identity, "fit": asdict(config.fit), "made_with": provenance()})
-    say(f"saved drafter={out_dir} step={trained.step} {figures(trained, shown)}")
+    say(f"saved drafter={out_dir} step={trained.step} {figures(trained, metrics)}")
 
 
-def figures(trained: Trained, shown: Collection[str]) -> str:
+def figures(trained: Trained, metrics: Collection[str]) -> str:
     """The metrics of a trained drafter, as its last line prints them."""
-    return " ".join(f"{name}={trained.metrics[name]:.4f}" for name in shown)
-
-
-_REMEDY = "free space, then resume=true"
+    return " ".join(f"{name}={trained.metrics[name]:.4f}" for name in metrics)
 
 
 def export(
@@ -181,8 +180,8 @@ def export(
     shutil.rmtree(staged, ignore_errors=True)
     try:
         save_parts(staged, lm, tokenizer, remedy=_REMEDY)
-        if (own := draft_vocabulary_of(lm)) is not None:
-            save_tokens(staged, own)
+        if (draft_vocabulary := draft_vocabulary_of(lm)) is not None:
+            save_tokens(staged, draft_vocabulary)
         for file in sorted(convert(staged).iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out_dir / file.name)
     except OSError as error:

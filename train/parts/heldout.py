@@ -81,8 +81,8 @@ class MovedNorms:
     def __call__(self, model: nn.Module, step: int) -> Metrics:
         if not self.start:
             return {}
-        now = self._norms(model)
-        moved = sum(not torch.equal(norm, now[name]) for name, norm in self.start.items())
+        trained = self._norms(model)
+        moved = sum(not torch.equal(norm, trained[name]) for name, norm in self.start.items())
         if not moved:
             none = f"none of the {len(self.start)} trained norms has moved, rounded to {self.dtype}"
             warn(f"step {step}: {none}; raise lr or train longer")
@@ -99,9 +99,7 @@ class HeldOutText:
     acceptances: whether to store the target's distributions there, in addition to its argmax.
     """
 
-    def __init__(
-        self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True
-    ) -> None:
+    def __init__(self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True):
         self.batches = batches_of(rows, size)
         self.choices, self.acceptances = list[Tensor](), list[AcceptanceOf | None]()
         for batch in counted(self.batches, "reading held-out text", "batches"):
@@ -125,14 +123,14 @@ class HeldOutText:
         guesses, accepted = list[Tensor](), list[Tensor]()
         pairs = list(zip(self.batches, self.acceptances, strict=True))
         for batch, accept in counted(pairs, "judging held-out text", "batches"):
-            states, known = states_of(batch)
-            choices, found = judge(logits, states, accept or known)
+            states, fallback = states_of(batch)
+            choices, probabilities = judge(logits, states, accept or fallback)
             keep = batch["labels"].to(states.device) != IGNORE
             guesses.append(placed(choices, keep, IGNORE))
-            accepted += [] if found is None else [placed(found, keep, torch.nan)]
+            accepted += [] if probabilities is None else [placed(probabilities, keep, torch.nan)]
         labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
         right = [
-            (guess == one).float().where(one != IGNORE, torch.nan) for guess, one in zip(guesses, labels, strict=True)
+            (guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in zip(guesses, labels, strict=True)
         ]
         metrics = {"top1": agreement(guesses, labels)}
         for name, shares in (("tau_text", right), ("tau_analytic", accepted)):
@@ -171,9 +169,9 @@ def supervised_hidden(stack: LayerStack, batch: Batch) -> Tensor:
     return packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[moved["labels"] != IGNORE]
 
 
-def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The share of positions [B, T] with a wanted token (not IGNORE) at which the guess equals it."""
-    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, wanted, strict=True)]
+def agreement(guesses: Sequence[Tensor], tokens: Sequence[Tensor]) -> float:
+    """The share of positions [B, T] with a token to guess (not IGNORE) at which the guess equals it."""
+    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, tokens, strict=True)]
     right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
     return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
 
@@ -184,5 +182,5 @@ def expected_tau(accepted: Sequence[Tensor], batches: Sequence[Batch]) -> float 
     accepted: [B, T] for each batch. None if there are not that many consecutive known positions anywhere.
     """
     pairs = zip(accepted, [batch["documents"] for batch in batches], strict=True)
-    taus = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])
+    taus = torch.cat([analytic_tau(alpha, owner.to(alpha.device), WATCHED_DRAFT) for alpha, owner in pairs])
     return taus.double().mean().item() if len(taus) else None

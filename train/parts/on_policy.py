@@ -56,9 +56,9 @@ def choose_prefix(
     supervised = (labels != IGNORE).nonzero()[:, 0]
     if not len(supervised):
         return input_ids[:1]
-    place = int(supervised[int(generator.integers(len(supervised)))])
-    start = max(place - int(positions[place]), place + 1 - (len(input_ids) - room))
-    return input_ids[start : place + 1]
+    last = int(supervised[int(generator.integers(len(supervised)))])
+    start = max(last - int(positions[last]), last + 1 - (len(input_ids) - room))
+    return input_ids[start : last + 1]
 
 
 @torch.no_grad()
@@ -71,8 +71,8 @@ def continue_prefixes(
     numbers[b, i], so a row does not depend on the other rows. All ids are the target's; an `lm` with a draft vocabulary
     samples from it. Returns (ids [B, longest + count], padded with 0, the new tokens [B, count]).
     """
-    count, own = numbers.shape[1], draft_vocabulary_of(lm)
-    vocabulary = vocabulary if own is None else len(own.tokens)
+    count, draft_vocabulary = numbers.shape[1], draft_vocabulary_of(lm)
+    vocabulary = vocabulary if draft_vocabulary is None else len(draft_vocabulary.tokens)
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
     ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)
     for row, prefix in zip(ids, prefixes, strict=True):
@@ -81,24 +81,23 @@ def continue_prefixes(
     with torch.autocast(ids.device.type, enabled=False):
         cache = DynamicCache(config=lm.config)
         feed = ids[:, : int(lengths.min())]
-        for place in range(feed.shape[1], ids.shape[1]):
-            feed = feed if own is None else own.inward(feed)
+        for position in range(feed.shape[1], ids.shape[1]):
+            feed = feed if draft_vocabulary is None else draft_vocabulary.inward(feed)
             logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
-            turn = place - lengths
+            turn = position - lengths
             drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))[:, 0]
-            drawn = drawn if own is None else own.tokens[drawn]
-            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, place])
-            feed = ids[:, place : place + 1]
-    offsets = torch.arange(count, device=ids.device)
-    return ids, ids.gather(1, lengths[:, None] + offsets)
+            drawn = drawn if draft_vocabulary is None else draft_vocabulary.tokens[drawn]
+            ids[:, position] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, position])
+            feed = ids[:, position : position + 1]
+    return ids, ids.gather(1, lengths[:, None] + torch.arange(count, device=ids.device))
 
 
 def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
     """Labels [B, T] that supervise the sampled tokens, up to and including the first `eos`; shifted as in rows."""
     labels = torch.full_like(ids, IGNORE)
     ends = (sampled == (IGNORE if eos is None else eos)).long()
-    wanted = sampled.masked_fill(ends.cumsum(1) > ends, IGNORE)
-    for row, start, tokens in zip(labels, lengths, wanted, strict=True):
+    supervised = sampled.masked_fill(ends.cumsum(1) > ends, IGNORE)
+    for row, start, tokens in zip(labels, lengths, supervised, strict=True):
         row[start - 1 : start - 1 + len(tokens)] = tokens
     return labels
 

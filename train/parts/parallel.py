@@ -42,13 +42,13 @@ class DraftBand(Band):
     window: int | None
 
     def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
-        places, (stop, mates) = torch.arange(end, device=self.first.device), more or (end, end)
-        keys, queries = torch.cat([places[start:stop], places[mates:]]), places[begin:, None]
+        positions, (stop, mates) = torch.arange(end, device=self.first.device), more or (end, end)
+        keys, queries = torch.cat([positions[start:stop], positions[mates:]]), positions[begin:, None]
         first, last = self.first[:, begin:end, :, None].unbind(2)
-        own = (keys >= self.text) & (keys <= queries) & (self.first[:, None, keys, 1] == last)
+        same_draft = (keys >= self.text) & (keys <= queries) & (self.first[:, None, keys, 1] == last)
         if self.window is not None:
-            own &= keys > queries - self.window
-        return ((keys < self.text) & (keys >= first) & (keys <= last) | own)[:, None]
+            same_draft &= keys > queries - self.window
+        return ((keys < self.text) & (keys >= first) & (keys <= last) | same_draft)[:, None]
 
 
 @dataclass(frozen=True)
@@ -87,27 +87,27 @@ class Parallel:
         most, (count, length), device = self.tokens - 1, input_ids.shape, input_ids.device
         deep = kept_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]
         ahead = F.pad(documents, (0, most), value=-2).unfold(1, self.tokens, 1)[..., 1:]
-        kept = (deep & (ahead == documents[..., None]) & (labels != IGNORE)[..., None]).flatten(1)
-        counts = kept.sum(1, keepdim=True)
-        chosen = kept.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+        pairs = (deep & (ahead == documents[..., None]) & (labels != IGNORE)[..., None]).flatten(1)
+        counts = pairs.sum(1, keepdim=True)
+        chosen = pairs.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
         real = torch.arange(chosen.shape[1], device=device) < counts
         anchors, depth = chosen.div(most, rounding_mode="floor").where(real, length - 1), (chosen % most + 1) * real
-        places = torch.arange(length, device=device).expand(count, -1)
-        of, last = torch.cat([places, anchors + depth], 1), torch.cat([places, anchors], 1)
+        columns = torch.arange(length, device=device).expand(count, -1)
+        of, last = torch.cat([columns, anchors + depth], 1), torch.cat([columns, anchors], 1)
         seen = {}
         for window in set(stack.windows):
             text, begun = packed_band(documents, window), packed_band(documents).first.gather(1, anchors)
             begun = begun if window is None else torch.maximum(begun, anchors + depth - (window - 1))
-            each = zip(text.blocks, *(x.tensor_split(len(text.blocks)) for x in (begun, anchors)), strict=True)
-            blocks = tuple(known + self._blocks(length, *group) for known, *group in each)
+            groups = zip(text.blocks, *(x.tensor_split(len(text.blocks)) for x in (begun, anchors)), strict=True)
+            blocks = tuple(text_blocks + self._blocks(length, *group) for text_blocks, *group in groups)
             first = torch.stack([torch.cat([text.first, begun], 1), last], -1)
             seen[window] = DraftBand(first, blocks, text=length, window=window)
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
         where = torch.cat([positions, positions.gather(1, anchors) + depth], 1)
-        wanted = labels.gather(1, of)
-        wanted[:, length:].masked_fill_(~real, IGNORE)
+        row_labels = labels.gather(1, of)
+        row_labels[:, length:].masked_fill_(~real, IGNORE)
         rows = torch.arange(count, device=device)[:, None]
-        return DraftRows(ids, where, seen, wanted, lambda values: values[rows, of])
+        return DraftRows(ids, where, seen, row_labels, lambda values: values[rows, of])
 
 
 class DraftStudent(nn.Module):
@@ -122,7 +122,7 @@ class DraftStudent(nn.Module):
         self.step = step
 
     @property
-    def each(self) -> float:
+    def predictions(self) -> float:
         """The predictions of a supervised token, by which the loss is divided."""
         return self.parallel.predictions if self.parallel is not None and self.training else 1.0
 

@@ -73,8 +73,8 @@ def with_states(
         there = from_main(state, lambda: _open(folder, identity, size, blocks))
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
-            done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
-            _fill(states, done, rows, load(), state)
+            written = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
+            _fill(states, written, rows, load(), state)
             state.wait_for_everyone()
             from_main(state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
     return RowsWithStates(rows, states)
@@ -101,20 +101,20 @@ class RowsInTurn:
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         row = self.rows[index]
-        if self._kept is None:
+        if self._stored is None:
             return row
-        states, done = self._kept
-        if not done[index]:
+        states, written = self._stored
+        if not written[index]:
             states[index] = self.states_of(default_collate([row]))[0]
-            done[index] = 1
+            written[index] = 1
         return {**row, "states": states[index]}
 
     @cached_property
-    def _kept(self) -> tuple[Tensor, Tensor] | None:
+    def _stored(self) -> tuple[Tensor, Tensor] | None:
         """The states of all rows, and which are there, uint8 [rows]."""
-        shape, kept = (len(self.rows), *self.item), require_writable(self.folder) / STATES_FILE
+        shape, file = (len(self.rows), *self.item), require_writable(self.folder) / STATES_FILE
         size = math.prod(shape) * self.dtype.itemsize
-        there = kept.stat().st_size if kept.exists() else 0
+        there = file.stat().st_size if file.exists() else 0
         if 2 * (size - there) > shutil.disk_usage(self.folder).free:
             return None
         try:
@@ -122,7 +122,7 @@ class RowsInTurn:
         except UserError as error:
             warn(f"{error}; the target runs along")
             return None
-        states = torch.from_file(str(kept), True, math.prod(shape), dtype=self.dtype).view(shape)
+        states = torch.from_file(str(file), True, math.prod(shape), dtype=self.dtype).view(shape)
         return states, torch.from_file(str(self.folder / DONE_FILE), True, len(self.rows), dtype=torch.uint8)
 
 
@@ -132,18 +132,16 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     The space is reserved: writing to a mapped file on a full disk, or beyond a quota, kills the process. Raises
     `UserError` if other states are there, and if there is too little space.
     """
-    made_from, done, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
+    made_from, written, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
     record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
-    other = differences(record, identity)
-    if record and other and not done.exists():
-        wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in other]
-        raise UserError(
-            f"features={folder}: holds what was made with other settings: {listed(wrong)}; give another folder"
-        )
-    if not other and states.exists() and states.stat().st_size == size:
-        if not done.exists():
+    changes = differences(record, identity)
+    if record and changes and not written.exists():
+        wrong = listed([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
+        raise UserError(f"features={folder}: holds what was made with other settings: {wrong}; give another folder")
+    if not changes and states.exists() and states.stat().st_size == size:
+        if not written.exists():
             return True
-        there = int(torch.from_file(str(done), False, blocks, dtype=torch.uint8).sum())
+        there = int(torch.from_file(str(written), False, blocks, dtype=torch.uint8).sum())
         print(f"features={folder} goes_on_after={there} of {blocks} blocks", flush=True)
         return False
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
@@ -152,7 +150,7 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     try:
         if free < size:
             raise OSError("too few")
-        done.write_bytes(bytes(blocks))
+        written.write_bytes(bytes(blocks))
         write_json(made_from, identity)
         with states.open("wb") as file:
             if hasattr(os, "posix_fallocate"):  # macOS has none
@@ -167,12 +165,12 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
 
 
 def _fill(
-    states: Tensor, done: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
+    states: Tensor, written: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
 ) -> None:
-    """Compute this process's share of the blocks, except those that are `done`, uint8 [blocks]."""
+    """Compute this process's share of the blocks, except those that are `written`, uint8 [blocks]."""
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
-    missing = [begin for begin in shares if not done[begin // ROWS_AT_ONCE]]
+    missing = [begin for begin in shares if not written[begin // ROWS_AT_ONCE]]
     for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         states[chosen.start : chosen.stop] = states_of(default_collate([rows[index] for index in chosen])).cpu()
-        done[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed
+        written[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed

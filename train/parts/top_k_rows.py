@@ -33,9 +33,7 @@ class TopKRows:
     top_logprobs float32 [T, k], tail float32 [T]. Only tokens with these have labels. `key` identifies the content.
     """
 
-    def __init__(
-        self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None
-    ) -> None:
+    def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None):
         self.seq_len = seq_len
         documents = [document for document, _, _ in examples]
         self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
@@ -45,8 +43,8 @@ class TopKRows:
         self._logprobs = torch.zeros(len(self._tokens), width, dtype=torch.float16)
         self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
         starts = np.cumsum([0, *(len(document.ids) for document in documents)])
-        for start, (_, places, top) in zip(starts, examples, strict=False):
-            at = torch.from_numpy(start + places - 1)  # the position that predicts the token
+        for start, (_, positions, top) in zip(starts, examples, strict=False):
+            at = torch.from_numpy(start + positions - 1)  # the position that predicts the token
             self._labels[at], self._ids[at] = top.tokens.int(), top.ids.int()
             self._logprobs[at], self._tail[at] = top.logprobs.half(), top.tail.half()
         # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
@@ -65,23 +63,22 @@ class TopKRows:
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         segments = self._rows[index]
-        places = torch.from_numpy(np.concatenate(segments))
-        padding = self.seq_len - len(places)
+        offsets = torch.from_numpy(np.concatenate(segments))
+        padding = self.seq_len - len(offsets)
         lengths = [*(len(segment) for segment in segments), padding]
         numbers = [*range(len(segments)), -1]
 
         def padded(values: Tensor, fill: int = 0) -> Tensor:
-            empty = values.new_full((padding, *values.shape[1:]), fill)
-            return torch.cat([values, empty])
+            return torch.cat([values, values.new_full((padding, *values.shape[1:]), fill)])
 
         return {
-            "input_ids": padded(self._tokens[places].long()),
-            "labels": padded(self._labels[places].long(), IGNORE),
+            "input_ids": padded(self._tokens[offsets].long()),
+            "labels": padded(self._labels[offsets].long(), IGNORE),
             "positions": torch.cat([torch.arange(length) for length in lengths]),
             "documents": torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)),
-            "top_ids": padded(self._ids[places].long()),
-            "top_logprobs": padded(self._logprobs[places].float()),
-            "tail": padded(self._tail[places].float()),
+            "top_ids": padded(self._ids[offsets].long()),
+            "top_logprobs": padded(self._logprobs[offsets].float()),
+            "tail": padded(self._tail[offsets].float()),
         }
 
 
@@ -101,14 +98,14 @@ def load_top_k_rows(
     tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     counts = records.Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
     examples = list(_examples(config, tokenizer, seq_len, split, counts))
-    found = " ".join(f"{name}={count}" for name, count in counts.items())
+    figures = " ".join(f"{name}={count}" for name, count in counts.items())
     if join_processes().is_main_process:
-        print(f"data top-k split={split} {found}", flush=True)
+        print(f"data top-k split={split} {figures}", flush=True)
         records.warn_of_unused(counts, counts.first)
     if not examples:
         raise UserError(
             f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
-            f"{found}); {counts.first or 'make more of them with outrider generate-responses top_k_logits=K'}"
+            f"{figures}); {counts.first or 'make more of them with outrider generate-responses top_k_logits=K'}"
         )
     widths = {top.ids.shape[1] for _, _, top in examples}
     if len(widths) > 1:
@@ -119,8 +116,7 @@ def load_top_k_rows(
 def _examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: records.Counts
 ) -> Iterator[tuple[Document, np.ndarray, TopK]]:
-    files = resolve_paths(config.path)
-    read = ((response, file) for file in files for response in read_shard(file))
+    read = ((response, file) for file in resolve_paths(config.path) for response in read_shard(file))
     for response, file in islice(read, config.max_records):
         record = _record(response, file, counts)
         if record is None or is_heldout(records.split_key(record), config.heldout_fraction) != (split == "heldout"):
@@ -129,18 +125,18 @@ def _examples(
         if response.top is None:
             counts["without_top_k"] += 1
             continue
-        found = []
+        documents = []
         with counts.refusing("responses"):
             require_rows(response.top.ids.numpy(), tokenizer, f"{file}: {response.record['id']}")
-            found = top_k_documents(response, tokenizer, config.template)
-            counts["retokenised"] += not found
-        for document, places, top in found:
-            kept = (places > 0) & (places < seq_len)
-            if not kept.any():
+            documents = top_k_documents(response, tokenizer, config.template)
+            counts["retokenised"] += not documents
+        for document, positions, top in documents:
+            within = (positions > 0) & (positions < seq_len)
+            if not within.any():
                 counts["unsupervised"] += 1
                 continue
-            cut = top.at(torch.from_numpy(np.flatnonzero(kept)))
-            yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
+            cut = top.at(torch.from_numpy(np.flatnonzero(within)))
+            yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), positions[within], cut
 
 
 def _record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:

@@ -55,7 +55,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
     assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
     students.warn_of_template(config, plugin.trained(config.checkpoint).data, target)
     fingerprint = from_main(state, lambda: target.fingerprint)
-    known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
+    target_record = {"config": fingerprint.config, "tensors": fingerprint.tensors}
     dtype, ends = pick_dtype(config.dtype, target.config, state.device), end_tokens(target)
     model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
@@ -65,7 +65,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
         return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
 
     settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
-    settings |= {"drafter": digest, "target": digest_of(known)[:16], "dtype": str(dtype), "ends": sorted(ends)}
+    settings |= {"drafter": digest, "target": digest_of(target_record)[:16], "dtype": str(dtype), "ends": sorted(ends)}
     texts = students.texts_of(config, target, position_limits({kind.name: model}))
     captured = capture_splits(Path(config.out_dir), settings, texts, load, TimeLimit(config.minutes), state)
     learned, heldout = captured["train"], only_tested(captured["heldout"])
@@ -77,8 +77,8 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
         return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
 
     def save(trained: Trained) -> None:
-        made = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
-        save_head(config, kind, digest, student.cpu().folded(), captured, {**made, "target": known})
+        facts = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
+        save_head(config, kind, digest, student.cpu().folded(), captured, {**facts, "target": target_record})
 
     identity = {**recipe, "labels": digest_of(learned["label"].tolist())[:16]}
     return Training(student, Examples(learned), config.fit, identity, evaluate, save)
@@ -169,7 +169,7 @@ def save_head(
     digest: str,
     head: CalibrationHead,
     captured: Mapping[Split, Batch],
-    made: Mapping[str, object],
+    facts: Mapping[str, object],
 ) -> None:
     """Fit the head's temperatures, write its scores, and store it with its drafter."""
     tempering = temper(head, captured["heldout"], keep=config.odds)
@@ -178,9 +178,9 @@ def save_head(
     write_json(Path(config.out_dir) / "calibration.json", judged)
     write_atomically(Path(config.out_dir) / "reliability.png", plot_reliability(scores))
     folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
-    save_calibration(folder, head, digest, {**made, "heldout": judged})
+    save_calibration(folder, head, digest, {**facts, "heldout": judged})
     for name, row in scores["predictors"].items():
         print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
     errors = f"ece_before={tempering['ece_before']:.4f} ece_after={tempering['ece_after']:.4f}"
     print(f"calibration survival {errors} temperatures={'kept' if tempering['kept'] else 'none'}", flush=True)
-    print(f"saved calibration={folder} examples={made['examples']}", flush=True)
+    print(f"saved calibration={folder} examples={facts['examples']}", flush=True)

@@ -75,8 +75,8 @@ def prepare(
     def build() -> Eagle3Student:
         stack = target.stack(dtype=dtype, device=state.device)
         if stored is None:
-            own = None if tokens is None else tokens.to(state.device)
-            head = heads.new_head(reading, stack, own, Streams(config.fit.seed).number("weights", bits=63))
+            draft_tokens = None if tokens is None else tokens.to(state.device)
+            head = heads.new_head(reading, stack, draft_tokens, Streams(config.fit.seed).number("weights", bits=63))
         else:
             head = stored.load(torch.float32, state.device)
         return Eagle3Student(stack, head, config)
@@ -88,8 +88,8 @@ def prepare(
         taught = with_states(rows, lambda: build().states_of, item, config.features, dtype, made_by, state)
     student = build()
     sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
-    whole = state.num_processes == 1 and not sharded  # one process that has all parameters of the target
-    if config.features == "auto" and whole and config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows):
+    alone = state.num_processes == 1 and not sharded  # one process that has all parameters of the target
+    if config.features == "auto" and alone and config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows):
         taught = RowsInTurn(rows, student.states_of, item, Path(config.out_dir) / FEATURES, dtype, made_by)
     trained, frozen = parameters_of(student)
     say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
@@ -124,13 +124,13 @@ class Eagle3Student(HeadOnTarget):
 
         states: the output of `states` for them; None: the target runs.
         """
-        known = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
-        own = self.head.draft_tokens if self.objective == "cross_entropy" else None
-        wanted = predictions(places(labels, own, self.head.reading.vocabulary), documents, self.steps)
+        states = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
+        tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
+        due = predictions(places(labels, tokens, self.head.reading.vocabulary), documents, self.steps)
         if self.keep < 1:
-            wanted &= kept_depths(self.keep, self.steps, self.seed, self.step, input_ids)
-        guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), wanted)
-        return {"loss_sum": self.loss(guesses, known[:, :, -1], labels, self.counts[guesses.steps])}
+            due &= kept_depths(self.keep, self.steps, self.seed, self.step, input_ids)
+        guesses = self.guesses(input_ids, positions, documents, states[:, :, :-1].flatten(2), due)
+        return {"loss_sum": self.loss(guesses, states[:, :, -1], labels, self.counts[guesses.steps])}
 
     def loss(self, guesses: Guesses, target: Tensor, labels: Tensor, shares: Tensor | None) -> Tensor:
         """The loss summed over n predictions, weighted by `shares` [n].
@@ -140,12 +140,12 @@ class Eagle3Student(HeadOnTarget):
         head = self.head
         rows, weight = head.normed(guesses.hidden), head.lm_head.weight
         if self.objective == "cross_entropy":
-            wanted = places(labels.flatten()[guesses.labels], head.draft_tokens, head.reading.vocabulary)
-            return linear_cross_entropy(rows, weight, wanted, shares=shares)
-        kept, owners = guesses.labels.unique_consecutive(return_inverse=True)
-        taught, given = head_product(self.stack.head, target.flatten(0, 1)[kept]), {"owners": owners, "shares": shares}
-        rule, tokens = self.stack.spec.logits, head.draft_tokens
-        return linear_divergence(rows, weight, *taught, None, self.objective, target_rule=rule, tokens=tokens, **given)
+            classes = places(labels.flatten()[guesses.labels], head.draft_tokens, head.reading.vocabulary)
+            return linear_cross_entropy(rows, weight, classes, shares=shares)
+        positions, owners = guesses.labels.unique_consecutive(return_inverse=True)
+        sides = (rows, weight, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
+        rule, tokens, weights = self.stack.spec.logits, head.draft_tokens, {"owners": owners, "shares": shares}
+        return linear_divergence(*sides, None, self.objective, target_rule=rule, tokens=tokens, **weights)
 
 
 def evaluation_of(
@@ -161,8 +161,7 @@ def evaluation_of(
         head = copy.deepcopy(student.head).to(student.stack.dtype).requires_grad_(False)
         if not head.reading.own_embedding:
             head.use_embedding(student.stack.embed_tokens.weight)
-        found = judge_steps(student, batches, steps)
-        return found | decoding(student.stack, Eagle3Source(head)) | norms(student, step)
+        return judge_steps(student, batches, steps) | decoding(student.stack, Eagle3Source(head)) | norms(student, step)
 
     return evaluate
 

@@ -87,14 +87,14 @@ def prepare(
     say(f"eesd exit_layer={exit_layer} {read} trained_parameters={trained} frozen_parameters={frozen} "
         f"processes={state.num_processes} objective={config.objective} tau_analytic={accept}")  # fmt: skip
 
-    made = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
-    made |= {} if start is None else {"start": read_meta(start).weights_sha256}
-    known = asdict(fingerprint)
+    recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
+    recipe |= {} if start is None else {"start": read_meta(start).weights_sha256}
+    target_record = asdict(fingerprint)
     if not reads_all:  # the local copy of a target on the Hub may have more files later
-        known.pop("tensors")
+        target_record.pop("tensors")
 
     def save(trained: Trained) -> None:
-        facts = {**made, "fit": asdict(config.fit), "steps": trained.result.steps, "step": trained.step}
+        facts = {**recipe, "fit": asdict(config.fit), "steps": trained.result.steps, "step": trained.step}
         facts |= {"metrics": trained.metrics, "training_seconds": trained.result.seconds}
         dtype = stored_dtype(target.config)
         save_pretrained(Path(config.out_dir), student.drafter, fingerprint, facts, dtype, trained_on)
@@ -104,7 +104,7 @@ def prepare(
         student,
         rows,
         config.fit,
-        identity={**made, "target": known, "trained_on": trained_on},
+        identity={**recipe, "target": target_record, "trained_on": trained_on},
         # before `fit`: DeepSpeed shards every module constructed after its start
         evaluate=evaluation_of(config, target, heldout, student) if state.is_main_process else None,
         save=save,
@@ -125,18 +125,18 @@ class EarlyExitStudent(ExitOnFrozenLayers):
         already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
         rows = self.rows(input_ids, labels, positions, documents)
         hidden, target = self.hidden(input_ids, positions, documents, rows)
-        mine = head_product(self.drafter.output_head, hidden)
+        product = head_product(self.drafter.output_head, hidden)
         rule, tokens, vocabulary = self.drafter.rule, self.drafter.draft_tokens, self.drafter.vocabulary
         if self.objective == "cross_entropy":
-            loss = linear_cross_entropy(*mine, places(rows.labels, tokens, vocabulary), rule=rule)
+            loss = linear_cross_entropy(*product, places(rows.labels, tokens, vocabulary), rule=rule)
         elif target is None:
             ids, logprobs, tail = (rows.of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
-            known = (places(ids, tokens, vocabulary), logprobs, tail)
-            loss = linear_topk_divergence(*mine, *known, rows.labels, self.objective, rule=rule)
+            cached = (places(ids, tokens, vocabulary), logprobs, tail)
+            loss = linear_topk_divergence(*product, *cached, rows.labels, self.objective, rule=rule)
         else:
-            sides = (*mine, *head_product(self.stack.head, rows.of(target)))
+            sides = (*product, *head_product(self.stack.head, rows.of(target)))
             loss = linear_divergence(*sides, rows.labels, self.objective, rule=rule, target_rule=rule, tokens=tokens)
-        return {"loss_sum": loss / self.each}
+        return {"loss_sum": loss / self.predictions}
 
 
 def evaluation_of(
@@ -149,24 +149,24 @@ def evaluation_of(
     how good the exit is, of one pass a token. With `decode_prompts` the whole target is loaded too, for top1_target and
     real decoding.
     """
-    device, whole = student.stack.device, None
+    device, full_target = student.stack.device, None
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
     if decoding.prompts:
         dtype, coded = pick_dtype("auto", target.config, device), device.type == "cpu"
-        whole = target.stack(dtype=dtype, device=device, coded=coded)
-    text = HeldOutText(heldout, config.eval_batch_rows, whole, acceptances=not student.online)
+        full_target = target.stack(dtype=dtype, device=device, coded=coded)
+    text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
     norms = MovedNorms(student, stored_dtype(target.config))
 
     def evaluate(_: EarlyExitStudent, step: int) -> Metrics:
-        found = text.judge(student.drafter.logits_after_norm, student.supervised)
+        metrics = text.judge(student.drafter.logits_after_norm, student.supervised)
         if student.parallel is not None:
-            found.pop("tau_analytic", None)
-        if whole is not None:
+            metrics.pop("tau_analytic", None)
+        if full_target is not None:
             shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
-            drafter = copy.deepcopy(student.drafter, shared).to(whole.dtype).requires_grad_(False)
-            prepare_drafters(whole, {EARLY_EXIT.name: drafter})
-            found |= decoding(whole, source_of(drafter))
-        return found | norms(student, step)
+            drafter = copy.deepcopy(student.drafter, shared).to(full_target.dtype).requires_grad_(False)
+            prepare_drafters(full_target, {EARLY_EXIT.name: drafter})
+            metrics |= decoding(full_target, source_of(drafter))
+        return metrics | norms(student, step)
 
     return evaluate
 
@@ -181,5 +181,5 @@ def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str |
     facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {drafter.vocabulary}"}
     taus = [name for name in TAUS if name in trained.metrics][:1]
     write_drafters_card(config, USE_IN_ONE_PASS if config.parallel else USE, facts, trained, taus)
-    said = f"exit_layer={config.exit_layer} of {layers} step={trained.step} {figures(trained, taus)}"
-    say(f"saved drafter={Path(config.out_dir)} {said}".rstrip())
+    summary = f"exit_layer={config.exit_layer} of {layers} step={trained.step} {figures(trained, taus)}"
+    say(f"saved drafter={Path(config.out_dir)} {summary}".rstrip())

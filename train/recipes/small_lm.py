@@ -54,9 +54,8 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     """
     target = open_target(config.target, config.revision)
     shape = students.drafter_config(config.drafter, target.config, target.tokenizer)
-    train(
-        config, partial(students.small_lm_plan, config, target.config, shape), partial(prepare, config, target, shape)
-    )
+    plan = partial(students.small_lm_plan, config, target.config, shape)
+    train(config, plan, partial(prepare, config, target, shape))
 
 
 def prepare(
@@ -67,22 +66,23 @@ def prepare(
     for whose, model in (("target", target.config), ("drafter", shape)):
         require_context(model, config.seq_len, config.decode_tokens, whose)
     parallel = students.parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
-    own = None if config.drafter.path is None else students.tokens_of_finished(config, target.config)
+    vocabulary = None if config.drafter.path is None else students.tokens_of_finished(config, target.config)
     load = load_top_k_rows if config.teacher == "cached" else load_rows
     rows = load(config.data, target.tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
-    if own is None:
+    if vocabulary is None:
         always = [] if parallel is None else [parallel.mask]
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))
-        own = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
+        vocabulary = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
     stack = None
     if config.online or state.is_main_process:  # other processes do not decode
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
         stack = target.stack(dtype=dtype, device=state.device, coded=not config.online and state.device.type == "cpu")
         if not config.online:  # it only decodes
             prepare_for_decoding(stack, {})
-    lm = students.start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size, parallel)
+    size = target.config.vocab_size
+    lm = students.start_lm(config, shape, target.tokenizer, state.device, vocabulary, size, parallel)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)
     teacher, on_policy = stack if config.online else None, sampled if config.on_policy > 0 else None
     student = SmallLMStudent(lm, config.objective, teacher, on_policy, parallel)
@@ -121,17 +121,17 @@ class SmallLMStudent(students.SmallLMAndTeacher):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
         rows = self.rows(input_ids, labels, positions, documents)
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
-        rule, own = self.stack.spec.logits, self.stack.draft_vocabulary
-        tokens, vocabulary = (None, 0) if own is None else (own.tokens, own.vocabulary)
+        rule, draft_vocabulary = self.stack.spec.logits, self.stack.draft_vocabulary
+        tokens, size = (None, 0) if draft_vocabulary is None else (draft_vocabulary.tokens, draft_vocabulary.vocabulary)
         if self.objective == "cross_entropy":
-            loss = linear_cross_entropy(*self.product(hidden), places(rows.labels, tokens, vocabulary), rule=rule)
+            loss = linear_cross_entropy(*self.product(hidden), places(rows.labels, tokens, size), rule=rule)
         elif self.teacher is None:
             ids, logprobs, tail = (rows.of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
-            known = (places(ids, tokens, vocabulary), logprobs, tail)
-            loss = linear_topk_divergence(*self.product(hidden), *known, rows.labels, self.objective, rule=rule)
+            cached = (places(ids, tokens, size), logprobs, tail)
+            loss = linear_topk_divergence(*self.product(hidden), *cached, rows.labels, self.objective, rule=rule)
         else:
             loss = self.divergence(hidden, rows.of(self.teach(input_ids, positions, documents)), rows.labels)
-        return {"loss_sum": loss / self.each}
+        return {"loss_sum": loss / self.predictions}
 
     def _on_own_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         """The divergence on sampled continuations: each row's mean times the number of supervised tokens of its text.
@@ -141,14 +141,14 @@ class SmallLMStudent(students.SmallLMAndTeacher):
         assert self.on_policy is not None
         assert self.teacher is not None
         vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
-        given = (input_ids, labels, positions)
-        ids, own, where, documents = self.on_policy.continued(students.plain(self.lm), self.step, *given, vocabulary)
-        rows = self.rows(ids, own, where, documents)
+        text, lm = (input_ids, labels, positions), students.plain(self.lm)
+        ids, new_labels, where, documents = self.on_policy.continued(lm, self.step, *text, vocabulary)
+        rows = self.rows(ids, new_labels, where, documents)
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
         taught = rows.of(self.teach(ids, where, documents))
-        weights = (labels != IGNORE).sum(1) / (own != IGNORE).sum(1)
+        weights = (labels != IGNORE).sum(1) / (new_labels != IGNORE).sum(1)
         losses = [self.divergence(*row) for row in zip(hidden, taught, rows.labels, strict=True)]
-        return (torch.stack(losses) * weights).sum() / self.each
+        return (torch.stack(losses) * weights).sum() / self.predictions
 
 
 def evaluation_of(
@@ -165,10 +165,10 @@ def evaluation_of(
 
     def evaluate(student: SmallLMStudent, step: int) -> Metrics:
         drafter = layer_stack(student.merged(stack.dtype))
-        found = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
+        judged = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
         analytic = () if student.parallel else ("tau_analytic",)  # it is of one pass a token
-        known = {name: found[name] for name in ("top1_target", *analytic) if name in found}
-        return known | decoding(stack, source_of(drafter)) | norms(student, step)
+        metrics = {name: judged[name] for name in ("top1_target", *analytic) if name in judged}
+        return metrics | decoding(stack, source_of(drafter)) | norms(student, step)
 
     return evaluate
 
@@ -177,11 +177,11 @@ def save(
     config: FinetuneConfig, target: OpenTarget, student: SmallLMStudent, identity: dict[str, object], trained: Trained
 ) -> None:
     """Write the drafter, its card and, last, the record of its training."""
-    drafter, own = student.merged(stored_dtype(target.config)), student.stack.draft_vocabulary
+    drafter, subset = student.merged(stored_dtype(target.config)), student.stack.draft_vocabulary
     drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
     export(drafter, target.tokenizer, Path(config.out_dir))
     facts: dict[str, object] = {"objective": config.objective}
     facts |= {"tokens a pass": config.parallel} if config.parallel else {}
-    facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}
-    use = use_of(config.parallel) if own is None else USE_OF_SOME
+    facts |= {} if subset is None else {"tokens": f"{len(subset.tokens)} of the target's {subset.vocabulary}"}
+    use = use_of(config.parallel) if subset is None else USE_OF_SOME
     write_records(TRAINING_FILE, config, identity, trained, use, facts, trained.metrics)

@@ -89,7 +89,8 @@ def prepare(config: ToyTargetConfig, began: float, _: PartialState) -> Training[
         export(student.lm, tokenizer, out_dir)
         write_name(out_dir, f"toy-{parameters / 1e6:.0f}M")
         write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.deciding()})
-        print(describe(trained, parameters, seconds, out_dir))
+        print(f"toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "
+              f"{parameters / 1e6:.1f} M parameters, {trained.step} steps, {seconds:.0f} s → {out_dir}")  # fmt: skip
 
     identity = config.deciding() | {"data_key": rows.key}
     return Training(student, rows, config.fit, identity, evaluate, save, TOY_REPORT, minutes=config.minutes)
@@ -106,22 +107,14 @@ def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows:
     """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
-    mine = range(process.process_index, len(rows), process.num_processes)
-    for start in counted(range(0, len(mine), batch_rows), "judging held-out text", "batches"):
-        batch = default_collate([rows[index] for index in mine[start : start + batch_rows]])
+    share = range(process.process_index, len(rows), process.num_processes)
+    for start in counted(range(0, len(share), batch_rows), "judging held-out text", "batches"):
+        batch = default_collate([rows[index] for index in share[start : start + batch_rows]])
         labels = batch["labels"]
         loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
         sums += torch.stack([loss.cpu().double(), sizes[labels[labels != IGNORE]].sum().double()])
     nats, size = reduce(sums.to(process.device), "sum").tolist()
     return nats / size / math.log(2)
-
-
-def describe(trained: Trained, parameters: int, seconds: float, out_dir: Path) -> str:
-    """The result of the training, for the screen."""
-    return (
-        f"toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "
-        f"{parameters / 1e6:.1f} M parameters, {trained.step} steps, {seconds:.0f} s → {out_dir}"
-    )
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -161,9 +154,8 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
                     matrix.normal_(0, 0.6 / math.sqrt(matrix.shape[1]))  # a matrix learns at its own scale
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
-    lm.generation_config = GenerationConfig(
-        do_sample=False, no_repeat_ngram_size=NO_REPEAT, **special_tokens(tokenizer)
-    )
+    special = special_tokens(tokenizer)
+    lm.generation_config = GenerationConfig(do_sample=False, no_repeat_ngram_size=NO_REPEAT, **special)
     return lm
 
 

@@ -189,8 +189,7 @@ class DrafterConfig(Settings):
         shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
         sizes = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
-            alone = not sizes and not self.tied
-            self.require("path", alone, "no shape beside it; drafter=pretrained leaves it out")
+            self.require("path", not sizes and not self.tied, "no shape beside it; drafter=pretrained leaves it out")
             return
         self.require("revision", self.revision is None, "a path it belongs to")
         for key, value in shape.items():
@@ -231,10 +230,10 @@ class FinetuneConfig(TaughtTraining):
         self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
         steady = on_text or self.minutes is None
         self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
-        whole = not (self.parallel and self.lora_rank)
-        self.require("lora_rank", whole, "0 with parallel: adapters do not train the mask token's embedding")
-        known = self.lora_alpha is None or self.lora_rank > 0
-        self.require("lora_alpha", known, "null, or a positive number with a lora_rank")
+        compatible = not (self.parallel and self.lora_rank)
+        self.require("lora_rank", compatible, "0 with parallel: adapters do not train the mask token's embedding")
+        applies = self.lora_alpha is None or self.lora_rank > 0
+        self.require("lora_alpha", applies, "null, or a positive number with a lora_rank")
         adapted = self.lora_rank == 0 or self.drafter.path is not None
         finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
         self.require("lora_rank", adapted, finished)

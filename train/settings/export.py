@@ -32,5 +32,5 @@ class ExportConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.dtype not in _UNKNOWN.get(self.engine, ())
-        self.require("dtype", known, f"another one, which engine={self.engine} has")
+        supported = self.dtype not in _UNKNOWN.get(self.engine, ())
+        self.require("dtype", supported, f"another one, which engine={self.engine} has")

@@ -47,8 +47,7 @@ class FitConfig(Settings):
         self.require("steps", (self.steps is None) != (self.epochs is None), expected)
         micro, rows = self.micro_batch_rows, self.batch_rows
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
-        short = self.steps is None or self.warmup <= self.steps
-        self.require("warmup", short, f"at most steps ({self.steps})")
+        self.require("warmup", self.steps is None or self.warmup <= self.steps, f"at most steps ({self.steps})")
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over `rows` rows."""
@@ -78,7 +77,7 @@ class FitConfig(Settings):
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        left = 1.0 - (step - warmup) / max(1, total - warmup)
+        fraction = 1.0 - (step - warmup) / max(1, total - warmup)
         if self.schedule == "constant":
             return 1.0
-        return left if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+        return fraction if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * fraction))

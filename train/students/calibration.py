@@ -34,20 +34,19 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
     """The kind of drafter in `config.checkpoint`. Raises `UserError` if a calibration head cannot read that kind."""
     kind = kind_in(config.checkpoint)
     if kind is None or kind.calibration is None:
-        known = ", ".join(f"{one.name} ({one.file})" for one in KINDS.values() if one.calibration is not None)
-        found = "no drafter there" if kind is None else f"{kind.name} has no hidden states that a head could read"
+        expected = ", ".join(f"{spec.name} ({spec.file})" for spec in KINDS.values() if spec.calibration is not None)
+        problem = "no drafter there" if kind is None else f"{kind.name} has no hidden states that a head could read"
         raise UserError(
-            f"checkpoint={config.checkpoint}: {found}; expected the directory of one of {known}. Fetch one that is on "
-            "the Hub: hf download NAME --local-dir FOLDER"
+            f"checkpoint={config.checkpoint}: {problem}; expected the directory of one of {expected}. Fetch one that "
+            "is on the Hub: hf download NAME --local-dir FOLDER"
         )
     if kind != EAGLE3 and config.reading.stated():
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
     if kind == EAGLE3 and config.answers == "recorded":
         raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
     if kind != EARLY_EXIT and config.target is None:
-        raise UserError(
-            f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
-        )
+        drafter = f"the {kind.name} in checkpoint={config.checkpoint}"
+        raise UserError(f"target=null: expected the model that {drafter} is for")
     return kind
 
 
@@ -58,13 +57,13 @@ def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
     A share other than the default is kept, with a warning.
     """
     data = kind.load_plugin().reading(config.reading).trained(config.checkpoint).data or {}
-    recorded, given = data.get("heldout_fraction"), config.data.heldout_fraction
-    if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == given:
+    recorded, fraction = data.get("heldout_fraction"), config.data.heldout_fraction
+    if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == fraction:
         return config
-    kept = given != DataConfig.heldout_fraction
-    said = f"data.heldout_fraction={recorded:g} in the training of {config.checkpoint}"
-    (warn if kept else say)(f"{said}, {given:g} here" if kept else f"{said}, taken over")
-    return config if kept else replace(config, data=replace(config.data, heldout_fraction=recorded))
+    is_explicit = fraction != DataConfig.heldout_fraction
+    message = f"data.heldout_fraction={recorded:g} in the training of {config.checkpoint}"
+    (warn if is_explicit else say)(f"{message}, {fraction:g} here" if is_explicit else f"{message}, taken over")
+    return config if is_explicit else replace(config, data=replace(config.data, heldout_fraction=recorded))
 
 
 def layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
@@ -85,9 +84,9 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
 def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:
     """Warn if conversations are rendered by another template here than in the training of the drafter."""
     learned = templates_of(trained_on, target.tokenizer)
-    if learned and (other := templates_of(config.data.deciding(), target.tokenizer) - learned):
-        told = " and ".join(sorted(learned))
-        warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
+    if learned and (templates := templates_of(config.data.deciding(), target.tokenizer) - learned):
+        names = " and ".join(sorted(learned))
+        warn(f"data.template={' and '.join(sorted(templates))}: the drafter in {config.checkpoint} learned by {names}")
 
 
 def texts_of(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> dict[Split, list[Text]]:
@@ -98,10 +97,10 @@ def texts_of(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int])
     if longest < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
-    found, recorded = dict[Split, list[Text]](), config.answers == "recorded"
+    by_split, recorded = dict[Split, list[Text]](), config.answers == "recorded"
     for split, count in counts.items():
-        given = config.data, target.tokenizer, config.seq_len
-        rows = (load_top_k_rows if recorded else load_rows)(*given, split, max_rows=count)
+        load = load_top_k_rows if recorded else load_rows
+        rows = load(config.data, target.tokenizer, config.seq_len, split, max_rows=count)
         if recorded:
             texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
@@ -112,8 +111,8 @@ def texts_of(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int])
             raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
         if len(texts) < count:
             say(f"calibrate split={split}: {len(texts)} texts, not {count}: there are no more")
-        found[split] = texts
-    return found
+        by_split[split] = texts
+    return by_split
 
 
 def load_decoder(
@@ -126,9 +125,9 @@ def load_decoder(
         sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
         return partial(replay, session=partial(RecordedSession, **sizes, device=device))
     if layers is None:
-        whole = load_stack(target, None, dtype, device, by_layers=kind.layers)
-        prepare_drafters(whole, {kind.name: model})
-        return partial(speculative, whole)
+        stack = load_stack(target, None, dtype, device, by_layers=kind.layers)
+        prepare_drafters(stack, {kind.name: model})
+        return partial(speculative, stack)
     first = target.stack(range(layers), dtype=dtype, device=device, coded=device.type == "cpu")
     prepare_drafters(first, {kind.name: model})
     return partial(replay, session=partial(FirstLayersSession, first))
@@ -138,8 +137,8 @@ def capture_plan(config: CalibrateConfig, kind: Kind) -> Plan:
     """The memory of each device while the head's training data is captured."""
     target, device = find_target(config, kind).config, planned_device()
     positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
-    place = Place.of(config.dtype, target, positions, device)
+    storage = Place.of(config.dtype, target, positions, device)
     plugin = kind.load_plugin().reading(config.reading)
-    held = target_memory(target, place, layers_read(config, kind))
-    held += drafter_memory(kind, plugin, config.checkpoint, target, place)
+    held = target_memory(target, storage, layers_read(config, kind))
+    held += drafter_memory(kind, plugin, config.checkpoint, target, storage)
     return Plan(held, {"positions": positions, "dtype": dtype_of(config.dtype, target, device)})

@@ -29,6 +29,9 @@ from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
 from outrider.train.parts.heldout import WATCHED_DRAFT
 from outrider.train.settings.drafters import Eagle3Config
 
+NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
+BATCH = ("input_ids", "labels", "positions", "documents")
+
 
 def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:
     """The reading of the head to train. Raises `UserError` if it cannot be trained with it, or not be written."""
@@ -54,12 +57,12 @@ class SomeQueries(Band):
     last: Tensor
 
     @classmethod
-    def of(cls, band: Band, documents: Tensor, places: Tensor) -> Self:
-        """Those at `places` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
-        first, (parts,) = band.first.gather(1, places), packed_band(documents.gather(1, places)).blocks
-        lows, highs = first.amin(0).tolist(), places.amax(0).tolist()
+    def of(cls, band: Band, documents: Tensor, positions: Tensor) -> Self:
+        """Those at `positions` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
+        first, (parts,) = band.first.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
+        lows, highs = first.amin(0).tolist(), positions.amax(0).tolist()
         blocks = [(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, _ in parts]
-        return cls(first, (tuple(blocks),), last=places)
+        return cls(first, (tuple(blocks),), last=positions)
 
     def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
         keys = torch.arange(start, more[0], device=self.last.device)
@@ -93,8 +96,8 @@ class HeadOnTarget(nn.Module):
         self.objective, self.steps, self.keep = config.objective, config.draft_steps, config.keep
         self.seed, self.step = config.fit.seed, 0
         counts = torch.tensor([config.step_decay**step for step in range(self.steps)], device=stack.device)
-        kept = self.keep ** torch.arange(self.steps, device=stack.device)
-        self.register_buffer("counts", counts / counts.sum() / kept, persistent=False)
+        shares = self.keep ** torch.arange(self.steps, device=stack.device)
+        self.register_buffer("counts", counts / counts.sum() / shares, persistent=False)
         head.lm_head.requires_grad_(config.train_head)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)
@@ -107,29 +110,28 @@ class HeadOnTarget(nn.Module):
     @torch.no_grad()
     def states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
         """The target's k aux hidden states and, last, its states after the final norm: [B, T, k + 1, H_t]."""
-        stack = self.stack
+        stack, taps = self.stack, self.head.reading.taps
         with torch.autocast(input_ids.device.type, enabled=False):
             stack.reserve(positions.shape[1])
-            given = (stack.rotary(positions), stack.packed_masks(documents), self.head.reading.taps)
-            hidden, aux = stack.run_with_aux(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
+            hidden, rotary = stack.embed(input_ids, positions), stack.rotary(positions)
+            hidden, aux = stack.run_with_aux(hidden, 0, len(stack.layers), rotary, stack.packed_masks(documents), taps)
             return torch.stack([*aux, stack.norm(hidden)], 2)
 
     def states_of(self, batch: Batch) -> Tensor:
         """`states` of a batch on any device."""
-        given = {name: batch[name].to(self.stack.device) for name in ("input_ids", "positions", "documents")}
-        return self.states(**given)
+        return self.states(*(batch[name].to(self.stack.device) for name in ("input_ids", "positions", "documents")))
 
-    def guesses(self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, wanted: Tensor) -> Guesses:
-        """The head's predictions that are `wanted`, bool [B, T, steps] (see `predictions`), of packed rows [B, T].
+    def guesses(self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, due: Tensor) -> Guesses:
+        """The head's predictions where `due`, bool [B, T, steps] (see `predictions`), of packed rows [B, T].
 
         aux [B, T, k · H_t]: the target's aux hidden states. Step 0 runs at all positions, to which later steps attend,
-        and a later one where it or one after it is wanted.
+        and a later one where it or one after it is due.
         """
-        head, (count, length, steps) = self.head, wanted.shape
+        head, (count, length, steps) = self.head, due.shape
         head.reserve(length + steps)
         if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
             documents = (documents + (length + 1) * torch.arange(count)[:, None]).view(1, -1)
-        band, needed = packed_band(documents), (wanted.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)
+        band, needed = packed_band(documents), (due.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)
         mask, where = band, torch.arange(len(needed), device=needed.device).view_as(documents)
         # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
         embedding = F.embedding(input_ids, (head.embed_tokens or self.stack.embed_tokens).weight).float()
@@ -144,11 +146,11 @@ class HeadOnTarget(nn.Module):
             if self.recomputed and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             features, embedding = run(embedding, features), embedding[:, :0]
-            there = wanted.flatten(0, 1)[where, step]
+            there = due.flatten(0, 1)[where, step]
             chosen.append(there.flatten().nonzero()[:, 0] + sum(map(len, outputs)))
             labels.append(where[there] + 1 + step)
             outputs.append(features.flatten(0, 1))
-        at = torch.cat([torch.full_like(some, step) for step, some in enumerate(labels)])
+        at = torch.cat([torch.full_like(part, step) for step, part in enumerate(labels)])
         label, order = torch.cat(labels).sort(stable=True)
         return Guesses(F.embedding(torch.cat(chosen)[order], torch.cat(outputs)), label, at[order])
 
@@ -172,24 +174,21 @@ class HeadOnTarget(nn.Module):
         where there is no prediction.
         """
         input_ids, labels, positions, documents = (batch[name].to(self.stack.device) for name in BATCH)
-        known = self.states(input_ids, positions, documents)
-        wanted = predictions(labels, documents, steps)
-        guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), wanted)
-        kept, owners = guesses.labels.unique_consecutive(return_inverse=True)
-        target, logits = known[:, :, -1].flatten(0, 1)[kept], self.stack.logits_after_norm
-        said, accepted = judge(self.head.logits, guesses.hidden, acceptance_by_target(logits, target[owners]))
+        states = self.states(input_ids, positions, documents)
+        due = predictions(labels, documents, steps)
+        guesses = self.guesses(input_ids, positions, documents, states[:, :, :-1].flatten(2), due)
+        flat, owners = guesses.labels.unique_consecutive(return_inverse=True)
+        target, logits = states[:, :, -1].flatten(0, 1)[flat], self.stack.logits_after_norm
+        choices, accepted = judge(self.head.logits, guesses.hidden, acceptance_by_target(logits, target[owners]))
         assert accepted is not None
-        by_place = accepted.new_full((labels.numel(), steps), torch.nan)
-        by_place[guesses.labels, guesses.steps] = accepted
-        right, sums = said == judge(logits, target, None)[0][owners], list[Tensor]()
+        by_label = accepted.new_full((labels.numel(), steps), torch.nan)
+        by_label[guesses.labels, guesses.steps] = accepted
+        right, sums = choices == judge(logits, target, None)[0][owners], list[Tensor]()
         for step in range(steps):
-            now = guesses.steps == step
-            loss = self.loss(Guesses(*(values[now] for values in guesses)), known[:, :, -1], labels, None)
-            sums.append(torch.stack([now.sum(), loss.double(), (right & now).sum()]))
-        return torch.stack(sums).cpu(), by_place.unflatten(0, labels.shape)
-
-
-NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
+            in_step = guesses.steps == step
+            loss = self.loss(Guesses(*(values[in_step] for values in guesses)), states[:, :, -1], labels, None)
+            sums.append(torch.stack([in_step.sum(), loss.double(), (right & in_step).sum()]))
+        return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
 
 
 def predictions(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
@@ -211,21 +210,18 @@ def picked(needed: Tensor) -> Tensor | None:
     return begun + needed.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
-BATCH = ("input_ids", "labels", "positions", "documents")
-
-
 def judge_steps(student: HeadOnTarget, batches: Sequence[Batch], steps: int) -> Metrics:
     """The metrics of `student` on `batches` of rows, for a recipe's evaluation.
 
     loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
     token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
     """
-    found = [student.judged(batch, steps) for batch in counted(batches, "judging held-out text", "batches")]
+    judged = [student.judged(batch, steps) for batch in counted(batches, "judging held-out text", "batches")]
     metrics = Metrics()
-    for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in found]).sum(0).tolist(), 1):
+    for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in judged]).sum(0).tolist(), 1):
         if count:
             metrics |= {f"loss_{i}": loss / count, f"agree_{i}": right / count}
-    rounds = torch.cat([tau_of_rounds(drafts_of(accepted)) for _, accepted in found])
+    rounds = torch.cat([tau_of_rounds(drafts_of(accepted)) for _, accepted in judged])
     return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
 
 
@@ -236,8 +232,7 @@ def drafts_of(accepted: Tensor) -> Tensor:
     label of position t + 1 + i.
     """
     count = max(0, accepted.shape[1] - WATCHED_DRAFT)
-    by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
-    return torch.stack(by_step, -1)
+    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)], -1)
 
 
 def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:

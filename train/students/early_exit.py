@@ -102,22 +102,22 @@ class ExitOnFrozenLayers(DraftStudent):
             embedded = self.drafter.embed(self.stack, ids, where)
             trunk = self.stack.run(embedded, 0, exit_layer, Rotary(where, tables), seen)
             if self.online:
-                own = Rotary(positions, tuple((cos[:, :length], sin[:, :length]) for cos, sin in tables))
+                text_rotary = Rotary(positions, tuple((cos[:, :length], sin[:, :length]) for cos, sin in tables))
                 target = trunk[:, :length].detach()
-                target = self.stack.norm(self.stack.run(target, exit_layer, len(self.stack.layers), own, text))
+                target = self.stack.norm(self.stack.run(target, exit_layer, len(self.stack.layers), text_rotary, text))
         hidden = self.drafter.run(trunk.float(), seen[self.drafter.window], rotary)
         return self.drafter.norm(hidden), target
 
     def supervised(self, batch: Batch) -> tuple[Tensor, AcceptanceOf | None]:
         """The exit's states [n, d] after its norm at the supervised positions of a batch of rows, and the distributions
         there of the target in this module, or by its top-k; None: neither is known."""
-        given = {name: value.to(self.stack.device) for name, value in batch.items()}
-        hidden, target = self.hidden(given["input_ids"], given["positions"], given["documents"])
-        keep, accept = given["labels"] != IGNORE, None
+        moved = {name: value.to(self.stack.device) for name, value in batch.items()}
+        hidden, target = self.hidden(moved["input_ids"], moved["positions"], moved["documents"])
+        keep, accept = moved["labels"] != IGNORE, None
         if target is not None:
             accept = acceptance_by_target(self.stack.logits_after_norm, target[keep])
-        elif "tail" in given:
-            accept = acceptance_by_top_k(*(given[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
+        elif "tail" in moved:
+            accept = acceptance_by_top_k(*(moved[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
         return hidden[keep].to(self.drafter.output_head.weight.dtype), accept
 
 
@@ -127,12 +127,12 @@ def exit_plan(config: EesdConfig, target: PreTrainedConfig) -> Plan:
     read = target.hidden_size
     if config.parallel:  # gradients run through the frozen layers, see `fit_memory`
         through = student.stack.layers[: config.exit_layer].parameters()
-        read += 3 * sum(sum(one.shape) for one in through if one.ndim == 2) // 4
+        read += 3 * sum(sum(matrix.shape) for matrix in through if matrix.ndim == 2) // 4
     held = fit_memory(config, student, read, target.vocab_size)
     if config.decode_prompts:  # in addition to the student, in the dtype for serving
-        place = Place.of("auto", target, context_limit(target), planned_device())
-        whole = weight_bytes(target, place) + cache_bytes(target, place)
-        held.append(Held("the whole target, to decode with", whole, "decode_prompts=0"))
+        storage = Place.of("auto", target, context_limit(target), planned_device())
+        target_bytes = weight_bytes(target, storage) + cache_bytes(target, storage)
+        held.append(Held("the whole target, to decode with", target_bytes, "decode_prompts=0"))
     facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
     facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / GB:.2f}"}
     return Plan(held, facts | {"trained_parameters": parameters_of(student)[0]})
@@ -144,7 +144,7 @@ def empty_exit(config: EesdConfig, target: PreTrainedConfig) -> tuple[ExitOnFroz
     model = nn.Module.to(empty_layers(target, layers), frozen_dtype(config.frozen_dtype, planned_device()))
     if target.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    stored = {id(one): one.numel() for one in model.state_dict(keep_vars=True).values()}  # tied ones once
+    stored = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}  # tied ones once
     size = config.draft_vocabulary
     tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
     return ExitOnFrozenLayers(model, config, tokens), sum(stored.values())

@@ -54,17 +54,17 @@ def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> Draf
 
     Raises `UserError` if it belongs to another target, or if another one is requested.
     """
-    path, revision = config.drafter.path, config.drafter.revision
+    path, revision, role = config.drafter.path, config.drafter.revision, "drafter.path"
     assert path is not None
-    own = read_draft_vocabulary(path, revision, load_config(path, revision, role="drafter.path"), role="drafter.path")
-    if own is None:
+    subset = read_draft_vocabulary(path, revision, load_config(path, revision, role=role), role=role)
+    if subset is None:
         return None
-    expected = f"null, as drafter.path={path} has its own {len(own.tokens)} tokens"
+    expected = f"null, as drafter.path={path} has its own {len(subset.tokens)} tokens"
     config.require("draft_vocabulary", config.draft_vocabulary is None, expected)
-    if int(own.tokens.max()) >= target.vocab_size:
-        raise UserError(f"drafter.path={path}: its tokens are some of {own.vocabulary}, the target has "
+    if int(subset.tokens.max()) >= target.vocab_size:
+        raise UserError(f"drafter.path={path}: its tokens are some of {subset.vocabulary}, the target has "
                         f"{target.vocab_size}; give the drafter of this target")  # fmt: skip
-    return DraftVocabulary(own.tokens, target.vocab_size)  # which may be padded to another size
+    return DraftVocabulary(subset.tokens, target.vocab_size)  # which may be padded to another size
 
 
 def parallel_of(
@@ -78,10 +78,10 @@ def parallel_of(
     if not config.parallel:
         return None
     used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
-    added = [one for one, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
-    known, beyond = passes_of(drafter)[0], 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-    unused = beyond if beyond < rows else max((one for one in added if one < rows and one not in used), default=rows)
-    mask = unused if known is None else known
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
+    finished_mask, beyond = passes_of(drafter)[0], 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    unused = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
+    mask = unused if finished_mask is None else finished_mask
     config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
     return Parallel(config.parallel, mask, config.fit.seed)
 
@@ -91,11 +91,11 @@ def start_lm(
     shape: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    own: DraftVocabulary | None = None,
+    vocabulary: DraftVocabulary | None = None,
     rows: int | None = None,
     parallel: Parallel | None = None,
 ) -> PreTrainedModel:
-    """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
+    """The drafter before training, float32: a fixed function of config, files and draft `vocabulary` (None: all).
 
     rows: those of the target's embedding, to pad it to (see `fit_rows`); None: leave its size.
     Exactly the parameters to train require a gradient.
@@ -104,26 +104,26 @@ def start_lm(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         if drafter.path is None:
-            made = copy.deepcopy(shape)
-            if own is not None:
-                narrow_config(made, own)
+            lm_config = copy.deepcopy(shape)
+            if vocabulary is not None:
+                narrow_config(lm_config, vocabulary)
             lm = AutoModelForCausalLM.from_config(
-                made, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+                lm_config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
             )
-            special = {} if own is not None else special_tokens(tokenizer)
+            special = {} if vocabulary is not None else special_tokens(tokenizer)
             lm.generation_config = GenerationConfig(do_sample=False, **special)
-            lm.draft_vocabulary = own
+            lm.draft_vocabulary = vocabulary
         else:
             files = open_tensors(drafter.path, drafter.revision)
             layers = range(shape.num_hidden_layers)
             lm = load_proven(files, shape, layers, dtype=torch.float32, role="drafter.path")
-            if own is not None and is_narrowed(shape):
-                narrow_config(lm.config, own)
-                lm.draft_vocabulary = own
+            if vocabulary is not None and is_narrowed(shape):
+                narrow_config(lm.config, vocabulary)
+                lm.draft_vocabulary = vocabulary
             else:
                 fit_rows(lm, rows or shape.vocab_size, special_tokens(tokenizer))
-                if own is not None:
-                    narrow(lm, own)
+                if vocabulary is not None:
+                    narrow(lm, vocabulary)
             lm.requires_grad_(True)
         for name in (MASK_TOKEN, PASS_TOKENS):  # of a finished one, perhaps
             lm.config.__dict__.pop(name, None)
@@ -154,9 +154,7 @@ class SmallLMAndTeacher(DraftStudent):
         parallel: Parallel | None = None,
     ):
         super().__init__()
-        self.lm = lm
-        self.objective = objective
-        self.on_policy, self.parallel = on_policy, parallel
+        self.lm, self.objective, self.on_policy, self.parallel = lm, objective, on_policy, parallel
         vars(self).update(stack=layer_stack(plain(lm), rotary_dtype=torch.float32), teacher=teacher)  # no submodules
 
     def begin_step(self, step: int) -> None:
@@ -179,15 +177,15 @@ class SmallLMAndTeacher(DraftStudent):
     def product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Like `head_product`, without the row for tokens outside the draft vocabulary, which is never proposed."""
         states, weight = head_product(self.stack.head, hidden)
-        own = self.stack.draft_vocabulary
-        return states, weight if own is None else weight[: len(own.tokens)]
+        vocabulary = self.stack.draft_vocabulary
+        return states, weight if vocabulary is None else weight[: len(vocabulary.tokens)]
 
     def divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
         """From the teacher's states `taught` to the student's `hidden` [..., d], summed over supervised positions."""
         assert self.teacher is not None
         sides = (*self.product(hidden), *head_product(self.teacher.head, taught))
-        rule, target_rule, own = self.stack.spec.logits, self.teacher.spec.logits, self.stack.draft_vocabulary
-        tokens = None if own is None else own.tokens
+        rule, target_rule, vocabulary = self.stack.spec.logits, self.teacher.spec.logits, self.stack.draft_vocabulary
+        tokens = None if vocabulary is None else vocabulary.tokens
         return linear_divergence(*sides, labels, self.objective, rule=rule, target_rule=target_rule, tokens=tokens)
 
     @torch.no_grad()
@@ -204,6 +202,6 @@ def plain(lm: PreTrainedModel) -> PreTrainedModel:
 
 def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
     """The memory of training a small LM of config `drafter`, with the target."""
-    place = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
+    storage = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
     fitted = fit_memory(config, empty_model(drafter), 0, target.vocab_size)
-    return Plan(target_memory(target, place) + fitted, {})
+    return Plan(target_memory(target, storage) + fitted, {})
