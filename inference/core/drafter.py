@@ -60,10 +60,10 @@ class Stopwatch:
 
     def begin(self, part: str) -> str:
         """Begin `part`, which ends the running part; returns the name of the ended part."""
-        now, ended = self._clock(), self._part
+        time, ended = self._clock(), self._part
         if ended in self.parts:
-            self.parts[ended] += now - self._since
-        self._since, self._part = now, part
+            self.parts[ended] += time - self._since
+        self._since, self._part = time, part
         return ended
 
 

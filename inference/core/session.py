@@ -36,7 +36,7 @@ class View(Protocol):
         """Additive masks [1, 1, n, keys], or bands, by window size of the layers."""
         ...
 
-    def wanted(self, hidden: Tensor) -> Tensor:
+    def logit_rows(self, hidden: Tensor) -> Tensor:
         """The rows of hidden [1, n, d] whose logits are requested, the last ones; all rows if shapes are fixed."""
         ...
 
@@ -118,8 +118,8 @@ class Session(Protocol):
         """A session of the same size for a drafter's own model, run by `extend`. Raises `TypeError` if unsupported."""
         raise TypeError(f"{type(self).__name__}: no model runs beside it")
 
-    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [wanted, K].
+    def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
+        """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [logit_count, K].
 
         The logits are over the draft vocabulary (see `Target.predicted`). Both are valid until the next call.
         """
@@ -181,8 +181,8 @@ class Session(Protocol):
         order = sorted([0, *rows])
         logits = self.finish(None if len(order) == self.rows else order)
         if order != [0, *rows]:
-            place_of = {row: place for place, row in enumerate(order)}
-            logits = logits[[0, *(place_of[row] for row in rows)]]
+            index_of = {row: index for index, row in enumerate(order)}
+            logits = logits[[0, *(index_of[row] for row in rows)]]
         return logits
 
     def path(self, nodes: Sequence[int]) -> list[int]:
@@ -194,7 +194,7 @@ class Session(Protocol):
 
         rows: a subset of the rows of the last `finish`.
         """
-        return self.extras[0][:, self.places_of(rows)]
+        return self.extras[0][:, self.indices_of(rows)]
 
     def top_tokens_of_rows(self) -> tuple[Sequence[int], Tensor]:
         """The rows [n] of the last `finish`, and `sampling.top_tokens` of each, float32 [n, 2k].
@@ -203,7 +203,7 @@ class Session(Protocol):
         """
         return self.finished, self.extras[-1][0]
 
-    def places_of(self, rows: Sequence[int]) -> list[int]:
+    def indices_of(self, rows: Sequence[int]) -> list[int]:
         """The indices of `rows` among the rows of the last `finish`."""
-        place = {row: index for index, row in enumerate(self.finished)}
-        return [place[row] for row in rows]
+        index_of = {row: index for index, row in enumerate(self.finished)}
+        return [index_of[row] for row in rows]

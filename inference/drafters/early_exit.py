@@ -47,7 +47,7 @@ class EarlyExitSource(BesideTarget):
         self.target = self.session = session = session.layered()
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
-        self._exit(prompt, 0, wanted=0)
+        self._exit(prompt, 0, logit_count=0)
         self._pending = prompt[:, :0]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -65,30 +65,30 @@ class EarlyExitSource(BesideTarget):
         """Add rows to the session, through the target's first layers; returns their hidden states [1, n, d]."""
         return self.session.feed(tokens, parents)
 
-    def _exit(self, hidden: Tensor, start: int, wanted: int) -> tuple[Tensor, Tensor]:
+    def _exit(self, hidden: Tensor, start: int, logit_count: int) -> tuple[Tensor, Tensor]:
         """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
 
-        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, K].
+        Returns its output [1, n, d] and the logits of the last `logit_count` rows [1, logit_count, K].
         """
         drafter = self.drafter
 
         def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, view.cache)
-            return hidden, drafter.draft_logits(view.wanted(hidden)) if wanted else hidden[:, :0]
+            return hidden, drafter.draft_logits(view.logit_rows(hidden)) if logit_count else hidden[:, :0]
 
         name = f"exit {id(drafter)}"
-        hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, wanted)
-        return hidden, logits[:, logits.shape[1] - wanted :]
+        hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, logit_count)
+        return hidden, logits[:, logits.shape[1] - logit_count :]
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base = self.session.base
         extended = max(0, self.cache.length - base)
-        known = [row for row in rows if row < extended]
-        if len(known) < len(rows):
-            fresh = self.session.hidden[:, list(rows[len(known) :])]
+        cached_rows = [row for row in rows if row < extended]
+        if len(cached_rows) < len(rows):
+            fresh = self.session.hidden[:, list(rows[len(cached_rows) :])]
             self._pending = torch.cat([self._pending, fresh], dim=1)
         if self.cache.length > base:
-            self.cache.keep(base, known)
+            self.cache.keep(base, cached_rows)
 
 
 class ParallelExitSource(OnePass, EarlyExitSource):
@@ -138,13 +138,13 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         return read_meta(where).weights_sha256
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placement: Unpack[Placed]
     ) -> EarlyExit:
         require_target(read_meta(where), target.fingerprint, where)  # first, since its message names the cause
-        return super().load(where, target, methods, **placed)
+        return super().load(where, target, methods, **placement)
 
-    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> EarlyExit:
-        return from_pretrained(where, target.config, target.fingerprint, **placed)
+    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> EarlyExit:
+        return from_pretrained(where, target.config, target.fingerprint, **placement)
 
     def trained(self, where: str) -> Trained:
         meta = read_meta(where)

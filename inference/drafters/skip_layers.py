@@ -64,8 +64,8 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
         return list(range(1, count - 1, 2))
     there = all(0 <= layer < count for layer in skip) and len(set(skip)) == len(skip)
     if not there or not 0 < len(skip) < count:
-        given = f"skip={list(skip)}: expected different numbers from 0 to {count - 1}, one at least and not all"
-        raise UserError(f"{given}, as the target has {count} layers; null chooses every second one")
+        problem = f"skip={list(skip)}: expected different numbers from 0 to {count - 1}, one at least and not all"
+        raise UserError(f"{problem}, as the target has {count} layers; null chooses every second one")
     return sorted(skip)
 
 

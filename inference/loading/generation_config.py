@@ -196,7 +196,7 @@ class TextSettings:
         own = make_processors(self.for_generate(), prompt, device)
         if not own and not self.sampling.temperature:
             return None
-        return Sampler(replace(self.sampling, repetition_penalty=None), own=own)
+        return Sampler(replace(self.sampling, repetition_penalty=None), defaults=own)
 
 
 def generate_options(sampling: SamplingConfig) -> dict[str, object]:

@@ -162,7 +162,7 @@ def test_rows_are_given_at_once_to_what_treats_them_alike(
     made = [kind.__new__(kind)]
     for users in ([], made):
         rows.clear()
-        Sampler(SamplingConfig(**asked), users, own=made if own else ()).probabilities(logits_of(), contexts())
+        Sampler(SamplingConfig(**asked), users, defaults=made if own else ()).probabilities(logits_of(), contexts())
         assert (sum(rows), max(rows) > 1) == (len(PATHS), not users and not own)
 
 
