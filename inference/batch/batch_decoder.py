@@ -191,7 +191,6 @@ class _Continuation(TokenSelector):
         self._top.append(top)
 
     def next_token(self, logits: Tensor) -> Tensor:
-        """See `TokenSelector.next_token`."""
         step, logits = len(self.tokens), logits.float()
         token = self._generator.choose(logits, self.numbers[step : step + 1], step)
         self.take(int(token), self._generator.top_of(logits))

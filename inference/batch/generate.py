@@ -38,16 +38,8 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_texts, ending, read_tasks
 from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
-from outrider.inference.loading.memory_plan import (
-    Held,
-    Place,
-    cache_bytes,
-    describe,
-    explained,
-    packed_copies,
-    planned_device,
-    target_memory,
-)
+from outrider.inference.loading import memory_plan
+from outrider.inference.loading.memory_plan import Held, Place, planned_device
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
@@ -89,7 +81,7 @@ def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Seque
     turns = sum(1 + len(task.upcoming) for task in tasks)
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
     longest = max((_longest(task, config, context) for task in tasks), default=0)
-    plan = describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
+    plan = memory_plan.describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
     return f"{plan}\n  {ending(config)}; the first batch tells how long all prompts take"
 
 
@@ -99,8 +91,8 @@ def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) ->
         return []
     storage = Place.of(config.dtype, target, longest, device := planned_device())
     texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
-    caches = Held(texts, config.batch_size * cache_bytes(target, storage), "batch_size or max_new_tokens")
-    return [*target_memory(target, storage), *packed_copies(target, storage, device), caches]
+    caches = Held(texts, config.batch_size * memory_plan.cache_bytes(target, storage), "batch_size or max_new_tokens")
+    return [*memory_plan.target_memory(target, storage), *memory_plan.packed_copies(target, storage, device), caches]
 
 
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:
@@ -159,7 +151,7 @@ def generate(
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    with explained(lambda: memory_of(config, target.config, context)):
+    with memory_plan.explained(lambda: memory_of(config, target.config, context)):
         responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
         rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()

@@ -99,8 +99,7 @@ class Server:
     def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
         """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request. Without
         token ids there are two steps, the first chunk and the rest, or the rounds that llama.cpp tells. Raises
-        `UserError`.
-        """
+        `UserError`."""
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
 
         def read(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json, Answer]:
@@ -242,11 +241,9 @@ class Server:
         several."""
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         ends = self.eos if stop is None else self.eos & {stop}
-        if not self.checked:
-            return [*ends] if len(ends) == 1 else []
-        if len(ends) != 1 or self.config.top_k_logits:
+        if self.checked and (len(ends) != 1 or self.config.top_k_logits):
             raise ReplyError("an answer that ended without its end token", retry=False)
-        return [*ends]
+        return [*ends] if len(ends) == 1 else []
 
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
@@ -270,8 +267,7 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
 
 def rounds_in(timings: Sequence[tuple[float, Json]], count: int, setting: str) -> list[tuple[float, int]]:
     """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
-    if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`.
-    """
+    if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`."""
     rows = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
     ends, before = [(0.0, 0)], 0
     totals = construct(list[tuple[int, int]], rows, f"{setting}: timings")
@@ -288,11 +284,11 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
         return None
     if "content" in logprobs:  # llama.cpp
         entries = [(e.get("id"), e["logprob"], [(t.get("id"), t["logprob"]) for t in e["top_logprobs"]])
-                 for e in logprobs["content"]]  # fmt: skip
+                   for e in logprobs["content"]]  # fmt: skip
     else:
         parts = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
         entries = [(_token_id(token), logprob, [(_token_id(name), value) for name, value in top.items()])
-                 for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
+                   for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
     if any(token is None or any(candidate is None for candidate, _ in top) for token, _, top in entries):
         return None
     rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in entries]

@@ -140,8 +140,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout.
     """
     seen: set[str] = set()
-    parts = [part for _, _, part in config.data.parts()] or [config.data]
-    for data in parts:
+    for data in [part for _, _, part in config.data.parts()] or [config.data]:
         for record in read_records(data, "train", todo.counts, asking=True):
             task = _to_task(record, data, config, tokenizer)
             if task.id in seen:

@@ -293,8 +293,7 @@ def _end_threads() -> None:
 
 class Worker:
     """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do. Further texts
-    wait until one ends. Any thread may call the methods.
-    """
+    wait until one ends. Any thread may call the methods."""
 
     def __init__(self, batch: Batch, most: int):
         self.batch, self.most = batch, most
@@ -318,8 +317,7 @@ class Worker:
     def rounds(self, rounds: Iterator[Round], prompt: int = 0) -> Iterator[Round]:
         """`rounds`, which use sessions of this batch, each as soon as it is decoded. The text starts when the first
         round is requested, and is decoded whether or not anybody reads; closing this iterator drops it. prompt: the
-        number of its tokens.
-        """
+        number of its tokens."""
         results: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = Text(rounds, results.put, results.put, prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them

@@ -70,8 +70,7 @@ class RowLayout:
             mask[:, self.base :].masked_fill_(~closure.to(device), lowest)
         if window is not None:
             if not self.is_chain:
-                depths = torch.tensor(self.depths, device=device)
-                columns = torch.cat([columns[: self.base], self.base + depths])
+                columns = torch.cat([columns[: self.base], self.base + torch.tensor(self.depths, device=device)])
             mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
         return mask[None, None]
 

@@ -32,7 +32,7 @@ _IGNORE_CONTEXT = (
 class Sampler:
     """`config` and the user's `processors`, ready to apply.
 
-    defaults: processors of the target's generation config (see `loading.generation_config`); they run before `config`'s.
+    defaults: processors of the target's generation config (see `loading.generation_config`), run before `config`'s.
 
     As in `generate`, a user's processor replaces the built-in one of the same type. Other user's processors run before
     the warpers; greedy decoding has no warpers. A processor must be a pure function of its arguments: one that keeps

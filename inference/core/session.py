@@ -20,25 +20,20 @@ class View(Protocol):
     @property
     def cache(self) -> LayerCache:
         """The cache of the layers that the pass runs."""
-        ...
 
     @property
     def positions(self) -> Tensor:
         """[1, n]."""
-        ...
 
     @property
     def rotary(self) -> Rotary:
         """The rotary tables at these positions."""
-        ...
 
     def masks(self) -> Masks:
         """Additive masks [1, 1, n, keys], or bands, by window size of the layers."""
-        ...
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
         """The rows of hidden [1, n, d] whose logits are requested, the last ones; all rows if shapes are fixed."""
-        ...
 
 
 Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # from the rows' input to outputs, each with a row per input row
@@ -89,14 +84,12 @@ class Session(Protocol):
     @property
     def vocabulary(self) -> int:
         """The size of the target's vocabulary."""
-        ...
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round).
 
         Returns their hidden states [1, n, d] at the split between the two halves of the target's layers, if any.
         """
-        ...
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the target over `rows` (ascending, with all their ancestors; None: every row).
@@ -104,11 +97,9 @@ class Session(Protocol):
         Returns next-token logits of each row [n, V], or of the last one [1, V]; they are valid until the next call.
         Rows left out cannot be committed. May be called again, for other rows.
         """
-        ...
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: `rows`, an ascending path from row 0, become part of the text; the other rows are dropped."""
-        ...
 
     def layered(self) -> "TargetSession":
         """Itself, for drafters that use layers of the target. Raises `TypeError` if the target exposes no layers."""

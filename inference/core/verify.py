@@ -41,11 +41,9 @@ class Chance(Protocol[Weights]):
 
     def accept(self, probability: float) -> bool:
         """True with the given probability; values above 1 mean 1."""
-        ...
 
     def choose(self, weights: Weights) -> int:
         """An index of `weights` [V] (≥ 0, not all 0), each with probability proportional to its weight."""
-        ...
 
 
 class RandomChance:
@@ -73,11 +71,9 @@ class NodeRule(Protocol):
         q: the distribution [V] that each parent's children were drawn from; p [n + 1, V]: the target's, row 0
         at the root and row i + 1 at node i. Probabilities above 1 mean 1. One transfer from the device.
         """
-        ...
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
         """The unnormalised distribution [V] of the token to emit at the parent if all its children were rejected."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,9 @@ class Rejection:
             ratios.append(_ratio(r[range(count), drawn], q_i[range(count), drawn]))
         flat = iter(_module(p).concatenate(ratios).tolist())
         by_parent: dict[int, list[float]] = {parent: [] for parent, _ in families}
-        for i in range(len(ratios)):
-            for parent, tokens in families:
-                if i < len(tokens):
-                    by_parent[parent].append(next(flat))
+        for row in ratios:
+            for parent, _ in families[: len(row)]:
+                by_parent[parent].append(next(flat))
         return by_parent
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outrider.draft_models.early_exit.checkpoint import (
-    as_causal_lm,
-    empty_drafter,
-    from_pretrained,
-    read_draft_tokens,
-    read_meta,
-    require_target,
-)
+from outrider.draft_models.early_exit import checkpoint
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -135,21 +128,20 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         return {"checkpoint": weights, "calibration": head_identity("early_exit", where)}
 
     def digest(self, where: str) -> str:
-        return read_meta(where).weights_sha256
+        return checkpoint.read_meta(where).weights_sha256
 
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placement: Unpack[Placed]
     ) -> EarlyExit:
-        require_target(read_meta(where), target.fingerprint, where)  # first, since its message names the cause
+        checkpoint.require_target(checkpoint.read_meta(where), target.fingerprint, where)  # first: it names the cause
         return super().load(where, target, methods, **placement)
 
     def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> EarlyExit:
-        return from_pretrained(where, target.config, target.fingerprint, **placement)
+        return checkpoint.from_pretrained(where, target.config, target.fingerprint, **placement)
 
     def trained(self, where: str) -> Trained:
-        meta = read_meta(where)
-        made_for = meta.fingerprint
-        return replace(Trained.of(meta.training), target=made_for.target, revision=made_for.revision)
+        meta = checkpoint.read_meta(where)
+        return replace(Trained.of(meta.training), target=meta.fingerprint.target, revision=meta.fingerprint.revision)
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
         drafter = bare(model)
@@ -163,15 +155,15 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
             drafter.shared_head = [*rows]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        return read_draft_tokens(where)
+        return checkpoint.read_draft_tokens(where)
 
     def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
-        drafter = empty_drafter(read_meta(where), target)
+        drafter = checkpoint.empty_drafter(checkpoint.read_meta(where), target)
         return drafter if drafter.draft_tokens is None else nn.ModuleList([drafter, drafter.output_head])
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
-        save_parts(folder, as_causal_lm(drafter, target, dtype))
+        drafter = checkpoint.from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
+        save_parts(folder, checkpoint.as_causal_lm(drafter, target, dtype))
 
     def draft_model(self, model: EarlyExit, method: MethodConfig) -> DraftModel:
         return source_of(model)

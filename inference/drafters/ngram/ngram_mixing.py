@@ -89,7 +89,7 @@ SUREST = 0.9  # if only a child likelier than this could enter a full draft, the
 
 
 class Weights(NamedTuple):
-    """λ by source and class: float64 [S = 3 + K + R, CLASSES], and with it:
+    """shares: λ by source and class, float64 [S = 3 + K + R, CLASSES], and with it:
 
     its prior; expected numbers of hits and trials; scratch for one token (integers int64 [2, S], numbers float64
     [2, S]).

@@ -74,9 +74,6 @@ def tree_of(nodes: Nodes, size: int) -> int:
     return size
 
 
-# ------------------------------------------------------------------------------------------------------- successors
-
-
 @lean
 def enter(level, overlay, packed):
     """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
@@ -133,9 +130,6 @@ def state_of(level: LevelArrays, ids: np.ndarray, stop: int, vocabulary: int) ->
     return packed, True
 
 
-# ------------------------------------------------------------------------------------------------------- best first
-
-
 @lean
 def best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
     """Find the nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; returns `tree_of`.
@@ -163,9 +157,6 @@ def best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
             size, node_count, number = offer(nodes, size, final, node_count, token, parent, below, path * probability)
             states[number] = shifted(level, packed, token)
     return tree_of(nodes, size)
-
-
-# ------------------------------------------------------------------------------------------- PUCT (ADED, Algorithm 1)
 
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
@@ -295,7 +286,7 @@ def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentence
 
     Each iteration selects down to an unexpanded state and expands it. It goes to the likeliest child and completes the
     sentence with sampled successors. Then it adds the score 1 + Σ P to every node that it passed. Only the `widest`
-    likeliest table successors of a state are used.
+    likeliest table successors of a state are used. It is the paper's Algorithm 1.
 
     explore: see `exploration`; its length is the number of iterations + 1.
     scratch: int64 [iterations, depth] and float64 [iterations], for the sentences and their scores.
@@ -352,9 +343,9 @@ def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentence
 @kept
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
     """The tree of the best sentences, with shared prefixes merged, within the node budget; as `tree_of`."""
-    budget, size, kept = len(nodes.order), 0, 0
+    budget, size, count = len(nodes.order), 0, 0
     for iteration in np.argsort(-scores, kind="mergesort"):
-        if kept == sentences or size == budget:
+        if count == sentences or size == budget:
             break
         parent, fresh = -1, False
         for position in range(depth):
@@ -371,5 +362,5 @@ def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nod
                 nodes.ranked[size] = scores[iteration]
                 size, fresh = size + 1, True
             parent = node
-        kept += fresh
+        count += fresh
     return tree_of(nodes, size)

@@ -62,8 +62,7 @@ class _OverText(Drafter):
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
         size = self.max_rows if self.sizes is None else self.sizes.search_size()
-        search = self._search(self._ids, self._learnt, limit, self._nodes[size]) if size else _NOTHING
-        tokens, parents, probs = search
+        tokens, parents, probs = self._search(self._ids, self._learnt, limit, self._nodes[size]) if size else _NOTHING
         if self.sizes is not None:
             assert probs is not None
             count = self.sizes.count(parents, probs)
@@ -195,8 +194,7 @@ def make_ngram_drafter(
 
     tuning: for nodes=auto; None: the most nodes that auto can choose.
     """
-    mixed = config.evidence == "mixed"
-    drafter = MixedDrafter(table, config) if mixed else TrigramDrafter(table, config, seed)
+    drafter = MixedDrafter(table, config) if config.evidence == "mixed" else TrigramDrafter(table, config, seed)
     if config.nodes == AUTO and tuning is not None:
         drafter.sizes = BestNodes(tuning)
     return drafter
