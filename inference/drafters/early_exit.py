@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.draft_models.early_exit import checkpoint
+from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -137,7 +138,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         return super().load(where, target, methods, **placement)
 
     def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> EarlyExit:
-        return checkpoint.from_pretrained(where, target.config, target.fingerprint, **placement)
+        return from_pretrained(where, target.config, target.fingerprint, **placement)
 
     def trained(self, where: str) -> Trained:
         meta = checkpoint.read_meta(where)
@@ -162,7 +163,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         return drafter if drafter.draft_tokens is None else nn.ModuleList([drafter, drafter.output_head])
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        drafter = checkpoint.from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
+        drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
         save_parts(folder, checkpoint.as_causal_lm(drafter, target, dtype))
 
     def draft_model(self, model: EarlyExit, method: MethodConfig) -> DraftModel:
