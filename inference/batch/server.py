@@ -70,7 +70,7 @@ class Server:
     ) -> None:
         assert config.server is not None
         self.config, self.tokenizer, self.eos, self.vocabulary = config, tokenizer, frozenset(eos), vocabulary
-        self.checked, self.setting, self._asked, self._failed = checked, f"{option}={config.server}", 0, 0
+        self.checked, self.setting, self._prompt_count, self._failed_count = checked, f"{option}={config.server}", 0, 0
         self.client = Client(config.server, self.setting, config.server_timeout, config.server_retries)
         try:
             self.model, self.context = self._find_model(context)
@@ -88,10 +88,10 @@ class Server:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         failed = [failure for failure, _ in answers if failure is not None and failure.failure == UNANSWERED]
-        self._asked, self._failed = self._asked + len(answers), self._failed + len(failed)
-        if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
+        self._prompt_count, self._failed_count = self._prompt_count + len(answers), self._failed_count + len(failed)
+        if self._failed_count > max(_FAILED_FEW, _FAILED_SHARE * self._prompt_count):
             raise UserError(
-                f"{self.setting}: {self._failed} of {self._asked} prompts failed, the last one by: "
+                f"{self.setting}: {self._failed_count} of {self._prompt_count} prompts failed, the last one by: "
                 f"{failed[-1]}; mend the server and go on with resume=true"
             )
         return [answer for _, answer in answers]

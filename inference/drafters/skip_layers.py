@@ -32,7 +32,7 @@ class SkipLayersSource(BesideTarget):
         self.target = self.session = session = session.layered()
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
-        self._kept = [layer for layer in range(count) if layer not in skipped]
+        self._layers = [layer for layer in range(count) if layer not in skipped]
         self._name = f"without layers {skipped}"
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -40,7 +40,7 @@ class SkipLayersSource(BesideTarget):
 
         def kept_layers(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             rotary, masks = view.rotary, view.masks()
-            for layer in self._kept:
+            for layer in self._layers:
                 hidden = stack.run(hidden, layer, layer + 1, rotary, masks, view.cache)
             return hidden, stack.logits(hidden)
 
