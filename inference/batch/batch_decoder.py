@@ -25,7 +25,7 @@ _FAILED = -1  # instead of a token: the target's logits were NaN
 _FIRST = 4  # steps of a batch before its time is estimated; it is again after twice as many, and so on
 _SLOWER = 2  # times the seconds left: a batch that is estimated to take more is made smaller
 
-# (place, answer to the prompt at that place) → the next prompt for the place and its numbers; None: no further one.
+# (index, answer to the prompt at that index) → the next prompt for the index and its numbers; None: no further one.
 After = Callable[[int, Answer], tuple[Sequence[int], Tensor] | None]
 
 
@@ -69,9 +69,9 @@ class Generator:
         memory fails alone. A padded batch that is too large is halved, as are all later batches.
         """
         if self._forward is None:
-            found = [Answer()] * len(prompts)
-            self.converse(prompts, draws, found.__setitem__)
-            return found
+            answers = [Answer()] * len(prompts)
+            self.converse(prompts, draws, answers.__setitem__)
+            return answers
         if len(prompts) <= self._fits:
             try:
                 return self._padded(self._forward, prompts, draws)
@@ -88,28 +88,28 @@ class Generator:
         stage, pace = Stage(f"a batch of {len(prompts)}", 0, "tokens at most"), self._pace()
         with closing(Batch()) as batch, stage:
 
-            def begin(place: int, prompt: Sequence[int], numbers: Tensor) -> None:
+            def begin(index: int, prompt: Sequence[int], numbers: Tensor) -> None:
                 assert isinstance(self.model, LayerStack)
                 selector, most = _Continuation(self, numbers), len(numbers)
                 stage.total = (stage.total or 0) + most
                 rounds = autoregressive(
                     self.model, prompt, max_new_tokens=most, eos=self.eos, selector=selector, runtime=batch
                 )
-                batch.add(Text(rounds, lambda _: stage.advance(), partial(end, place, selector)))
+                batch.add(Text(rounds, lambda _: stage.advance(), partial(end, index, selector)))
 
-            def end(place: int, selector: _Continuation, error: Exception | None) -> None:
+            def end(index: int, selector: _Continuation, error: Exception | None) -> None:
                 stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))
-                following = after(place, selector.finish(error))
+                following = after(index, selector.finish(error))
                 if following is not None:
-                    begin(place, *following)
+                    begin(index, *following)
 
-            for place, given in enumerate(zip(prompts, draws, strict=True)):
-                begin(place, *given)
+            for index, (prompt, numbers) in enumerate(zip(prompts, draws, strict=True)):
+                begin(index, prompt, numbers)
             while batch.texts:
                 batch.step()
                 for text in batch.texts[pace(len(batch.texts), stage.done, stage.total or 0) :]:
                     batch.drop(text)
-                    text.done(TimeoutError())
+                    text.end(TimeoutError())
 
     def _pace(self) -> Callable[[int, float, float], int]:
         """For a batch that begins now: (its rows, its tokens or a row's so far, and in all) → how many rows go on."""
@@ -133,7 +133,7 @@ class Generator:
         uniform = torch.nn.utils.rnn.pad_sequence([*draws], batch_first=True).to(device)
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         ids = [torch.tensor(prompt) for prompt in prompts]
-        mask = [torch.ones_like(own) for own in ids]  # padding is id 0 under mask 0
+        mask = [torch.ones_like(prompt) for prompt in ids]  # padding is id 0 under mask 0
         pace = self._pace()
         batch, logits = begin_batch(forward, pad(ids).to(device), pad(mask).to(device), longest)
         for step in counted(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
@@ -141,18 +141,18 @@ class Generator:
             for row, (text, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 if text.open:
                     text.take(token, [part[row : row + 1] for part in top])
-            left = [row for row, text in enumerate(rows) if text.open]
-            count = pace(len(left), step + 1, longest)
-            for row in left[count:]:
+            open_rows = [row for row, text in enumerate(rows) if text.open]
+            count = pace(len(open_rows), step + 1, longest)
+            for row in open_rows[count:]:
                 rows[row].is_late = True
-            left = left[:count]
-            if not left:
+            open_rows = open_rows[:count]
+            if not open_rows:
                 break
             tokens = tokens.clamp(min=0)
-            if batch.should_shrink(len(rows), len(left)):
-                kept = torch.tensor(left, device=device)
-                batch.keep(kept)
-                tokens, uniform, rows = tokens[kept], uniform[kept], [rows[row] for row in left]
+            if batch.should_shrink(len(rows), len(open_rows)):
+                selection = torch.tensor(open_rows, device=device)
+                batch.keep(selection)
+                tokens, uniform, rows = tokens[selection], uniform[selection], [rows[row] for row in open_rows]
             logits = batch.feed(tokens)
         return [text.finish() for text in texts]
 
@@ -191,7 +191,6 @@ class _Continuation(TokenSelector):
         self._top.append(top)
 
     def next_token(self, logits: Tensor) -> Tensor:
-        """See `TokenSelector.next_token`."""
         step, logits = len(self.tokens), logits.float()
         token = self._generator.choose(logits, self.numbers[step : step + 1], step)
         self.take(int(token), self._generator.top_of(logits))

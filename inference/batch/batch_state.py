@@ -42,9 +42,9 @@ class Forward:
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """The logits [B, V], float32 on the model's device, after the last of ids [B, n], which `cache` then holds."""
-        placed = {"position_ids": positions} if self.takes_positions else {}
+        position_ids = {"position_ids": positions} if self.takes_positions else {}
         out = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed, **self._last_only
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **position_ids, **self._last_only
         )
         logits: Tensor = out.logits[:, -1].to(ids.device).float()
         return logits
@@ -90,9 +90,9 @@ class GrowingBatch:
         self._positions = self._positions + 1
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
-    def should_shrink(self, rows: int, left: int) -> bool:
-        """Whether to drop finished rows, all but `left` of `rows`, which copies the cache."""
-        return left <= 0.75 * rows
+    def should_shrink(self, rows: int, open_count: int) -> bool:
+        """Whether to drop finished rows, all but `open_count` of `rows`, which copies the cache."""
+        return open_count <= 0.75 * rows
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these rows only."""
@@ -138,9 +138,9 @@ class FixedBatch:
             self._graph.replay()
         return self._logits
 
-    def should_shrink(self, rows: int, left: int) -> bool:
+    def should_shrink(self, rows: int, open_count: int) -> bool:
         """See `GrowingBatch.should_shrink`; shrinking needs a new graph, which costs as much as about twenty steps."""
-        return left <= rows / 2 and rows > _FEW
+        return open_count <= rows / 2 and rows > _FEW
 
     def keep(self, rows: Tensor) -> None:
         """See `GrowingBatch.keep`."""
@@ -153,8 +153,8 @@ class FixedBatch:
         """Add slots, filled with zeros: a masked value is multiplied by 0, and 0 · NaN is NaN."""
         for layer in self._layers:
             layer.keys, layer.values = (
-                torch.nn.functional.pad(kept[:, :, : self._length], (0, 0, 0, self._room))
-                for kept in (layer.keys, layer.values)
+                torch.nn.functional.pad(states[:, :, : self._length], (0, 0, 0, self._room))
+                for states in (layer.keys, layer.values)
             )
         self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, self._room))
         self._graph = None

@@ -42,22 +42,22 @@ def bounded(response: httpx.Response) -> Iterator[bytes]:
 
 def lines_of(response: httpx.Response) -> Iterator[bytes]:
     """The lines of a reply as they come. Unlike `iter_lines` it splits at line feeds only."""
-    rest = b""
+    tail = b""
     for part in bounded(response):
-        *whole, rest = (rest + part).split(b"\n")
-        yield from whole
-    yield rest
+        *lines, tail = (tail + part).split(b"\n")
+        yield from lines
+    yield tail
 
 
 class Client:
-    """Asks the server at `url`; any thread may. named: the option that gives it, for errors. timeout: seconds without a
+    """Asks the server at `url`; any thread may. label: the option that gives it, for errors. timeout: seconds without a
     byte from it; retries: how often a failed request is repeated by `patiently`, after a pause.
 
     Raises `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used.
     """
 
-    def __init__(self, url: str, named: str, timeout: float, retries: int, pause: Callable[[float], None] = time.sleep):
-        self.url, self.named = url.rstrip("/").removesuffix("/v1"), named
+    def __init__(self, url: str, label: str, timeout: float, retries: int, pause: Callable[[float], None] = time.sleep):
+        self.url, self.label = url.rstrip("/").removesuffix("/v1"), label
         self._retries, self._pause = retries, pause
         key = secret("OPENAI_API_KEY")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -65,7 +65,7 @@ class Client:
         try:
             self._http = httpx.Client(headers=headers, timeout=timeout, limits=anew, follow_redirects=True)
         except (ImportError, ValueError) as error:
-            raise UserError(f"{named}: {reason(error)}; see HTTP_PROXY, ALL_PROXY and NO_PROXY") from None
+            raise UserError(f"{label}: {reason(error)}; see HTTP_PROXY, ALL_PROXY and NO_PROXY") from None
 
     def fetch(
         self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Value] = read_json
@@ -80,22 +80,22 @@ class Client:
         except ReplyError:
             raise
         except Exception as error:  # a reply may be anything
-            said = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
-            raise ReplyError(f"{path} gave no reply that can be read ({said})") from None
-        said = f"{path} answered {code}: {words.strip()}"
+            cause = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
+            raise ReplyError(f"{path} gave no reply that can be read ({cause})") from None
+        refusal = f"{path} answered {code}: {words.strip()}"
         if code in (401, 403, 404):
-            raise UserError(f"{self.named}: {said}; check URL, model, OPENAI_API_KEY")
+            raise UserError(f"{self.label}: {refusal}; check URL, model, OPENAI_API_KEY")
         wait = float(after) if after.isdecimal() and after.isascii() else None
-        raise ReplyError(said, retry=code in (408, 429) or code >= 500, wait=wait)
+        raise ReplyError(refusal, retry=code in (408, 429) or code >= 500, wait=wait)
 
     def patiently(self, make: Callable[[], Value], retries: int | None = None) -> Value:
         """The result of `make`, which is called again after a pause if it raises a `ReplyError` with `retry`."""
-        left, seconds = self._retries if retries is None else retries, PAUSE
+        retries, seconds = self._retries if retries is None else retries, PAUSE
         while True:
             try:
                 return make()
             except ReplyError as error:
-                if not left or not error.retry:
+                if not retries or not error.retry:
                     raise
                 self._pause(min(seconds if error.wait is None else error.wait, LONGEST_PAUSE))
-                left, seconds = left - 1, 2 * seconds
+                retries, seconds = retries - 1, 2 * seconds

@@ -41,7 +41,7 @@ SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
 Facts = dict[str, Any]
 _TENSORS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
-_OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
+_SHARD_NAME = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
 class Response(NamedTuple):
@@ -99,14 +99,14 @@ def top_k_documents(
     written = record.get("written")
     if written and (written.tokenizer, written.template) != written_by(record, tokenizer, template):
         raise UserError(f"{raw['id']}: its top-k is of another tokenizer or template; give these, or make it again")
-    given = 0 if written or "messages" in record else _count(raw, "prompt_tokens", raw["id"])
-    found, taken = [], 0
+    prompt_tokens = 0 if written or "messages" in record else _count(raw, "prompt_tokens", raw["id"])
+    documents, start = [], 0
     for document in encode([record], tokenizer, template):
-        places = np.flatnonzero(document.supervised)[given:][: len(tokens) - taken]
-        found.append((document, places, response.top.at(slice(taken, taken + len(places)))))
-        taken += len(places)
-    said = np.concatenate([document.ids[places] for document, places, _ in found])
-    return found if np.array_equal(said, tokens) else []
+        indices = np.flatnonzero(document.supervised)[prompt_tokens:][: len(tokens) - start]
+        documents.append((document, indices, response.top.at(slice(start, start + len(indices)))))
+        start += len(indices)
+    retokenised = np.concatenate([document.ids[indices] for document, indices, _ in documents])
+    return documents if np.array_equal(retokenised, tokens) else []
 
 
 def shards(folder: Path) -> list[Path]:
@@ -116,20 +116,20 @@ def shards(folder: Path) -> list[Path]:
 
 def answered(folder: Path) -> set[str]:
     """The ids of all prompts that have a response, or were skipped, in complete shards."""
-    found = set()
+    ids = set()
     for shard in shards(folder):
         skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
         for path in (shard, skipped) if skipped.exists() else (shard,):
             for record, identity in _records(path):
-                found.add(identity)
+                ids.add(identity)
                 if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may differ
-                    found.add(_asked_id(record, str(path)))
-    return found
+                    ids.add(_asked_id(record, str(path)))
+    return ids
 
 
 def next_number(folder: Path) -> int:
     """The first unused shard number of the directory."""
-    matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
+    matches = [_SHARD_NAME.fullmatch(path.name) for path in folder.glob("*")]
     return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
 
@@ -145,7 +145,7 @@ def seconds_spent(folder: Path) -> float:
 def open_run(folder: Path, identity: Mapping[str, object]) -> None:
     """Prepare a directory for more shards: remove the remains of a killed process, and write the run's identity."""
     for path in folder.iterdir():
-        match = _OWN.fullmatch(path.name)
+        match = _SHARD_NAME.fullmatch(path.name)
         if path.name.startswith((".responses-", ".skipped-")) or (
             match and not _file(folder, "responses", int(match[2]), "jsonl").exists()
         ):
@@ -222,8 +222,8 @@ def _read_top_k(path: Path) -> dict[str, TopK]:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
-    found = {}
+    top_k = {}
     for name in (name.removesuffix(".tokens") for name in stored if name.endswith(".tokens")):
         parts = (stored[f"{name}.{part}"] for part in _TENSORS)
-        found[name] = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
-    return found
+        top_k[name] = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
+    return top_k

@@ -38,16 +38,8 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_texts, ending, read_tasks
 from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
-from outrider.inference.loading.memory_plan import (
-    Held,
-    Place,
-    cache_bytes,
-    describe,
-    explained,
-    packed_copies,
-    planned_device,
-    target_memory,
-)
+from outrider.inference.loading import memory_plan
+from outrider.inference.loading.memory_plan import Held, Place, planned_device
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
@@ -76,8 +68,8 @@ def generate_responses(config: GenerateConfig) -> None:
 
 def _plan(config: GenerateConfig) -> str:
     target = open_target(config.target, config.revision, by_layers=False)
-    context, done = context_limit(target.config), answered(Path(config.out_dir)) if config.resume else set()
-    todo = _read(config, target, context, lambda task: task.id not in done)
+    context, ids = context_limit(target.config), answered(Path(config.out_dir)) if config.resume else set()
+    todo = _read(config, target, context, lambda task: task.id not in ids)
     return describe_plan(config, target.config, todo.tasks, context)
 
 
@@ -89,7 +81,7 @@ def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Seque
     turns = sum(1 + len(task.upcoming) for task in tasks)
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
     longest = max((_longest(task, config, context) for task in tasks), default=0)
-    plan = describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
+    plan = memory_plan.describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
     return f"{plan}\n  {ending(config)}; the first batch tells how long all prompts take"
 
 
@@ -97,10 +89,10 @@ def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) ->
     """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
     if config.server:
         return []
-    place = Place.of(config.dtype, target, longest, device := planned_device())
+    storage = Place.of(config.dtype, target, longest, device := planned_device())
     texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
-    caches = Held(texts, config.batch_size * cache_bytes(target, place), "batch_size or max_new_tokens")
-    return [*target_memory(target, place), *packed_copies(target, place, device), caches]
+    caches = Held(texts, config.batch_size * memory_plan.cache_bytes(target, storage), "batch_size or max_new_tokens")
+    return [*memory_plan.target_memory(target, storage), *memory_plan.packed_copies(target, storage, device), caches]
 
 
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:
@@ -109,17 +101,17 @@ def _longest(task: Task, config: GenerateConfig, context: int) -> int:
     return min(context, len(task.prompt) + later + config.max_new_tokens * (1 + len(task.upcoming)))
 
 
-def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
+def _read(config: GenerateConfig, target: OpenTarget, context: int, selects: Callable[[Task], bool]) -> Todo:
     """The prompts to answer. Raises `UserError` for data without any, or of which none can be answered."""
     warn_of_template(config.data, target.tokenizer)
     todo, tokenizer = Todo(context), with_arguments(target.tokenizer, config.template_arguments)
     for task in read_tasks(config, tokenizer, todo):
-        if wanted(task):
+        if selects(task):
             todo.add(task, tokenizer)
     if len(todo.skipped) == todo.counts["prompts"]:
-        found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
+        tally = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         why = todo.counts.first or "give more data"
-        raise UserError(f"data source={config.data.source}: no prompt in it can be answered (found {found}); {why}")
+        raise UserError(f"data source={config.data.source}: no prompt in it can be answered (found {tally}); {why}")
     return todo
 
 
@@ -135,8 +127,8 @@ def generate(
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     context = context_limit(target.config)
-    asked = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
-    server = Server(*asked) if config.server else None
+    arguments = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
+    server = Server(*arguments) if config.server else None
     # Other kernels round differently. Those here are determined by the machine, not by timing.
     packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
     kernels = "a server's" if server else packed
@@ -145,21 +137,21 @@ def generate(
         raise UserError(f"one process multiplies by kernels {first!r}, another by {kernels!r}: use like machines")
     check_run(folder, identity, config.resume)
     identity["code"] = code_version()
-    done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
+    ids, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
     first += state.process_index
     state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
         open_run(folder, identity)
     state.wait_for_everyone()
 
-    def own(task: Task) -> bool:
-        return task.id not in done and int(task.id, 16) % state.num_processes == state.process_index
+    def selects(task: Task) -> bool:
+        return task.id not in ids and int(task.id, 16) % state.num_processes == state.process_index
 
-    todo = read(config, target, server.context if server else context, own)
+    todo = read(config, target, server.context if server else context, selects)
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    with explained(lambda: memory_of(config, target.config, context)):
+    with memory_plan.explained(lambda: memory_of(config, target.config, context)):
         responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
         rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()
@@ -181,8 +173,8 @@ def batches(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
     ordered by the prompts' hashes, so that the prompts answered within the time are of all lengths.
     """
     ordered = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
-    made = [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
-    return made if config.minutes is None else sorted(made, key=lambda batch: batch[0].id)
+    groups = [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
+    return groups if config.minutes is None else sorted(groups, key=lambda batch: batch[0].id)
 
 
 def respond(
@@ -198,51 +190,51 @@ def respond(
 
     If `limit` has no time for a batch, none begins; the collected responses become the last shard.
     """
-    free, limit, shown = iter(numbers), replace(limit, started=limit.clock()), state.is_main_process
-    shard, answered, unanswered, tokens, told = Shard(skipped=list(todo.skipped)), 0, 0, 0, ""
+    free, limit, is_main = iter(numbers), replace(limit, started=limit.clock()), state.is_main_process
+    shard, answered, unanswered, tokens, warning = Shard(skipped=list(todo.skipped)), 0, 0, 0, ""
 
     def seconds() -> float:
         """Seconds of this run alone."""
         return limit.spent() - limit.earlier
 
-    def left() -> float | None:
+    def seconds_left() -> float | None:
         """Seconds until all prompts are answered, or the time is over; None before the first batch."""
         if not answered:
             return None
-        rest = seconds() / answered * (len(todo.tasks) - answered)
-        return rest if limit.minutes is None else max(0.0, min(rest, 60 * limit.minutes - limit.spent()))
+        estimate = seconds() / answered * (len(todo.tasks) - answered)
+        return estimate if limit.minutes is None else max(0.0, min(estimate, 60 * limit.minutes - limit.spent()))
 
     def save() -> None:
         shard.save(folder, next(free))
-        if shown:
+        if is_main:
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
-    with Stage("answering", len(todo.tasks), "prompts", left=left) as stage:
-        made, number = batches(todo.tasks, config), 0
-        while number < len(made):
+    with Stage("answering", len(todo.tasks), "prompts", left=seconds_left) as stage:
+        groups, number = batches(todo.tasks, config), 0
+        while number < len(groups):
             assert responder is not None
             several = 1
             if number and responder.by_layers is not None:  # at most a shard, and half of the remaining time
                 most = min(_TOGETHER, (config.shard_size - len(shard)) // config.batch_size)
                 several = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
-            batch = [task for one in made[number : number + several] for task in one]
-            number = min(number + several, len(made))
+            batch = [task for group in groups[number : number + several] for task in group]
+            number = min(number + several, len(groups))
             responder.answer(batch, lambda: limit.left(limit.spent()))
-            done = [task for task in batch if task.problem != UNANSWERED]
-            shard.responses += [responder.response(task) for task in done if task.answers]
-            shard.skipped += [task.skipped for task in done if not task.answers]
-            answered, unanswered = answered + len(done), unanswered + len(batch) - len(done)
+            closed_tasks = [task for task in batch if task.problem != UNANSWERED]
+            shard.responses += [responder.response(task) for task in closed_tasks if task.answers]
+            shard.skipped += [task.skipped for task in closed_tasks if not task.answers]
+            answered, unanswered = answered + len(closed_tasks), unanswered + len(batch) - len(closed_tasks)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             stage.advance(len(batch))
-            if shown and not told and (told := describe_texts(batch, answered)):
-                print(told, flush=True)
-            if shown and number == 1 and 0 < answered < len(todo.tasks):
+            if is_main and not warning and (warning := describe_texts(batch, answered)):
+                print(warning, flush=True)
+            if is_main and number == 1 and 0 < answered < len(todo.tasks):
                 print(describe_first(config, answered, len(todo.tasks), tokens, seconds()), flush=True)
             if len(shard) >= config.shard_size:
                 save()
                 shard = Shard()
             if not limit.holds(limit.spent(), seconds() / number):
-                if shown and answered < len(todo.tasks):
+                if is_main and answered < len(todo.tasks):
                     alone = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
                     print(f"{limit.minutes:.3g} minutes hold no further batch: {answered} of {len(todo.tasks)} prompts "
                           f"are answered{alone if number == 1 else ''}", flush=True)  # fmt: skip
@@ -259,13 +251,13 @@ def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype,
     """Everything that determines the answer to a prompt, and the prompts made from a record."""
     tokenizer = with_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
-        known: Facts = {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
+        facts: Facts = {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
     else:
-        known = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
+        facts = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
         **config.deciding(),
-        **known,
+        **facts,
         "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],

@@ -47,8 +47,8 @@ def write_prompts(config: PromptsConfig) -> None:
         else:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)
-        whole = file is not None or len(answered(folder / "written")) >= config.count  # or `minutes` ended it
-        if finished(folder / "prompts.json", identity, config.resume) and whole:
+        is_complete = file is not None or len(answered(folder / "written")) >= config.count  # or `minutes` ended it
+        if finished(folder / "prompts.json", identity, config.resume) and is_complete:
             print(f"{folder}: finished already")
             return
         if file is None:
@@ -66,41 +66,41 @@ def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: Parti
     """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
     start, _ = around_question(with_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
 
-    def tasks(_: object, __: object, context: int, wanted: Callable[[Task], bool]) -> Todo:
-        every = (Task(f"{number:032x}", f"text {number}", OWN, start) for number in range(config.count))
-        return Todo(context, [*filter(wanted, every)])
+    def tasks(_: object, __: object, context: int, selects: Callable[[Task], bool]) -> Todo:
+        texts = (Task(f"{number:032x}", f"text {number}", OWN, start) for number in range(config.count))
+        return Todo(context, [*filter(selects, texts)])
 
-    given = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
-    given |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
-    given["smallest_batch"] = 30  # texts, of which some are no prompts
+    options = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
+    options |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
+    options["smallest_batch"] = 30  # texts, of which some are no prompts
     template: ChatTemplate = "tokenizer" if config.template == "auto" else config.template
     decides = DataConfig(template=template, chat_template_kwargs=config.chat_template_kwargs)
-    asked = GenerateConfig(target=target.source, data=decides, out_dir=str(folder), **given)
-    generate(asked, require_writable(folder), state, tasks)
+    settings = GenerateConfig(target=target.source, data=decides, out_dir=str(folder), **options)
+    generate(settings, require_writable(folder), state, tasks)
 
 
 def _prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
     """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
-    found, tokenizer = list[Prompt](), with_arguments(target.tokenizer, config.chat_template_kwargs)
+    prompts, tokenizer = list[Prompt](), with_arguments(target.tokenizer, config.chat_template_kwargs)
     start, after = around_question(tokenizer, config.template)
     special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
     records = [response.record for shard in shards(folder) for response in read_shard(shard)]
     for record in sorted(records, key=lambda record: str(record["id"])):
         ids, ended = record["written"]["documents"][0]["ids"][len(start) :], record["finish"] == "end"
-        said = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
-        text, goes_on, _ = said.partition(after) if after else (said.rstrip("\ufffd"), "anywhere", "")
-        if len(text := text.strip()) >= _SHORTEST and (ended or goes_on) and not any(one in text for one in special):
+        turn = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
+        text, goes_on, _ = turn.partition(after) if after else (turn.rstrip("\ufffd"), "anywhere", "")
+        if len(text := text.strip()) >= _SHORTEST and (ended or goes_on) and not any(mark in text for mark in special):
             name = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
-            found.append(Prompt(name, "own", (text,), bool(after)))
-    return found
+            prompts.append(Prompt(name, "own", (text,), bool(after)))
+    return prompts
 
 
 def _save(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
-    made: dict[str, object] = {}
+    facts: dict[str, object] = {}
     for half, prompts in split.items():
         content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in prompts).encode()
         write_atomically(folder / f"{half}.jsonl", content)
         categories, digest = Counter(prompt.category for prompt in prompts), hashlib.sha256(content).hexdigest()
-        made[half] = {"prompts": len(prompts), "categories": categories, "sha256": digest}
-    write_json(folder / "prompts.json", {"made_of": identity, **made})
+        facts[half] = {"prompts": len(prompts), "categories": categories, "sha256": digest}
+    write_json(folder / "prompts.json", {"made_of": identity, **facts})
     print(f"write_prompts out_dir={folder} train={len(split['train'])} heldout={len(split['heldout'])}", flush=True)

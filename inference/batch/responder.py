@@ -68,18 +68,18 @@ class Responder:
         if not isinstance(self.generator, Server):
             self.generator.seconds_left = seconds_left
         if self.by_layers is not None:
-            asked, others = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
+            in_work, queue = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
 
-            def take(place: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
-                for late in others if answer.failure == UNANSWERED else ():
+            def take(index: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
+                for late in queue if answer.failure == UNANSWERED else ():
                     late.problem = UNANSWERED
-                if not self._take(asked[place], answer):
-                    if (task := next(others, None)) is None:
+                if not self._take(in_work[index], answer):
+                    if (task := next(queue, None)) is None:
                         return None
-                    asked[place] = task
-                return asked[place].prompt, self._draws(asked[place])
+                    in_work[index] = task
+                return in_work[index].prompt, self._draws(in_work[index])
 
-            self.by_layers.converse([task.prompt for task in asked], [*map(self._draws, asked)], take)
+            self.by_layers.converse([task.prompt for task in in_work], [*map(self._draws, in_work)], take)
             return
         while waiting:
             answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
@@ -87,17 +87,17 @@ class Responder:
 
     def response(self, task: Task) -> Response:
         """The record of a task with an answer, and the target's distributions at the answers' tokens."""
-        shown: Facts = {"id": task.id}
+        record: Facts = {"id": task.id}
         if task.messages is None:
-            shown |= {"text": self._text([*task.prompt, *task.answers[0].said]), "prompt_tokens": len(task.prompt)}
+            record |= {"text": self._text([*task.prompt, *task.answers[0].content]), "prompt_tokens": len(task.prompt)}
         else:
-            shown |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
-        shown["tokens"] = sum(len(answer.tokens) for answer in task.answers)
-        shown["finish"] = "end" if task.answers[-1].ended else "length"
-        shown |= {"retokenised": task.retokenised, "text_differs": bool(task.parted)}
-        made = (*written_by(shown, self.tokenizer, task.template), text_digest(shown))
-        shown["written"] = asdict(Written(*made, task.documents))
-        return Response(shown, task.top)
+            record |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
+        record["tokens"] = sum(len(answer.tokens) for answer in task.answers)
+        record["finish"] = "end" if task.answers[-1].ended else "length"
+        record |= {"retokenised": task.retokenised, "text_differs": bool(task.parted)}
+        origin = (*written_by(record, self.tokenizer, task.template), text_digest(record))
+        record["written"] = asdict(Written(*origin, task.documents))
+        return Response(record, task.top)
 
     def _draws(self, task: Task) -> torch.Tensor:
         room = min(self.config.max_new_tokens, self.context - len(task.prompt))
@@ -105,7 +105,7 @@ class Responder:
 
     def _take(self, task: Task, answer: Answer) -> bool:
         """Add an answer to its task; returns whether to answer the user's next turn."""
-        text = spoken(answer.said, self.tokenizer).rstrip("\ufffd").strip()
+        text = spoken(answer.content, self.tokenizer).rstrip("\ufffd").strip()
         task.problem = answer.failure or ("" if text else "empty")
         if not (task.problem or answer.ended or self.config.keep_truncated):
             task.problem = "truncated"
@@ -114,18 +114,18 @@ class Responder:
                 task.upcoming.insert(0, task.messages.pop())
             return False
         task.keep(answer)
-        whole = [*task.prompt, *answer.said]
+        tokens = [*task.prompt, *answer.content]
         if task.messages is None:
-            shown = [{"role": "assistant", "content": self._text(whole)}]
-            task.parted = "" if task.template == OWN else parting(whole, shown, self.tokenizer, "none")
+            messages = [{"role": "assistant", "content": self._text(tokens)}]
+            task.parted = "" if task.template == OWN else parting(tokens, messages, self.tokenizer, "none")
             return False
-        each = (self.tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in (task.prompt, whole))
-        before, through = map(str, each)
+        decodings = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (task.prompt, tokens))
+        before, through = map(str, decodings)
         verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
-        written, asked = task.documents[-1].ids, task.messages
-        task.messages = [*asked, {"role": "assistant", "content": verbatim}]
+        written, conversation = task.documents[-1].ids, task.messages
+        task.messages = [*conversation, {"role": "assistant", "content": verbatim}]
         if parting(written, task.messages, self.tokenizer, task.template):
-            task.messages = [*asked, {"role": "assistant", "content": text}]
+            task.messages = [*conversation, {"role": "assistant", "content": text}]
             task.parted = task.parted or parting(written, task.messages, self.tokenizer, task.template)
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 

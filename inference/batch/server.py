@@ -70,28 +70,28 @@ class Server:
     ) -> None:
         assert config.server is not None
         self.config, self.tokenizer, self.eos, self.vocabulary = config, tokenizer, frozenset(eos), vocabulary
-        self.checked, self.named, self._asked, self._failed = checked, f"{option}={config.server}", 0, 0
-        self.client = Client(config.server, self.named, config.server_timeout, config.server_retries)
+        self.checked, self.setting, self._prompt_count, self._failed_count = checked, f"{option}={config.server}", 0, 0
+        self.client = Client(config.server, self.setting, config.server_timeout, config.server_retries)
         try:
             self.model, self.context = self._find_model(context)
             self._try_out()
         except ReplyError as error:
-            raise UserError(f"{self.named}: {error}; see docs/data.md for servers") from None
+            raise UserError(f"{self.setting}: {error}; see docs/data.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""
         with ThreadPoolExecutor(self.config.concurrency) as pool:
-            jobs = [pool.submit(self._answer, list(prompt), own) for prompt, own in zip(prompts, draws, strict=True)]
+            jobs = [pool.submit(self._answer, list(prompt), row) for prompt, row in zip(prompts, draws, strict=True)]
             try:
                 answers = [job.result() for job in jobs]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         failed = [failure for failure, _ in answers if failure is not None and failure.failure == UNANSWERED]
-        self._asked, self._failed = self._asked + len(answers), self._failed + len(failed)
-        if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
+        self._prompt_count, self._failed_count = self._prompt_count + len(answers), self._failed_count + len(failed)
+        if self._failed_count > max(_FAILED_FEW, _FAILED_SHARE * self._prompt_count):
             raise UserError(
-                f"{self.named}: {self._failed} of {self._asked} prompts failed, the last one by: "
+                f"{self.setting}: {self._failed_count} of {self._prompt_count} prompts failed, the last one by: "
                 f"{failed[-1]}; mend the server and go on with resume=true"
             )
         return [answer for _, answer in answers]
@@ -99,8 +99,7 @@ class Server:
     def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
         """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request. Without
         token ids there are two steps, the first chunk and the rest, or the rounds that llama.cpp tells. Raises
-        `UserError`.
-        """
+        `UserError`."""
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
 
         def read(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json, Answer]:
@@ -119,14 +118,14 @@ class Server:
             if not answer.tokens:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
         except ReplyError as error:
-            raise UserError(f"{self.named}: {error}; see docs/deploy.md") from None
-        told = rounds_in(reply["timings"], count, self.named)
+            raise UserError(f"{self.setting}: {error}; see docs/deploy.md") from None
+        rounds = rounds_in(reply["timings"], count, self.setting)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
-        sizes = (len(one.get("token_ids") or self._tokenised(one["text"])) or 1 for _, one in chunks[:-1])
-        ends = [end for _, end in told[:-1]] if told else accumulate(sizes)
+        sizes = (len(choice.get("token_ids") or self._tokenised(choice["text"])) or 1 for _, choice in chunks[:-1])
+        ends = [end for _, end in rounds[:-1]] if rounds else accumulate(sizes)
         steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
-        return answer, steps, [begun, *(when for when, _ in told or chunks)][: 1 + len(steps)], reply
+        return answer, steps, [begun, *(when for when, _ in rounds or chunks)][: 1 + len(steps)], reply
 
     # ------------------------------------------------------------------------------------------- before the run
 
@@ -151,9 +150,9 @@ class Server:
         plain = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
         if plain is None or sampling.temperature == 0:
             return
-        other = self._ask(prompt, 1, seed=0, greedy=False).top
-        assert other is not None
-        if not torch.allclose(plain.logprobs[0], other.logprobs[0], atol=_BETWEEN):
+        sampled = self._ask(prompt, 1, seed=0, greedy=False).top
+        assert sampled is not None
+        if not torch.allclose(plain.logprobs[0], sampled.logprobs[0], atol=_BETWEEN):
             raise ReplyError(
                 "its log-probabilities are those after temperature, top_k and top_p, and the target's own are needed "
                 "(vLLM: --logprobs-mode raw_logprobs); or sample with temperature=1 top_k=0 top_p=1"
@@ -169,11 +168,11 @@ class Server:
             first = self._ask(prompt, greedy, seed, greedy=True) if greedy else Answer()
             if first.ended or greedy == room:
                 return None, first
-            rest = self._ask([*prompt, *first.tokens], room - greedy, seed, greedy=False)
+            second = self._ask([*prompt, *first.tokens], room - greedy, seed, greedy=False)
         except ReplyError as error:
             return error, Answer(failure=error.failure)
-        top = rest.top if first.top is None or rest.top is None else first.top.then(rest.top)
-        return None, Answer((*first.tokens, *rest.tokens), rest.ended, top, rest.retokenised)
+        top = second.top if first.top is None or second.top is None else first.top.then(second.top)
+        return None, Answer((*first.tokens, *second.tokens), second.ended, top, second.retokenised)
 
     def _body(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Json:
         """A request. Parameters with server-side defaults are sent explicitly."""
@@ -212,14 +211,14 @@ class Server:
         tokens = list(tokens or self._retokenised(choice["text"], usage.get("completion_tokens"), ended))
         if rows is not None and self.checked:
             check_rows(rows, tokens, greedy=greedy)
-        end = next((place for place, token in enumerate(tokens) if token in self.eos), None)
+        end = next((index for index, token in enumerate(tokens) if token in self.eos), None)
         if end is not None:
             tokens = tokens[: end + 1]
         elif ended:
             tokens += self._unsaid_end(choice)
-        for one in [*tokens, *(token for row in rows or () for token in row.top)]:
-            if type(one) is not int or not 0 <= one < self.vocabulary:
-                raise ReplyError(f"the token {one!r}, where the target has 0 to {self.vocabulary - 1}")
+        for token in [*tokens, *(candidate for row in rows or () for candidate in row.top)]:
+            if type(token) is not int or not 0 <= token < self.vocabulary:
+                raise ReplyError(f"the token {token!r}, where the target has 0 to {self.vocabulary - 1}")
         if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
             raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
@@ -240,13 +239,11 @@ class Server:
     def _unsaid_end(self, choice: Json) -> list[int]:
         """The end token of a reply that ended with one but does not list it. Without `checked`: empty if there are
         several."""
-        named = choice.get("stop_reason", choice.get("matched_stop"))
-        ends = self.eos if named is None else self.eos & {named}
-        if not self.checked:
-            return [*ends] if len(ends) == 1 else []
-        if len(ends) != 1 or self.config.top_k_logits:
+        stop = choice.get("stop_reason", choice.get("matched_stop"))
+        ends = self.eos if stop is None else self.eos & {stop}
+        if self.checked and (len(ends) != 1 or self.config.top_k_logits):
             raise ReplyError("an answer that ended without its end token", retry=False)
-        return [*ends]
+        return [*ends] if len(ends) == 1 else []
 
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
@@ -257,28 +254,27 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
     lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]
     chunks: list[tuple[float, Any]] = [(when, parse_json(line)) for when, line in lines if line != b"[DONE]"]
     choices = [(when, choice) for when, chunk in chunks for choice in chunk.get("choices", ())]
-    whole = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
-    if not whole.get("finish_reason"):
+    joint = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
+    if not joint.get("finish_reason"):
         raise ReplyError(f"a stream without an end, the last of it: {lines[-1:]}")
-    whole |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
-    whole["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
+    joint |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
+    joint["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
     reply = {key: value for _, chunk in chunks for key, value in chunk.items() if value is not None}
-    came = [(when, one) for when, one in choices if one.get("token_ids") or one.get("text")]
-    timings = [(when, one) for when, chunk in chunks if isinstance(one := chunk.get("timings"), dict)]
-    return came or choices[-1:], {**reply, "choices": [whole], "timings": timings}
+    came = [(when, choice) for when, choice in choices if choice.get("token_ids") or choice.get("text")]
+    timings = [(when, timing) for when, chunk in chunks if isinstance(timing := chunk.get("timings"), dict)]
+    return came or choices[-1:], {**reply, "choices": [joint], "timings": timings}
 
 
-def rounds_in(timings: Sequence[tuple[float, Json]], count: int, named: str) -> list[tuple[float, int]]:
+def rounds_in(timings: Sequence[tuple[float, Json]], count: int, setting: str) -> list[tuple[float, int]]:
     """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
-    if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`.
-    """
-    rows = [[one.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, one in timings]
+    if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`."""
+    rows = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
     ends, before = [(0.0, 0)], 0
-    totals = construct(list[tuple[int, int]], rows, f"{named}: timings")
-    for (when, _), (said, taken) in zip(timings, totals, strict=False):
-        while min(said, count) > ends[-1][1]:
-            ends.append((when, ends[-1][1] + 1 + max(0, taken - before)))
-            before = taken
+    totals = construct(list[tuple[int, int]], rows, f"{setting}: timings")
+    for (when, _), (predicted, accepted) in zip(timings, totals, strict=False):
+        while min(predicted, count) > ends[-1][1]:
+            ends.append((when, ends[-1][1] + 1 + max(0, accepted - before)))
+            before = accepted
     return ends[1:] if len(timings) > 1 else []
 
 
@@ -287,15 +283,15 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
     if not logprobs:
         return None
     if "content" in logprobs:  # llama.cpp
-        found = [(e.get("id"), e["logprob"], [(t.get("id"), t["logprob"]) for t in e["top_logprobs"]])
-                 for e in logprobs["content"]]  # fmt: skip
+        entries = [(e.get("id"), e["logprob"], [(t.get("id"), t["logprob"]) for t in e["top_logprobs"]])
+                   for e in logprobs["content"]]  # fmt: skip
     else:
         parts = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
-        found = [(_named(token), logprob, [(_named(name), value) for name, value in top.items()])
-                 for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
-    if any(token is None or any(one is None for one, _ in top) for token, _, top in found):
+        entries = [(_token_id(token), logprob, [(_token_id(name), value) for name, value in top.items()])
+                   for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
+    if any(token is None or any(candidate is None for candidate, _ in top) for token, _, top in entries):
         return None
-    rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in found]
+    rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in entries]
     if not all(value <= _WITHIN for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
         raise ReplyError("log-probabilities above 0")
     if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
@@ -303,7 +299,7 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
     return rows
 
 
-def _named(name: str) -> int | None:
+def _token_id(name: str) -> int | None:
     number = name.removeprefix("token_id:")
     return int(number) if number != name and number.isdecimal() else None
 

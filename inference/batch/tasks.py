@@ -38,13 +38,13 @@ class TopK(NamedTuple):
     logprobs: Tensor
     tail: Tensor
 
-    def at(self, places: slice | Tensor) -> "TopK":
-        """The same for the tokens at `places`."""
-        return TopK(*(part[places] for part in self))
+    def at(self, indices: slice | Tensor) -> "TopK":
+        """The same for the tokens at `indices`."""
+        return TopK(*(part[indices] for part in self))
 
-    def then(self, other: "TopK") -> "TopK":
-        """These tokens, followed by those of `other`."""
-        return TopK(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
+    def then(self, continuation: "TopK") -> "TopK":
+        """These tokens, followed by those of `continuation`."""
+        return TopK(*(torch.cat(pair) for pair in zip(self, continuation, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Answer:
     failure: str = ""  # memory | not_a_number | server | retokenised
 
     @property
-    def said(self) -> tuple[int, ...]:
+    def content(self) -> tuple[int, ...]:
         """The tokens without the end token."""
         return self.tokens[:-1] if self.ended else self.tokens
 
@@ -130,8 +130,8 @@ class Todo:
 
 def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
     """The id of a prompt: a hash of its system and user messages, or of its plain text."""
-    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
-    return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
+    turns = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+    return hashlib.sha256(json.dumps([turns, text]).encode()).hexdigest()[:32]
 
 
 def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
@@ -140,8 +140,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout.
     """
     seen: set[str] = set()
-    parts = [part for _, _, part in config.data.parts()] or [config.data]
-    for data in parts:
+    for data in [part for _, _, part in config.data.parts()] or [config.data]:
         for record in read_records(data, "train", todo.counts, asking=True):
             task = _to_task(record, data, config, tokenizer)
             if task.id in seen:
@@ -181,10 +180,10 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
 
 def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
     """Set the prompt of a task; if the target cannot use this prompt, set the task's problem instead."""
-    template, said = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
+    template, answers = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
     try:
         if turns := task.messages or task.bare:
-            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, said, context)
+            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, answers, context)
         else:
             require_rows(task.prompt, tokenizer, "prompt")
     except UnusableTextError as error:
@@ -193,19 +192,19 @@ def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None
 
 def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: int, seconds: float) -> str:
     """An estimate of the time of all prompts, from a first batch of `answered` prompts, its `tokens` and `seconds`."""
-    whole = prompts / answered
-    said = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
-    return f"{said} all_tokens={whole * tokens:.0f} all_take='{in_words(whole * seconds)}': {ending(config)}"
+    factor = prompts / answered
+    facts = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
+    return f"{facts} all_tokens={factor * tokens:.0f} all_take='{in_words(factor * seconds)}': {ending(config)}"
 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
     """A warning if texts of `tasks` give other tokens than the target wrote, else ""; answered: prompts so far."""
     again, parted = sum(task.retokenised for task in tasks), [task for task in tasks if task.parted]
-    said = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
+    lines = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
     if parted:
         what = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
-        said.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
-    return "\n".join(f"responses {line}" for line in said)
+        lines.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
+    return "\n".join(f"responses {line}" for line in lines)
 
 
 def ending(config: GenerateConfig) -> str:

@@ -29,7 +29,7 @@ from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
 from outrider.inference.settings import MOST_NODES
 
-Made = TypeVar("Made")
+Output = TypeVar("Output")
 Outcome = tuple[Tensor, ...] | Exception  # of a pass
 PIECE = 256  # tokens of a prompt that other texts wait for, and that run in one call
 ROUND = MOST_NODES + 1  # rows of a round that a budget counts
@@ -66,7 +66,7 @@ class TextCaches:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, ΣQ, head_dim] to the texts' caches; returns them as they are."""
         parts = zip(self.caches, key.split(self.rows, dim=2), value.split(self.rows, dim=2), strict=True)
-        self.shown[:] = [(key, value), *(cache.update(*own, layer_idx) for cache, *own in parts)]
+        self.shown[:] = [(key, value), *(cache.update(*states, layer_idx) for cache, *states in parts)]
         return key, value
 
 
@@ -83,19 +83,19 @@ class JointView:
 
     @cached_property
     def rotary(self) -> Rotary:
-        each = zip(*(request.view.rotary.tables for request in self.requests), strict=True)  # per table: of every text
-        tables = [tuple(torch.cat(part, dim=1) for part in zip(*own, strict=True)) for own in each]
+        by_table = zip(*(request.view.rotary.tables for request in self.requests), strict=True)  # of every text
+        tables = [tuple(torch.cat(part, dim=1) for part in zip(*pairs, strict=True)) for pairs in by_table]
         return Rotary(self.positions, tuple((cos, sin) for cos, sin in tables))
 
     def masks(self) -> Masks:
         texts, of = [request.view.masks() for request in self.requests], self.cache
         return {key: Texts(of.rows, tuple(masks[key] for masks in texts), of.caches, of.shown) for key in texts[0]}
 
-    def wanted(self, hidden: Tensor) -> Tensor:
+    def logit_rows(self, hidden: Tensor) -> Tensor:
         if all(request.rows == request.view.last for request in self.requests):
             return hidden
         parts = zip(hidden.split(self.cache.rows, dim=1), self.requests, strict=True)
-        return torch.cat([request.view.wanted(own) for own, request in parts], dim=1)
+        return torch.cat([request.view.logit_rows(part) for part, request in parts], dim=1)
 
 
 def run_jointly(requests: list[Request]) -> list[Outcome]:
@@ -124,13 +124,13 @@ def run_jointly(requests: list[Request]) -> list[Outcome]:
 class Text:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
-    done: called at the end, with the error that ended it, if any. positions: its tokens so far, the prompt included.
+    end: called at the end, with the error that ended it, if any. positions: its tokens so far, the prompt included.
     `waits`: for this pass. `reader`: who reads it.
     """
 
     rounds: Iterator[Round]
     take: Callable[[Round], None]
-    done: Callable[[Exception | None], None]
+    end: Callable[[Exception | None], None]
     positions: int = 0
     run: greenlet | None = None
     waits: Request | None = None
@@ -227,21 +227,21 @@ class Batch(Runtime):
                 outcomes = run_jointly([text.waits for text in group if text.waits is not None])
             except Exception as error:
                 outcomes = [error for _ in group]
-            for text, own in zip(group, outcomes, strict=True):
-                self._resume(text, own)
+            for text, outcome in zip(group, outcomes, strict=True):
+                self._resume(text, outcome)
 
-    def _resume(self, text: Text, *given: Outcome) -> None:
-        """Run a text until it waits, has decoded a round, or ends. given: the outcome of the pass it waited for."""
+    def _resume(self, text: Text, *outcome: Outcome) -> None:
+        """Run a text until it waits, has decoded a round, or ends. outcome: of the pass it waited for."""
         assert text.run is not None
         error: Exception | None = None
-        go_on = text.run.throw if given and isinstance(given[0], Exception) else text.run.switch
+        go_on = text.run.throw if outcome and isinstance(outcome[0], Exception) else text.run.switch
         try:
-            text.waits = go_on(*given)
+            text.waits = go_on(*outcome)
         except Exception as ended_by:
             error = ended_by
         if text.run.dead:
             self._forget(text)
-            text.done(error)
+            text.end(error)
 
 
 def _decode(text: Text) -> None:
@@ -293,8 +293,7 @@ def _end_threads() -> None:
 
 class Worker:
     """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do. Further texts
-    wait until one ends. Any thread may call the methods.
-    """
+    wait until one ends. Any thread may call the methods."""
 
     def __init__(self, batch: Batch, most: int):
         self.batch, self.most = batch, most
@@ -302,24 +301,23 @@ class Worker:
         self._waiting: list[Text] = []
         self._busy, self._lock = False, Lock()
 
-    def do(self, job: Callable[[], Made]) -> Made:
+    def do(self, job: Callable[[], Output]) -> Output:
         """The result of `job`, run between two steps of the texts."""
-        done: Future[Made] = Future()
+        future: Future[Output] = Future()
 
         def run() -> None:
             try:
-                done.set_result(job())
+                future.set_result(job())
             except BaseException as error:
-                done.set_exception(error)
+                future.set_exception(error)
 
         self._put(run)
-        return done.result()
+        return future.result()
 
     def rounds(self, rounds: Iterator[Round], prompt: int = 0) -> Iterator[Round]:
         """`rounds`, which use sessions of this batch, each as soon as it is decoded. The text starts when the first
         round is requested, and is decoded whether or not anybody reads; closing this iterator drops it. prompt: the
-        number of its tokens.
-        """
+        number of its tokens."""
         results: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = Text(rounds, results.put, results.put, prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them
@@ -368,4 +366,4 @@ class Worker:
             except Exception as error:  # of the batch itself, not of one text
                 for text in [*self.batch.texts]:
                     self.batch.drop(text)
-                    text.done(error)
+                    text.end(error)

@@ -52,7 +52,7 @@ class KVCache:
             self._grow(self.length + key.shape[2])
         return self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
 
-    def whole(self, rows: int, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
+    def buffer(self, rows: int, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
         """The buffer of all layers, for kernels that write `rows` positions; None if some layers have separate buffers.
 
         like: a tensor with the dtype and device of keys and values.
@@ -81,8 +81,8 @@ class KVCache:
         if self._buffer is None:
             self._buffer = key.new_zeros((len(self.layers), 2, *shape[1:]))
         if shape == of_values and shape[1:] == self._buffer.shape[2:]:
-            both = self._buffer[layer_idx - self.layers.start]
-            self._views[layer_idx] = (both[0, None], both[1, None])
+            states = self._buffer[layer_idx - self.layers.start]
+            self._views[layer_idx] = (states[0, None], states[1, None])
         else:
             self._views[layer_idx] = (key.new_zeros(shape), value.new_zeros(of_values))
             self._odd += self._views[layer_idx]
@@ -106,7 +106,7 @@ class KVCache:
 
         `rows` ascends, so rows only move towards the front; rows already in place are not copied.
         """
-        settled = next((place for place, row in enumerate(rows) if row != place), len(rows))
+        settled = next((index for index, row in enumerate(rows) if row != index), len(rows))
         if settled < len(rows) and self._buffer is not None:
             chosen = torch.tensor(rows[settled:], device=self._buffer.device) + base
             for buffer in self._all():

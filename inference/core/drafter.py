@@ -29,15 +29,12 @@ class Sizes(Protocol):
 
     def search_size(self) -> int:
         """The number of nodes to search for in this round; 0: none, as none would be submitted."""
-        ...
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         """The number of nodes to submit: the first ones of the draft."""
-        ...
 
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
         """Learn from a submitted draft and its accepted nodes."""
-        ...
 
 
 class Stopwatch:
@@ -60,10 +57,10 @@ class Stopwatch:
 
     def begin(self, part: str) -> str:
         """Begin `part`, which ends the running part; returns the name of the ended part."""
-        now, ended = self._clock(), self._part
+        time, ended = self._clock(), self._part
         if ended in self.parts:
-            self.parts[ended] += now - self._since
-        self._since, self._part = now, part
+            self.parts[ended] += time - self._since
+        self._since, self._part = time, part
         return ended
 
 
@@ -120,28 +117,23 @@ class DraftModel(Protocol):
     @property
     def predicted(self) -> Tensor | None:
         """The draft vocabulary: ids [K], ascending; None: the target's whole vocabulary."""
-        ...
 
     @property
     def hidden(self) -> Tensor:
         """The draft model's last hidden states [n, d] of the rows just extended."""
-        ...
 
     @property
     def target_hidden(self) -> Tensor:
         """The target's last hidden state [1, d] at the last verified position."""
-        ...
 
     def begin(self, session: Session) -> None:
         """As `Drafter.begin`."""
-        ...
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Feed rows (tokens [n], parents as in `Session.feed`); returns next-token logits [n, K] after each.
 
         `hidden` and the logits are valid until the next call.
         """
-        ...
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """End the round with the path `tokens` committed, root first; called before the session's own commit.
@@ -149,4 +141,3 @@ class DraftModel(Protocol):
         rows: each token's row in the session if the model shares its layers or reads its hidden states, else its index
         in the order of feeding. A token that was not fed to the model has −1, or an index beyond the last row.
         """
-        ...

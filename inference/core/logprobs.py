@@ -21,7 +21,7 @@ from outrider.inference.settings.sampling import Verification
 class TokenScores(NamedTuple):
     """The log-probability of a token, and those of the likeliest tokens in its place by id, likeliest first."""
 
-    own: float
+    logprob: float
     top: dict[int, float]
 
 
@@ -38,7 +38,7 @@ class ScoringSelector(TokenSelector):
     def __init__(self, sampler: Sampler | None, generator: random.Random | None, rule: Verification, *, top: int):
         super().__init__(sampler, generator, rule)
         self.plain = False  # else plain decoding would bypass the selector
-        self._top, self._found = top, deque[TokenScores]()  # of tokens in the order of the text, until they are taken
+        self._top, self._queue = top, deque[TokenScores]()  # of tokens in the order of the text, until they are taken
 
     def next_token(self, logits: Tensor) -> Tensor:
         token = super().next_token(logits)
@@ -53,7 +53,7 @@ class ScoringSelector(TokenSelector):
     def scored(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
         """The rounds that this selector decides, with the scores of their tokens."""
         for r in rounds:
-            yield ScoredRound(**vars(r), scores=tuple(self._found.popleft() for _ in r.tokens))
+            yield ScoredRound(**vars(r), scores=tuple(self._queue.popleft() for _ in r.tokens))
 
     def _score(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Keep the scores of `tokens` [n], each by its row of logits [n, V]; none where the logits are not finite."""
@@ -61,5 +61,5 @@ class ScoringSelector(TokenSelector):
             return
         logprobs = logits.float().log_softmax(-1)
         values, ids = logprobs.topk(self._top, -1)
-        for own, row, names in zip(logprobs[range(len(tokens)), tokens], values.tolist(), ids.tolist(), strict=True):
-            self._found.append(TokenScores(float(own), dict(zip(names, row, strict=True))))
+        for score, row, names in zip(logprobs[range(len(tokens)), tokens], values.tolist(), ids.tolist(), strict=True):
+            self._queue.append(TokenScores(float(score), dict(zip(names, row, strict=True))))

@@ -19,21 +19,21 @@ from outrider.base.errors import warn
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`scores.max(-1)` of [n, V]: the largest of each row and its first index, or NaN and its index."""
-    found: tuple[Tensor, Tensor] | None = _faster("largest", scores.device, scores)
-    if found is None:
-        values, places = scores.max(-1)
-        return values, places
-    return found
+    maxima: tuple[Tensor, Tensor] | None = _faster("largest", scores.device, scores)
+    if maxima is None:
+        values, indices = scores.max(-1)
+        return values, indices
+    return maxima
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """The argmax token [n] of each row of logits [n, V]; −1 if the maximum is NaN or infinite."""
-    found: Tensor | None = _faster("likeliest", logits.device, logits)
-    if found is None:
+    tokens: Tensor | None = _faster("likeliest", logits.device, logits)
+    if tokens is None:
         values, tokens = logits.max(-1)
         difference = values - values  # NaN where they are not finite
         return tokens.masked_fill_(difference != difference, -1)
-    return found
+    return tokens
 
 
 def likeliest_children(
@@ -44,9 +44,9 @@ def likeliest_children(
 
     Values are in float32; if fewer than `count` are above 0, the others are 0. None if no engine does it in one step.
     """
-    found: tuple[Tensor, Tensor, Tensor] | None
-    found = _faster("likeliest_children", logits.device, logits, weights, count, sharpness)
-    return found
+    children: tuple[Tensor, Tensor, Tensor] | None
+    children = _faster("likeliest_children", logits.device, logits, weights, count, sharpness)
+    return children
 
 
 def ancestor_mask(
@@ -54,13 +54,13 @@ def ancestor_mask(
 ) -> Tensor | None:
     """The additive ancestor mask [1, 1, n, past + columns]: row i sees the first `past` columns and those later ones
     whose bit is set in ancestors[i]. None if no engine builds it in one step."""
-    found: Tensor | None = _faster("ancestor_mask", device, ancestors, past, columns, dtype)
-    return found
+    mask: Tensor | None = _faster("ancestor_mask", device, ancestors, past, columns, dtype)
+    return mask
 
 
-def _faster(name: str, device: torch.device, *given: object) -> Any:
+def _faster(name: str, device: torch.device, *arguments: object) -> Any:
     engine = _cpu_engine() if device.type == "cpu" else None
-    return None if engine is None else getattr(engine, name)(*given)
+    return None if engine is None else getattr(engine, name)(*arguments)
 
 
 @cache

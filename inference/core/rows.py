@@ -57,9 +57,9 @@ class RowLayout:
         if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
             return Band.sliding(torch.arange(keys, device=device), window)
         if not self.is_chain and window is None:
-            made = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, device)
-            if made is not None:
-                return made
+            mask = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, device)
+            if mask is not None:
+                return mask
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(keys - past, keys, dtype=dtype, device=device)
         columns = torch.arange(keys, device=device)
@@ -70,8 +70,7 @@ class RowLayout:
             mask[:, self.base :].masked_fill_(~closure.to(device), lowest)
         if window is not None:
             if not self.is_chain:
-                depths = torch.tensor(self.depths, device=device)
-                columns = torch.cat([columns[: self.base], self.base + depths])
+                columns = torch.cat([columns[: self.base], self.base + torch.tensor(self.depths, device=device)])
             mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
         return mask[None, None]
 
@@ -99,8 +98,8 @@ class RoundRows:
 
     def select(self, chosen: Sequence[int]) -> "RoundRows":
         """The rows `chosen` (ascending, with all their ancestors), renumbered as a separate round."""
-        place = {row: index for index, row in enumerate(chosen)}
-        return RoundRows([place.get(self.parents[row], -1) for row in chosen])
+        index_of = {row: index for index, row in enumerate(chosen)}
+        return RoundRows([index_of.get(self.parents[row], -1) for row in chosen])
 
     def layout(self, base: int, start: int, stop: int) -> RowLayout:
         """Rows start..stop−1 after `base` committed positions."""

@@ -32,7 +32,7 @@ _IGNORE_CONTEXT = (
 class Sampler:
     """`config` and the user's `processors`, ready to apply.
 
-    own: the processors of the target's generation config (see `loading.generation_config`); they run before `config`'s.
+    defaults: processors of the target's generation config (see `loading.generation_config`), run before `config`'s.
 
     As in `generate`, a user's processor replaces the built-in one of the same type. Other user's processors run before
     the warpers; greedy decoding has no warpers. A processor must be a pure function of its arguments: one that keeps
@@ -44,15 +44,15 @@ class Sampler:
         config: SamplingConfig,
         processors: Sequence[transformers.LogitsProcessor] = (),
         *,
-        own: Sequence[transformers.LogitsProcessor] = (),
+        defaults: Sequence[transformers.LogitsProcessor] = (),
     ):
         self.greedy = config.temperature == 0
-        ours = list(own)
+        built_ins = list(defaults)
         if config.repetition_penalty not in (None, 1):
-            ours.append(transformers.RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-        steps = [next((p for p in processors if type(p) is type(mine)), mine) for mine in ours]
+            built_ins.append(transformers.RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
+        steps = [next((p for p in processors if type(p) is type(step)), step) for step in built_ins]
         # All of transformers' own treat rows alike, except for one that in older versions sees the first row only.
-        alike = [step for step in ours if type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor]
+        alike = [step for step in built_ins if type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor]
         self._batched = [step for step in steps if step in alike]
         steps += [p for p in processors if p not in steps]
         warpers = (
@@ -76,8 +76,8 @@ class Sampler:
                 scores = step(None, scores)
             else:
                 if contexts is None or len(contexts) != len(logits):
-                    given = "no contexts" if contexts is None else f"{len(contexts)} contexts"
-                    raise ValueError(f"{type(step).__name__} reads the context: {len(logits)} rows but {given}")
+                    shortage = "no contexts" if contexts is None else f"{len(contexts)} contexts"
+                    raise ValueError(f"{type(step).__name__} reads the context: {len(logits)} rows but {shortage}")
                 scores = self._by_context(step, scores, contexts)
         return scores
 
@@ -119,19 +119,19 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 def largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
     """`scores.topk(count)` of [..., V] in one pass over V: the results are in the `count` chunks of largest maxima."""
     size = scores.shape[-1]
-    whole = size - size % chunk
+    boundary = size - size % chunk
     if count * chunk * 4 > size:
         values, tokens = scores.topk(count)
         return values, tokens
-    chunks = scores[..., :whole].unflatten(-1, (-1, chunk))
+    chunks = scores[..., :boundary].unflatten(-1, (-1, chunk))
     best = chunks.amax(-1).topk(count).indices
     inside = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
-    places = (best[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)
-    if whole < size:
-        last = torch.arange(whole, size, device=scores.device).expand(*scores.shape[:-1], size - whole)
-        inside, places = torch.cat([inside, scores[..., whole:]], -1), torch.cat([places, last], -1)
+    indices = (best[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)
+    if boundary < size:
+        last = torch.arange(boundary, size, device=scores.device).expand(*scores.shape[:-1], size - boundary)
+        inside, indices = torch.cat([inside, scores[..., boundary:]], -1), torch.cat([indices, last], -1)
     values, at = inside.topk(count)
-    return values, places.gather(-1, at)
+    return values, indices.gather(-1, at)
 
 
 def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
@@ -139,10 +139,10 @@ def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tenso
 
     tokens, parents [n]: the draft tree under the last token of `text`. Returns n + 1 tensors, the root's first.
     """
-    found = [text]
+    texts = [text]
     for node, parent in enumerate(parents):
-        found.append(torch.cat([found[parent + 1], tokens[node : node + 1]]))
-    return found
+        texts.append(torch.cat([texts[parent + 1], tokens[node : node + 1]]))
+    return texts
 
 
 def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
@@ -156,13 +156,13 @@ def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
     from a GPU.
     """
     sums = _running_sums(weights)
-    found = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
-    hit = weights.gather(-1, found) > 0
+    tokens = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
+    hit = weights.gather(-1, tokens) > 0
     if weights.device.type == "cpu" and bool(hit.all()):
-        return found
+        return tokens
     # Parallel sums, as on CUDA, may rise by a rounding error where the weight is 0, or fall.
     heaviest = weights.argmax(-1, keepdim=True)
-    return torch.where(hit, found, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
+    return torch.where(hit, tokens, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
 
 
 def _running_sums(weights: Tensor) -> Tensor:

@@ -20,25 +20,20 @@ class View(Protocol):
     @property
     def cache(self) -> LayerCache:
         """The cache of the layers that the pass runs."""
-        ...
 
     @property
     def positions(self) -> Tensor:
         """[1, n]."""
-        ...
 
     @property
     def rotary(self) -> Rotary:
         """The rotary tables at these positions."""
-        ...
 
     def masks(self) -> Masks:
         """Additive masks [1, 1, n, keys], or bands, by window size of the layers."""
-        ...
 
-    def wanted(self, hidden: Tensor) -> Tensor:
+    def logit_rows(self, hidden: Tensor) -> Tensor:
         """The rows of hidden [1, n, d] whose logits are requested, the last ones; all rows if shapes are fixed."""
-        ...
 
 
 Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # from the rows' input to outputs, each with a row per input row
@@ -89,14 +84,12 @@ class Session(Protocol):
     @property
     def vocabulary(self) -> int:
         """The size of the target's vocabulary."""
-        ...
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round).
 
         Returns their hidden states [1, n, d] at the split between the two halves of the target's layers, if any.
         """
-        ...
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the target over `rows` (ascending, with all their ancestors; None: every row).
@@ -104,11 +97,9 @@ class Session(Protocol):
         Returns next-token logits of each row [n, V], or of the last one [1, V]; they are valid until the next call.
         Rows left out cannot be committed. May be called again, for other rows.
         """
-        ...
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: `rows`, an ascending path from row 0, become part of the text; the other rows are dropped."""
-        ...
 
     def layered(self) -> "TargetSession":
         """Itself, for drafters that use layers of the target. Raises `TypeError` if the target exposes no layers."""
@@ -118,8 +109,8 @@ class Session(Protocol):
         """A session of the same size for a drafter's own model, run by `extend`. Raises `TypeError` if unsupported."""
         raise TypeError(f"{type(self).__name__}: no model runs beside it")
 
-    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [wanted, K].
+    def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
+        """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [logit_count, K].
 
         The logits are over the draft vocabulary (see `Target.predicted`). Both are valid until the next call.
         """
@@ -181,8 +172,8 @@ class Session(Protocol):
         order = sorted([0, *rows])
         logits = self.finish(None if len(order) == self.rows else order)
         if order != [0, *rows]:
-            place_of = {row: place for place, row in enumerate(order)}
-            logits = logits[[0, *(place_of[row] for row in rows)]]
+            index_of = {row: index for index, row in enumerate(order)}
+            logits = logits[[0, *(index_of[row] for row in rows)]]
         return logits
 
     def path(self, nodes: Sequence[int]) -> list[int]:
@@ -194,7 +185,7 @@ class Session(Protocol):
 
         rows: a subset of the rows of the last `finish`.
         """
-        return self.extras[0][:, self.places_of(rows)]
+        return self.extras[0][:, self.indices_of(rows)]
 
     def top_tokens_of_rows(self) -> tuple[Sequence[int], Tensor]:
         """The rows [n] of the last `finish`, and `sampling.top_tokens` of each, float32 [n, 2k].
@@ -203,7 +194,7 @@ class Session(Protocol):
         """
         return self.finished, self.extras[-1][0]
 
-    def places_of(self, rows: Sequence[int]) -> list[int]:
+    def indices_of(self, rows: Sequence[int]) -> list[int]:
         """The indices of `rows` among the rows of the last `finish`."""
-        place = {row: index for index, row in enumerate(self.finished)}
-        return [place[row] for row in rows]
+        index_of = {row: index for index, row in enumerate(self.finished)}
+        return [index_of[row] for row in rows]

@@ -34,8 +34,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()):
         """ends: ids that the shown text leaves out, as it does special tokens. Raises `UserError` for stops that no
-        token can end.
-        """
+        token can end."""
         mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
         self._stops = [stop.encode() for stop in stops]
         tails = {stop[-size:] for stop in self._stops for size in range(1, len(stop) + 1)}

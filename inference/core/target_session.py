@@ -99,13 +99,13 @@ class TargetSession(Session):
         self._remember(hidden, layout.start)
         return hidden
 
-    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        def whole(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
+        def whole_pass(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
             (hidden,) = self._first_half(tokens, view)
-            return hidden, self.stack.draft_logits(view.wanted(hidden))
+            return hidden, self.stack.draft_logits(view.logit_rows(hidden))
 
-        hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first, wanted)
-        return hidden[0], logits[0, -wanted:]
+        hidden, logits = self._run("whole", whole_pass, tokens, self._add(parents), self.first, logit_count)
+        return hidden[0], logits[0, -logit_count:]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the second half over `rows` (see `Session.finish`)."""
@@ -115,18 +115,18 @@ class TargetSession(Session):
         everything = count == self.rows
         hidden = self.hidden if everything else self.hidden[:, list(self.finished)]
         chosen = self.round if everything else self.round.select(self.finished)
-        wanted = 1 if last_only else count
+        logit_count = 1 if last_only else count
 
         def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
             stack = self.stack
-            given = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
+            arguments = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
             extras = []
             if self.aux_layers:
-                hidden, aux_hidden = stack.run_with_aux(*given, self.aux_layers, view.cache)
+                hidden, aux_hidden = stack.run_with_aux(*arguments, self.aux_layers, view.cache)
                 extras.append(torch.cat(aux_hidden, dim=-1))
             else:
-                hidden = stack.run(*given, view.cache)
-            logits = stack.logits(view.wanted(hidden))
+                hidden = stack.run(*arguments, view.cache)
+            logits = stack.logits(view.logit_rows(hidden))
             if self.top_count:
                 extras.append(top_tokens(logits, self.top_count))
             return hidden, logits, *extras
@@ -134,28 +134,28 @@ class TargetSession(Session):
         name = REST + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
         name += f", {self.top_count} top tokens" if self.top_count else ""
         layout = chosen.layout(self.base, 0, count)
-        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.rest, wanted)
+        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.rest, logit_count)
         self._last_hidden = hidden[0]
-        return logits[0, -wanted:]
+        return logits[0, -logit_count:]
 
     def run_rows(
-        self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int], wanted: int | None = None
+        self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int], logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         """Add rows as `feed` does and run a pass over their input x [1, n, …]; all layers must be in the first half.
 
-        For a drafter's own model, in a separate session from the target's. name, wanted: as in `run_draft_layers`.
+        For a drafter's own model, in a separate session from the target's. name, logit_count: as in `run_draft_layers`.
         """
-        return self._run(name, pass_, x, self._add(parents), self.first, wanted)
+        return self._run(name, pass_, x, self._add(parents), self.first, logit_count)
 
     def run_draft_layers(
-        self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache, wanted: int | None = None
+        self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
 
         name: the pass's name; passes of one name do the same to rows of any text. Its keys and values are appended to
-        `cache`. Its outputs are valid until the next call. wanted: see `View.wanted`; None: every row.
+        `cache`. Its outputs are valid until the next call. logit_count: of `View.logit_rows`; None: every row.
         """
-        return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache, wanted)
+        return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache, logit_count)
 
     def draft_cache(self, owner: object, layers: range) -> KVCache:
         """An empty cache for a drafter's own layers, which belong to `owner`."""
@@ -167,9 +167,9 @@ class TargetSession(Session):
     def commit(self, rows: Sequence[int]) -> None:
         self.first.keep(self.base, rows)
         if self.rest.layers:
-            places = self.places_of(rows)
-            self.rest.keep(self.base, places)
-            self.target_hidden = self._last_hidden[places[-1] : places[-1] + 1]
+            indices = self.indices_of(rows)
+            self.rest.keep(self.base, indices)
+            self.target_hidden = self._last_hidden[indices[-1] : indices[-1] + 1]
         self.base += len(rows)
         self.start_round()
 
@@ -190,14 +190,14 @@ class TargetSession(Session):
         self._hidden.append(hidden)
 
     def _run(
-        self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, wanted: int | None = None
+        self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         """Run a pass over the rows of `layout`, whose keys and values are appended to `cache`."""
         # An exit layer usually runs over the rows that were just fed to the first half.
         if self._view is None or self._view.layout is not layout:
             self._view = TextView(self, layout)
         view = self._view
-        view.cache, view.last = cache, layout.stop - layout.start if wanted is None else wanted
+        view.cache, view.last = cache, layout.stop - layout.start if logit_count is None else logit_count
         if self.together is None or not cache.layers:
             outputs = pass_(x, view)
         else:
@@ -215,7 +215,7 @@ class TargetSession(Session):
 class TextView:
     """The view of rows of one text: rotary tables and masks are built on first use.
 
-    cache, last: of the pass that runs; last: the number of rows that are wanted.
+    cache, last: of the pass that runs; last: the number of its `logit_rows`.
     """
 
     cache: KVCache
@@ -238,7 +238,7 @@ class TextView:
             self._masks = self.layout.masks(self._layers.windows, self._layers.device, self._layers.dtype)
         return self._masks
 
-    def wanted(self, hidden: Tensor) -> Tensor:
+    def logit_rows(self, hidden: Tensor) -> Tensor:
         return hidden[:, hidden.shape[1] - self.last :]
 
 
@@ -282,11 +282,11 @@ class WholeSession(Session):
         self.fed.append(tokens)
         return tokens[None]
 
-    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+    def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
         self.feed(tokens, parents)
         self.finished = range(self.rows)
         hidden, logits = self._run(self.round, tokens)
-        return hidden, logits[-wanted:]
+        return hidden, logits[-logit_count:]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.cache.keep(self.base, ())
@@ -318,10 +318,10 @@ class WholeSession(Session):
     def commit(self, rows: Sequence[int]) -> None:
         if not self.finished:  # the text that a drafter starts with, whose logits nobody has requested
             self.finish(last_only=True)
-        places = self.places_of(rows)
-        self.cache.keep(self.base, places)
+        indices = self.indices_of(rows)
+        self.cache.keep(self.base, indices)
         if self._last_hidden is not None:
-            self.target_hidden = self._last_hidden[places[-1] : places[-1] + 1]
+            self.target_hidden = self._last_hidden[indices[-1] : indices[-1] + 1]
         self.base += len(rows)
         self.start_round()
 

@@ -57,10 +57,10 @@ class OptimalTree(DraftTree):
 
 def depths(parents: Sequence[int]) -> list[int]:
     """The n + 1 depths of the root, which is 0, and of every node. Parents come before children."""
-    found = [0]
+    depth_of = [0]
     for parent in parents:
-        found.append(found[parent + 1] + 1)
-    return found
+        depth_of.append(depth_of[parent + 1] + 1)
+    return depth_of
 
 
 def chain_parents(start: int, count: int) -> tuple[int, ...]:

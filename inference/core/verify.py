@@ -41,11 +41,9 @@ class Chance(Protocol[Weights]):
 
     def accept(self, probability: float) -> bool:
         """True with the given probability; values above 1 mean 1."""
-        ...
 
     def choose(self, weights: Weights) -> int:
         """An index of `weights` [V] (≥ 0, not all 0), each with probability proportional to its weight."""
-        ...
 
 
 class RandomChance:
@@ -73,11 +71,9 @@ class NodeRule(Protocol):
         q: the distribution [V] that each parent's children were drawn from; p [n + 1, V]: the target's, row 0
         at the root and row i + 1 at node i. Probabilities above 1 mean 1. One transfer from the device.
         """
-        ...
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
         """The unnormalised distribution [V] of the token to emit at the parent if all its children were rejected."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,12 +101,11 @@ class Rejection:
                 r, q_i = self._reject(r[:count], q_i[:count], before[:count])
             ratios.append(_ratio(r[range(count), drawn], q_i[range(count), drawn]))
         flat = iter(_module(p).concatenate(ratios).tolist())
-        found: dict[int, list[float]] = {parent: [] for parent, _ in families}
-        for i in range(len(ratios)):
-            for parent, tokens in families:
-                if i < len(tokens):
-                    found[parent].append(next(flat))
-        return found
+        by_parent: dict[int, list[float]] = {parent: [] for parent, _ in families}
+        for row in ratios:
+            for parent, _ in families[: len(row)]:
+                by_parent[parent].append(next(flat))
+        return by_parent
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
         parent, tokens = family
@@ -149,17 +144,17 @@ class Matching:
         rows = [parent + 1 for parent, tokens in families for _ in tokens]
         columns = [token for _, tokens in families for token in tokens]
         masses = iter(p[rows, columns].tolist())
-        found: dict[int, list[float]] = {}
+        by_parent: dict[int, list[float]] = {}
         for parent, tokens in families:
-            found[parent] = []
+            by_parent[parent] = []
             seen: set[int] = set()
-            left: float = 1  # the mass of r before renormalising
+            total: float = 1  # the mass of r before renormalising
             for token in tokens:
                 mass = next(masses) * (token not in seen)
-                found[parent].append(mass / left if left > 0 else 0)
-                left -= mass
+                by_parent[parent].append(mass / total if total > 0 else 0)
+                total -= mass
                 seen.add(token)
-        return found
+        return by_parent
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
         parent, tokens = family
@@ -197,22 +192,22 @@ def verify_sampled(
     families = {parent: [tokens[node] for node in nodes] for parent, nodes in children.items()}
     if at_once is None:
         at_once = isinstance(p, Tensor) and p.device.type != "cpu"
-    known = rule.acceptance(list(families.items()), q, p) if at_once and families else {}
+    by_parent = rule.acceptance(list(families.items()), q, p) if at_once and families else {}
     accepted: list[int] = []
     last = ROOT
     while last in families:
-        probabilities = known[last] if at_once else rule.acceptance([(last, families[last])], q, p)[last]
+        probabilities = by_parent[last] if at_once else rule.acceptance([(last, families[last])], q, p)[last]
         pairs = zip(children[last], probabilities, strict=True)
-        taken = next((node for node, probability in pairs if chance.accept(probability)), None)
-        if taken is None:
+        child = next((node for node, probability in pairs if chance.accept(probability)), None)
+        if child is None:
             break
-        accepted.append(taken)
-        last = taken
+        accepted.append(child)
+        last = child
     weights = p[last + 1]
     if last in families:
-        rest = rule.residual((last, families[last]), q, p)
+        residual = rule.residual((last, families[last]), q, p)
         # If p ≤ q up to rounding, rejection has probability 1e-7 instead of 0 and may leave a residual of zero mass.
-        weights = rest + (rest.sum() == 0) * weights
+        weights = residual + (residual.sum() == 0) * weights
     return accepted, chance.choose(weights)
 
 
@@ -225,17 +220,17 @@ def verify_block(tokens: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: 
     the whole chain with c_n. The longest that passes is accepted. The next token is drawn from max(0, c_i p − q) or p.
     """
     drawn = _module(p).stack([q[node - 1][token] for node, token in enumerate(tokens)])
-    until_nan: Iterable[float] = takewhile(lambda one: one == one, _ratio(p[range(len(drawn)), tokens], drawn).tolist())
+    until_nan: Iterable[float] = takewhile(lambda x: x == x, _ratio(p[range(len(drawn)), tokens], drawn).tolist())
     c: list[float] = [*accumulate([1, *until_nan], lambda before, ratio: min(1, before * ratio))]
     count: int = len(c) - 1
     if chance.accept(c[count]):
         return [*range(count)], chance.choose(p[count])
     while True:
         count -= 1
-        rest = (c[count] * p[count] - q[count - 1]).clip(min=0)
-        left: float = rest[None].sum(-1).tolist()[0]
-        if count == 0 or (left > 0 and chance.accept(left / (left + 1 - c[count]))):
-            return [*range(count)], chance.choose(rest + (left == 0) * p[count])  # 0 by rounding alone
+        residual = (c[count] * p[count] - q[count - 1]).clip(min=0)
+        mass: float = residual[None].sum(-1).tolist()[0]
+        if count == 0 or (mass > 0 and chance.accept(mass / (mass + 1 - c[count]))):
+            return [*range(count)], chance.choose(residual + (mass == 0) * p[count])  # 0 by rounding alone
 
 
 def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:

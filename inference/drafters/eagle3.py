@@ -70,10 +70,10 @@ class Eagle3Source(BesideTarget):
         def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, aux = x.tensor_split([head.reading.hidden], dim=-1)
             out = head.run(embedding, head.features(aux), view.masks(), view.rotary, view.cache)
-            return out, head.draft_logits(view.wanted(out))
+            return out, head.draft_logits(view.logit_rows(out))
 
         x = torch.cat([head.embed(tokens[None]), aux], dim=-1)
-        out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)), wanted=1)
+        out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)), logit_count=1)
         self._pairs = len(tokens)
         self.hidden = self._outputs = out[0, -1:].clone()  # of the root and drafted tokens; passes reuse `out`
         return logits[0, -1:]
@@ -103,8 +103,7 @@ class Eagle3Source(BesideTarget):
             self._tokens = self._tokens[:0]
         else:
             self._aux_hidden, fresh = torch.cat([self._aux_hidden, aux], dim=1), tokens
-        known = torch.tensor(fresh, dtype=torch.long, device=self._tokens.device)
-        self._tokens = torch.cat([self._tokens, known])
+        self._tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long, device=self._tokens.device)])
 
 
 class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
@@ -130,8 +129,8 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where), self.changes.stated())
 
-    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> Eagle3:
-        return checkpoint.open_head(where, target.config, self.changes).load(**placed)
+    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> Eagle3:
+        return checkpoint.open_head(where, target.config, self.changes).load(**placement)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
         drafter = bare(model)

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outrider.draft_models.early_exit.checkpoint import (
-    as_causal_lm,
-    empty_drafter,
-    from_pretrained,
-    read_draft_tokens,
-    read_meta,
-    require_target,
-)
+from outrider.draft_models.early_exit import checkpoint
+from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -47,7 +41,7 @@ class EarlyExitSource(BesideTarget):
         self.target = self.session = session = session.layered()
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
-        self._exit(prompt, 0, wanted=0)
+        self._exit(prompt, 0, logit_count=0)
         self._pending = prompt[:, :0]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -65,30 +59,30 @@ class EarlyExitSource(BesideTarget):
         """Add rows to the session, through the target's first layers; returns their hidden states [1, n, d]."""
         return self.session.feed(tokens, parents)
 
-    def _exit(self, hidden: Tensor, start: int, wanted: int) -> tuple[Tensor, Tensor]:
+    def _exit(self, hidden: Tensor, start: int, logit_count: int) -> tuple[Tensor, Tensor]:
         """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
 
-        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, K].
+        Returns its output [1, n, d] and the logits of the last `logit_count` rows [1, logit_count, K].
         """
         drafter = self.drafter
 
         def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, view.cache)
-            return hidden, drafter.draft_logits(view.wanted(hidden)) if wanted else hidden[:, :0]
+            return hidden, drafter.draft_logits(view.logit_rows(hidden)) if logit_count else hidden[:, :0]
 
         name = f"exit {id(drafter)}"
-        hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, wanted)
-        return hidden, logits[:, logits.shape[1] - wanted :]
+        hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, logit_count)
+        return hidden, logits[:, logits.shape[1] - logit_count :]
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base = self.session.base
         extended = max(0, self.cache.length - base)
-        known = [row for row in rows if row < extended]
-        if len(known) < len(rows):
-            fresh = self.session.hidden[:, list(rows[len(known) :])]
+        cached_rows = [row for row in rows if row < extended]
+        if len(cached_rows) < len(rows):
+            fresh = self.session.hidden[:, list(rows[len(cached_rows) :])]
             self._pending = torch.cat([self._pending, fresh], dim=1)
         if self.cache.length > base:
-            self.cache.keep(base, known)
+            self.cache.keep(base, cached_rows)
 
 
 class ParallelExitSource(OnePass, EarlyExitSource):
@@ -135,21 +129,20 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         return {"checkpoint": weights, "calibration": head_identity("early_exit", where)}
 
     def digest(self, where: str) -> str:
-        return read_meta(where).weights_sha256
+        return checkpoint.read_meta(where).weights_sha256
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placement: Unpack[Placed]
     ) -> EarlyExit:
-        require_target(read_meta(where), target.fingerprint, where)  # first, since its message names the cause
-        return super().load(where, target, methods, **placed)
+        checkpoint.require_target(checkpoint.read_meta(where), target.fingerprint, where)  # first: it names the cause
+        return super().load(where, target, methods, **placement)
 
-    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> EarlyExit:
-        return from_pretrained(where, target.config, target.fingerprint, **placed)
+    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> EarlyExit:
+        return from_pretrained(where, target.config, target.fingerprint, **placement)
 
     def trained(self, where: str) -> Trained:
-        meta = read_meta(where)
-        made_for = meta.fingerprint
-        return replace(Trained.of(meta.training), target=made_for.target, revision=made_for.revision)
+        meta = checkpoint.read_meta(where)
+        return replace(Trained.of(meta.training), target=meta.fingerprint.target, revision=meta.fingerprint.revision)
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
         drafter = bare(model)
@@ -163,15 +156,15 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
             drafter.shared_head = [*rows]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        return read_draft_tokens(where)
+        return checkpoint.read_draft_tokens(where)
 
     def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
-        drafter = empty_drafter(read_meta(where), target)
+        drafter = checkpoint.empty_drafter(checkpoint.read_meta(where), target)
         return drafter if drafter.draft_tokens is None else nn.ModuleList([drafter, drafter.output_head])
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
-        save_parts(folder, as_causal_lm(drafter, target, dtype))
+        save_parts(folder, checkpoint.as_causal_lm(drafter, target, dtype))
 
     def draft_model(self, model: EarlyExit, method: MethodConfig) -> DraftModel:
         return source_of(model)

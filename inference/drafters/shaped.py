@@ -77,8 +77,8 @@ class ModelDrafter(Drafter):
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._session = session
-        by_place = selector.greedy and not self.structure.reads_root
-        self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_place=by_place)
+        by_index = selector.greedy and not self.structure.reads_root
+        self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_index=by_index)
         self.model.begin(session)
         if self.copies is not None:
             self.copies.begin(session, selector, watch)
@@ -115,10 +115,10 @@ def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None 
     """
     if method.copy is None:
         return None
-    own = None if tuning is None else Tuning(tuning.costs)
-    if own is not None and tuning is not None and tuning.shared is not None:
-        own = own.of_all(tuning.shared().sharing)
-    return cast("LookupPlugin", PROMPT_LOOKUP.load_plugin()).copies(method.copy, structure.max_rows, own)
+    copy_tuning = None if tuning is None else Tuning(tuning.costs)
+    if copy_tuning is not None and tuning is not None and tuning.shared is not None:
+        copy_tuning = copy_tuning.of_all(tuning.shared().sharing)
+    return cast("LookupPlugin", PROMPT_LOOKUP.load_plugin()).copies(method.copy, structure.max_rows, copy_tuning)
 
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):
@@ -149,17 +149,17 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     record: str
 
     @abstractmethod
-    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> Model:
+    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> Model:
         """As `load`, without a calibration head."""
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placement: Unpack[Placed]
     ) -> Model:
         if not any(method.source == self.kind and method.stop.needs_head for method in methods.values()):
-            return self.load_drafter(where, target, **placed)
+            return self.load_drafter(where, target, **placement)
         made_for, folder = asdict(target.fingerprint), KINDS[self.kind].calibration or ""
-        head = load_calibration(where, self.digest(where), placed["device"], made_for, folder=folder)
-        return cast("Model", Calibrated(self.load_drafter(where, target, **placed), head))  # weights last
+        head = load_calibration(where, self.digest(where), placement["device"], made_for, folder=folder)
+        return cast("Model", Calibrated(self.load_drafter(where, target, **placement), head))  # weights last
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
@@ -202,30 +202,30 @@ class OnePass(BesideTarget):
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if parents[0] == ROOT:
-            left = self.target.context - self.target.base  # positions of the text
-            masks = tokens.new_full((max(0, min(self.pass_tokens, left) - 1),), self.mask)
+            room = self.target.context - self.target.base  # positions of the text
+            masks = tokens.new_full((max(0, min(self.pass_tokens, room) - 1),), self.mask)
             self._logits = self.run_pass(torch.cat([tokens, masks]))
             self._hidden, self._depths = self.hidden, list[int]()  # both by depth; the depths of the round's rows
         depths = [0 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
         self._depths += depths
-        places = [min(depth, len(self._logits) - 1) for depth in depths]
-        self.hidden = self._hidden[places]
-        return self._logits[places]
+        rows = [min(depth, len(self._logits) - 1) for depth in depths]
+        self.hidden = self._hidden[rows]
+        return self._logits[rows]
 
 
 class TimedModel:
     """A draft model as the `Source` of a round: times its passes, and tracks the text up to each row it was fed.
 
-    by_place: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
+    by_index: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
     it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts
     such a draft to token ids. Otherwise logits are [n, V] over the target's `vocabulary`, very low for other tokens.
     """
 
     def __init__(
-        self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_place: bool = False
+        self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_index: bool = False
     ):
         self._model, self._vocabulary = model, vocabulary
-        self._ids = model.predicted if by_place else None
+        self._ids = model.predicted if by_index else None
         self._selector, self._watch = selector, watch
         self.to_probs = None if selector.greedy else self._probabilities
 
@@ -251,9 +251,9 @@ class TimedModel:
         if self._ids is not None and self.fed:  # the root, fed first, is a token id
             tokens = self._ids[tokens]
         if self._selector.reads_context:
-            for place, parent in enumerate(parents):  # the root, without a parent, is the text's last token
+            for index, parent in enumerate(parents):  # the root, without a parent, is the text's last token
                 before = self._contexts[parent] if parent >= 0 else self._selector.text[:-1]
-                self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
+                self._contexts.append(torch.cat([before, tokens[index : index + 1]]))
         self.fed.append(len(tokens))
         running = self._watch.begin("draft")
         self._starts.append(self._watch.seconds)
@@ -269,5 +269,5 @@ class TimedModel:
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None
-        found = self._selector.probabilities(logits, contexts)
-        return found.nan_to_num_(1 / logits.shape[-1])  # rows of NaN become uniform, so that tokens can be drawn
+        probs = self._selector.probabilities(logits, contexts)
+        return probs.nan_to_num_(1 / logits.shape[-1])  # rows of NaN become uniform, so that tokens can be drawn

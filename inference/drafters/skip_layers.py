@@ -32,7 +32,7 @@ class SkipLayersSource(BesideTarget):
         self.target = self.session = session = session.layered()
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
-        self._kept = [layer for layer in range(count) if layer not in skipped]
+        self._layers = [layer for layer in range(count) if layer not in skipped]
         self._name = f"without layers {skipped}"
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -40,7 +40,7 @@ class SkipLayersSource(BesideTarget):
 
         def kept_layers(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             rotary, masks = view.rotary, view.masks()
-            for layer in self._kept:
+            for layer in self._layers:
                 hidden = stack.run(hidden, layer, layer + 1, rotary, masks, view.cache)
             return hidden, stack.logits(hidden)
 
@@ -64,8 +64,8 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
         return list(range(1, count - 1, 2))
     there = all(0 <= layer < count for layer in skip) and len(set(skip)) == len(skip)
     if not there or not 0 < len(skip) < count:
-        given = f"skip={list(skip)}: expected different numbers from 0 to {count - 1}, one at least and not all"
-        raise UserError(f"{given}, as the target has {count} layers; null chooses every second one")
+        problem = f"skip={list(skip)}: expected different numbers from 0 to {count - 1}, one at least and not all"
+        raise UserError(f"{problem}, as the target has {count} layers; null chooses every second one")
     return sorted(skip)
 
 

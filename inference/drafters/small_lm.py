@@ -57,7 +57,7 @@ class SmallLMSource(BesideTarget):
         self.target = session
         self.vocabulary = session.vocabulary
         self._last = last_id(self.lm)
-        prompt = self._known(session.tokens.to(self.lm.device))
+        prompt = self._clamp(session.tokens.to(self.lm.device))
         self.session = session.draft_session(self.lm)
         self.session.feed(prompt, chain_parents(0, len(prompt)))
         self.session.commit(range(len(prompt)))
@@ -71,24 +71,24 @@ class SmallLMSource(BesideTarget):
         elif waiting:
             parents = [parent + waiting for parent in parents]
         skip = waiting if first else 0
-        hidden, logits = self.session.extend(self._known(tokens), parents, len(parents) - skip)
+        hidden, logits = self.session.extend(self._clamp(tokens), parents, len(parents) - skip)
         self.hidden = hidden[skip:]
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
 
-    def _known(self, tokens: Tensor) -> Tensor:
+    def _clamp(self, tokens: Tensor) -> Tensor:
         """The ids; ids beyond its embedding, which a text may contain, are replaced by its last one."""
         return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         waiting = len(self._pending)
         extended = self.session.rows - waiting  # ≤ 0: no row was extended, and the pending tokens continue to wait
-        known = [row for row in rows if 0 <= row < extended]
-        unknown = torch.tensor(tokens[len(known) :], dtype=torch.long, device=self.lm.device)
+        cached_rows = [row for row in rows if 0 <= row < extended]
+        uncached = torch.tensor(tokens[len(cached_rows) :], dtype=torch.long, device=self.lm.device)
         if extended > 0:
-            self.session.commit([*range(waiting), *(row + waiting for row in known)])
-            self._pending = unknown
+            self.session.commit([*range(waiting), *(row + waiting for row in cached_rows)])
+            self._pending = uncached
         else:
-            self._pending = torch.cat([self._pending, unknown])
+            self._pending = torch.cat([self._pending, uncached])
 
 
 class ParallelSource(OnePass, SmallLMSource):
@@ -124,8 +124,8 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
 
     kind, record = "small_lm", TRAINING_FILE
 
-    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> SmallLM:
-        return load_small_lm(where, target.tokenizer, **placed)
+    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> SmallLM:
+        return load_small_lm(where, target.tokenizer, **placement)
 
     def prepare(self, model: SmallLM, target: Target) -> None:
         lay_out(bare(model), target.device)
@@ -134,8 +134,8 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return [cast(Target, bare(model))]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        own = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))
-        return None if own is None else own.tokens.tolist()
+        vocabulary = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))
+        return None if vocabulary is None else vocabulary.tokens.tolist()
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         save_parts(folder, load_whole_lm(where, target.tokenizer, dtype, target.vocabulary_size))

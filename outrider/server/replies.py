@@ -108,14 +108,14 @@ class Reply:
 
     def _row(self, token: int, scores: TokenScores) -> tuple[str, ...]:
         """The token's name, its log-probability, and the top list, in which the token stands too."""
-        top = {self._name(key): value for key, value in scores.top.items()} | {self._name(token): scores.own}
+        top = {self._name(key): value for key, value in scores.top.items()} | {self._name(token): scores.logprob}
         members = ", ".join(f"{name}: {max(value, LEAST)}" for name, value in top.items())
-        return self._name(token), str(max(scores.own, LEAST)), f"{{{members}}}"
+        return self._name(token), str(max(scores.logprob, LEAST)), f"{{{members}}}"
 
     def _entry(self, token: int, scores: TokenScores) -> tuple[str, ...]:
         first, *top = (
             f'"token": {self._name(key)}, "logprob": {max(value, LEAST)}, "bytes": null'
-            for key, value in ((token, scores.own), *scores.top.items())
+            for key, value in ((token, scores.logprob), *scores.top.items())
         )
         return (f'{{{first}, "top_logprobs": [{", ".join(f"{{{member}}}" for member in top)}]}}',)
 

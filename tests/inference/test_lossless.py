@@ -215,7 +215,7 @@ def test_drafts_are_copied_where_the_text_says_them(target: Target, kind: str) -
 
 
 FAULTS = {  # in a function of a class, and what stands there instead
-    "the model misses what was copied": (SmallLMSource, "commit", "torch.cat([self._pending, unknown])", "unknown"),
+    "the model misses what was copied": (SmallLMSource, "commit", "torch.cat([self._pending, uncached])", "uncached"),
     "copies are learned from": (ModelDrafter, "commit", "len(tree) and not fed", "False"),
     "of another text": (PromptLookup, "commit", "(tokens)", "(tokens[:1])"),
     "deeper than the structure": (ModelDrafter, "draft", "self.structure.steps(limit)", "limit"),

@@ -355,7 +355,7 @@ def test_steps_of_a_graph_are_scored_too(model: Any) -> None:
     stepping = outrider.load(model.setup.target.source, device="cpu", runtime="graphed")
     for speculate in (False, True):
         asked = {"max_new_tokens": 8, "speculate": speculate, "logprobs": 1}
-        own, other = ([score.own for r in one.rounds("a", **asked) for score in r.scores] for one in (stepping, model))
+        own, other = ([score.logprob for r in m.rounds("a", **asked) for score in r.scores] for m in (stepping, model))
         assert own == pytest.approx(other, abs=1e-3)
         assert len(own) == 8
 

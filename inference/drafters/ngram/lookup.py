@@ -49,9 +49,9 @@ class PromptLookup(Drafter):
         self._append(session.tokens.tolist())
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
-        found = self._submitted(int(root), min(limit, self.max_rows))
-        tokens = torch.tensor(found, dtype=torch.long, device=root.device) if found else root[:0]
-        return DraftTree(tokens, chain_parents(0, len(found)), (-1,) * len(found))
+        ids = self._submitted(int(root), min(limit, self.max_rows))
+        tokens = torch.tensor(ids, dtype=torch.long, device=root.device) if ids else root[:0]
+        return DraftTree(tokens, chain_parents(0, len(ids)), (-1,) * len(ids))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
@@ -62,19 +62,19 @@ class PromptLookup(Drafter):
     def _submitted(self, last: int, most: int) -> list[int]:
         """The tokens to submit after the token `last`, at most `most`."""
         if self.sizes is None:
-            return self._found(last, most)[0]
+            return self._continuation(last, most)[0]
         most = min(most, self.sizes.search_size())
-        found, size = self._found(last, most) if most else ([], 0)
-        self._paths = _PATHS[min(size, len(_FIRST)) - 1][: len(found)]
-        if len(found) < most and not isinstance(self.sizes, BestNodes):  # the costs of lengths are being measured
-            missing = most - len(found)
+        tokens, size = self._continuation(last, most) if most else ([], 0)
+        self._paths = _PATHS[min(size, len(_FIRST)) - 1][: len(tokens)]
+        if len(tokens) < most and not isinstance(self.sizes, BestNodes):  # the costs of lengths are being measured
+            missing = most - len(tokens)
             self._paths = np.append(self._paths, _FILLING ** np.arange(1, missing + 1))
-            found += [last] * missing
-        count = self.sizes.count(_PARENTS[: len(found)], self._paths)
+            tokens += [last] * missing
+        count = self.sizes.count(_PARENTS[: len(tokens)], self._paths)
         self._paths = self._paths[:count]
-        return found[:count]
+        return tokens[:count]
 
-    def _found(self, last: int, most: int) -> tuple[list[int], int]:
+    def _continuation(self, last: int, most: int) -> tuple[list[int], int]:
         """At most `most` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
         suffix = [*self._text[-self.max_ngram :], last]
         for size in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):

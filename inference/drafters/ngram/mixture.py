@@ -45,7 +45,7 @@ class Sources(NamedTuple):
     """The sources of a mixture and their weights. longest: tokens of a context of the text. strength: of the prior."""
 
     levels: tuple[LevelArrays, LevelArrays, LevelArrays]
-    known: ContextMap
+    contexts: ContextMap
     longest: int
     recycled: Recycled
     suffixes: Suffixes
@@ -74,15 +74,15 @@ def _level_evidence(sources, level, size, m, length, token, scratch):
 def _recycled_evidence(sources, m, length, token, scratch):
     recycled, weights, slots = sources.recycled, sources.weights, scratch.slots
     for size in range(recycled_rows(recycled, scratch.recent, length, slots), 0, -1):
-        place = slots[size - 1]
-        if place < 0:
+        row = slots[size - 1]
+        if row < 0:
             continue
         prob = 0.0
         for j in range(recycled.tokens.shape[1]):
-            if recycled.tokens[place, j] == token:
-                prob = np.float64(recycled.probs[place, j])
+            if recycled.tokens[row, j] == token:
+                prob = np.float64(recycled.probs[row, j])
                 break
-        kind = class_of(recycled.seen[place], recycled.probs[place, 0])
+        kind = class_of(recycled.seen[row], recycled.probs[row, 0])
         weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = 2 + sources.longest + size, kind, prob
         m += 1
     return m
@@ -90,16 +90,16 @@ def _recycled_evidence(sources, m, length, token, scratch):
 
 @lean
 def _suffix_evidence(sources, m, length, token, scratch):
-    suffixes, weights, places = sources.suffixes, sources.weights, scratch.places
+    suffixes, weights, occurrences = sources.suffixes, sources.weights, scratch.occurrences
     before = 3 + sources.longest + sources.recycled.longest
-    longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
+    longest, narrow = known_suffixes(suffixes, scratch.recent, length, occurrences)
     for size in range(longest, LEAST - 1, -1):
-        found, largest, seen = successors_at(suffixes, size, narrow, places)
+        distinct, largest, seen = successors_at(suffixes, size, narrow, occurrences)
         prob = 0.0
-        for i in range(found):
-            if places.tokens[i] == token:
-                prob = places.counts[i] / seen
-        kind = class_of(places.number[size], largest / seen)
+        for i in range(distinct):
+            if occurrences.tokens[i] == token:
+                prob = occurrences.counts[i] / seen
+        kind = class_of(occurrences.number[size], largest / seen)
         weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = before + size - LEAST, kind, prob
         m += 1
     return m
@@ -109,20 +109,20 @@ def _suffix_evidence(sources, m, length, token, scratch):
 def learn_weights(sources, length, token, scratch):
     """Update λ for `token` after `scratch.recent`, before the text index learns it. Returns log P(token).
 
-    A source's trials grow by the probability left to it, its hits by its share of P(token).
+    A source's trials grow by the probability that is left to it, its hits by its share of P(token).
     """
-    known, weights, strength, slots = sources.known, sources.weights, sources.strength, scratch.slots
+    contexts, weights, strength, slots = sources.contexts, sources.weights, sources.strength, scratch.slots
     numbers, probs, below = weights.integers, weights.numbers[0], weights.numbers[1]
     m = 0
-    for size in range(text_contexts(known, scratch.recent, length, sources.longest, slots), 0, -1):
+    for size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
         slot = slots[size - 1]
-        prob, entry, seen = 0.0, known.slots[slot].head, 0
+        prob, entry, seen = 0.0, contexts.slots[slot].head, 0
         while entry >= 0 and seen < TAIL:
-            if known.entries[entry].token == token:
-                prob = known.entries[entry].weight / known.slots[slot].sum
+            if contexts.entries[entry].token == token:
+                prob = contexts.entries[entry].weight / contexts.slots[slot].sum
                 break
-            entry, seen = known.entries[entry].following, seen + 1
-        numbers[0, m], numbers[1, m], probs[m] = 2 + size, text_class(known, slot), prob
+            entry, seen = contexts.entries[entry].following, seen + 1
+        numbers[0, m], numbers[1, m], probs[m] = 2 + size, text_class(contexts, slot), prob
         m += 1
     m = _recycled_evidence(sources, m, length, token, scratch)
     m = _suffix_evidence(sources, m, length, token, scratch)
@@ -131,19 +131,19 @@ def learn_weights(sources, length, token, scratch):
     m = _level_evidence(sources, sources.levels[0], 1, m, length, token, scratch)
     chance = _ELSEWHERE
     for i in range(m - 1, -1, -1):
-        share = weights.now[numbers[0, i], numbers[1, i]]
+        share = weights.shares[numbers[0, i], numbers[1, i]]
         chance = share * probs[i] + (1 - share) * chance
         below[i] = chance
-    left = 1.0
+    mass = 1.0
     for i in range(m):
         source, kind = numbers[0, i], numbers[1, i]
         # λ = 1, possible with little text and hardly any strength, leaves nothing to tokens that its source lacks.
-        hit = left * weights.now[source, kind] * probs[i] / below[i] if below[i] > 0 else 0.0
+        hit = mass * weights.shares[source, kind] * probs[i] / below[i] if below[i] > 0 else 0.0
         weights.hits[source, kind] += hit
-        weights.trials[source, kind] += left
-        left -= hit
+        weights.trials[source, kind] += mass
+        mass -= hit
         hits, trials = weights.hits[source, kind], weights.trials[source, kind]
-        weights.now[source, kind] = (strength * weights.prior[source, kind] + hits) / (strength + trials)
+        weights.shares[source, kind] = (strength * weights.prior[source, kind] + hits) / (strength + trials)
     return np.log(chance)
 
 
@@ -156,7 +156,7 @@ def learn_text(sources, decay, ids, start, stop, scratch):
         for i in range(length):
             scratch.recent[i] = ids[end - 1 - i]
         total += learn_weights(sources, length, ids[end], scratch)
-        index_text(sources.known, ids, end, end + 1, sources.longest, decay)
+        index_text(sources.contexts, ids, end, end + 1, sources.longest, decay)
     return total
 
 
@@ -196,13 +196,13 @@ class Mixture:
         nodes."""
         return self._call(mixed_best_first, ids, stop, depth, nodes, self._scratch)
 
-    def _call(self, function: Callable[..., R], *rest: object) -> R:
-        """`function` of the sources and `rest`. All calls of one for one text have arguments of the same types."""
-        own = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
-        sources = Sources(self._levels, self.index.known, self.config.longest, self.recycled, *own)
+    def _call(self, function: Callable[..., R], *arguments: object) -> R:
+        """`function` of the sources and `arguments`. All calls of one for one text have arguments of the same types."""
+        fields = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
+        sources = Sources(self._levels, self.index.known, self.config.longest, self.recycled, *fields)
         if function not in self._compiled:
-            self._compiled[function] = compiled_for(function, (sources, *rest))
-        return cast("R", self._compiled[function](sources, *rest))
+            self._compiled[function] = compiled_for(function, (sources, *arguments))
+        return cast("R", self._compiled[function](sources, *arguments))
 
 
 def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:

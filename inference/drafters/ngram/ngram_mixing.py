@@ -89,13 +89,13 @@ SUREST = 0.9  # if only a child likelier than this could enter a full draft, the
 
 
 class Weights(NamedTuple):
-    """λ by source and class: float64 [S = 3 + K + R, CLASSES], and with it:
+    """shares: λ by source and class, float64 [S = 3 + K + R, CLASSES], and with it:
 
     its prior; expected numbers of hits and trials; scratch for one token (integers int64 [2, S], numbers float64
     [2, S]).
     """
 
-    now: np.ndarray
+    shares: np.ndarray
     prior: np.ndarray
     hits: np.ndarray
     trials: np.ndarray
@@ -118,13 +118,13 @@ def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weig
 
 class Scratch(NamedTuple):
     """A workspace. recent: the last tokens, latest first, as many as any source reads. slots: of contexts of 1, 2, …
-    tokens. tokens, probs: candidates at a node. places: the workspace for corpus suffixes."""
+    tokens. tokens, probs: candidates at a node. occurrences: the workspace for corpus suffixes."""
 
     recent: np.ndarray
     slots: np.ndarray
     tokens: np.ndarray
     probs: np.ndarray
-    places: Places
+    occurrences: Places
 
 
 def new_scratch(longest: int) -> Scratch:
@@ -164,13 +164,13 @@ def level_context(level: LevelArrays, recent: np.ndarray, length: int, size: int
 
 
 @lean
-def text_contexts(known: ContextMap, recent: np.ndarray, length: int, longest: int, slots: np.ndarray) -> int:
+def text_contexts(contexts: ContextMap, recent: np.ndarray, length: int, longest: int, slots: np.ndarray) -> int:
     """The length of the longest known context in the text; writes the `slots` of its contexts of 1, 2, … tokens."""
     size, key = 0, np.uint64(0)
     while size < min(longest, length):
         key = longer_key(key, recent[size])
-        slot = slot_of(known, key)
-        if known.slots[slot].head < 0:
+        slot = slot_of(contexts, key)
+        if contexts.slots[slot].head < 0:
             break
         slots[size] = slot
         size += 1
@@ -178,10 +178,10 @@ def text_contexts(known: ContextMap, recent: np.ndarray, length: int, longest: i
 
 
 @lean
-def text_class(known: ContextMap, slot: int) -> int:
+def text_class(contexts: ContextMap, slot: int) -> int:
     """The class of a context of the text."""
-    context = known.slots[slot]
-    return class_of(np.int64(context.seen), known.entries[context.head].weight / context.sum)
+    context = contexts.slots[slot]
+    return class_of(np.int64(context.seen), contexts.entries[context.head].weight / context.sum)
 
 
 @lean
@@ -197,53 +197,54 @@ def _add(tokens: np.ndarray, probs: np.ndarray, count: int, token: int, prob: fl
 
 
 @lean
-def _add_level(sources, level, size, length, left, floor, scratch, count):
+def _add_level(sources, level, size, length, mass, floor, scratch, count):
     index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
     if index < 0:
-        return left, count
-    share = sources.weights.now[size - 1, kind]
-    scale = left * share / max(level.totals[index], 1)
+        return mass, count
+    share = sources.weights.shares[size - 1, kind]
+    scale = mass * share / max(level.totals[index], 1)
     begin, end = successors_of(level.starts, level.tokens, index)
     for at in range(begin, min(end, begin + TAIL)):
         prob = scale * level.counts[at]
         if prob < floor:
             break
         count = _add(scratch.tokens, scratch.probs, count, np.int64(level.tokens[at]), prob)
-    return left * (1 - share), count
+    return mass * (1 - share), count
 
 
 @lean
-def _add_recycled(sources, length, left, floor, scratch, count):
-    recycled, slots, now = sources.recycled, scratch.slots, sources.weights.now
+def _add_recycled(sources, length, mass, floor, scratch, count):
+    recycled, slots, shares = sources.recycled, scratch.slots, sources.weights.shares
     for size in range(recycled_rows(recycled, scratch.recent, length, slots), 0, -1):
-        place = slots[size - 1]
-        if place < 0:
+        row = slots[size - 1]
+        if row < 0:
             continue
-        share = now[2 + sources.longest + size, class_of(recycled.seen[place], recycled.probs[place, 0])]
+        share = shares[2 + sources.longest + size, class_of(recycled.seen[row], recycled.probs[row, 0])]
         for j in range(recycled.tokens.shape[1]):
-            prob = left * share * recycled.probs[place, j]
+            prob = mass * share * recycled.probs[row, j]
             if prob < floor:
                 break
-            count = _add(scratch.tokens, scratch.probs, count, np.int64(recycled.tokens[place, j]), prob)
-        left *= 1 - share
-    return left, count
+            count = _add(scratch.tokens, scratch.probs, count, np.int64(recycled.tokens[row, j]), prob)
+        mass *= 1 - share
+    return mass, count
 
 
 @lean
-def _add_suffixes(sources, length, left, floor, scratch, count):
-    suffixes, places, before = sources.suffixes, scratch.places, 3 + sources.longest + sources.recycled.longest
-    longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
+def _add_suffixes(sources, length, mass, floor, scratch, count):
+    suffixes, occurrences = sources.suffixes, scratch.occurrences
+    before = 3 + sources.longest + sources.recycled.longest
+    longest, narrow = known_suffixes(suffixes, scratch.recent, length, occurrences)
     for size in range(longest, LEAST - 1, -1):
-        found, largest, seen = successors_at(suffixes, size, narrow, places)
-        share = sources.weights.now[before + size - LEAST, class_of(places.number[size], largest / seen)]
-        for i in range(found):
-            prob = left * share * places.counts[i] / seen
+        distinct, largest, seen = successors_at(suffixes, size, narrow, occurrences)
+        share = sources.weights.shares[before + size - LEAST, class_of(occurrences.number[size], largest / seen)]
+        for i in range(distinct):
+            prob = mass * share * occurrences.counts[i] / seen
             if prob >= floor:
-                count = _add(scratch.tokens, scratch.probs, count, places.tokens[i], prob)
-        left *= 1 - share
-        if left < floor:
+                count = _add(scratch.tokens, scratch.probs, count, occurrences.tokens[i], prob)
+        mass *= 1 - share
+        if mass < floor:
             break
-    return left, count
+    return mass, count
 
 
 @lean
@@ -252,28 +253,28 @@ def predict(sources, length, floor, scratch):
 
     Contributions below `floor` are left out.
     """
-    known, slots = sources.known, scratch.slots
-    left, count = 1.0, 0
-    for size in range(text_contexts(known, scratch.recent, length, sources.longest, slots), 0, -1):
+    contexts, slots = sources.contexts, scratch.slots
+    mass, count = 1.0, 0
+    for size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
         slot = slots[size - 1]
-        share = sources.weights.now[2 + size, text_class(known, slot)]
-        scale = left * share / known.slots[slot].sum
-        entry, seen = known.slots[slot].head, 0
-        while entry >= 0 and seen < TAIL and scale * known.entries[entry].weight >= floor:
-            prob = scale * known.entries[entry].weight
-            count = _add(scratch.tokens, scratch.probs, count, np.int64(known.entries[entry].token), prob)
-            entry, seen = known.entries[entry].following, seen + 1
-        left *= 1 - share
-    if left >= floor:
-        left, count = _add_recycled(sources, length, left, floor, scratch, count)
-    if left >= floor:
-        left, count = _add_suffixes(sources, length, left, floor, scratch, count)
-    if left >= floor:
-        left, count = _add_level(sources, sources.levels[2], 3, length, left, floor, scratch, count)
-    if left >= floor:
-        left, count = _add_level(sources, sources.levels[1], 2, length, left, floor, scratch, count)
-    if left >= floor:
-        left, count = _add_level(sources, sources.levels[0], 1, length, left, floor, scratch, count)
+        share = sources.weights.shares[2 + size, text_class(contexts, slot)]
+        scale = mass * share / contexts.slots[slot].sum
+        entry, seen = contexts.slots[slot].head, 0
+        while entry >= 0 and seen < TAIL and scale * contexts.entries[entry].weight >= floor:
+            prob = scale * contexts.entries[entry].weight
+            count = _add(scratch.tokens, scratch.probs, count, np.int64(contexts.entries[entry].token), prob)
+            entry, seen = contexts.entries[entry].following, seen + 1
+        mass *= 1 - share
+    if mass >= floor:
+        mass, count = _add_recycled(sources, length, mass, floor, scratch, count)
+    if mass >= floor:
+        mass, count = _add_suffixes(sources, length, mass, floor, scratch, count)
+    if mass >= floor:
+        mass, count = _add_level(sources, sources.levels[2], 3, length, mass, floor, scratch, count)
+    if mass >= floor:
+        mass, count = _add_level(sources, sources.levels[1], 2, length, mass, floor, scratch, count)
+    if mass >= floor:
+        mass, count = _add_level(sources, sources.levels[0], 1, length, mass, floor, scratch, count)
     return count
 
 
@@ -282,13 +283,13 @@ def mixed_best_first(sources, ids, stop, depth, nodes, scratch):
     """`ngram_search.best_first` with the mixture's probabilities."""
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
-    size, done, made = 0, -1, 0
-    while done < size:
+    size, final, node_count = 0, -1, 0
+    while final < size:
         parent, path, below = np.int64(-1), 1.0, 1
-        if done >= 0:
-            parent, path = nodes.order[done], nodes.ranked[done]
+        if final >= 0:
+            parent, path = nodes.order[final], nodes.ranked[final]
             below = nodes.depths[parent] + 1
-        done += 1
+        final += 1
         worst = nodes.ranked[size - 1] if size == budget else 0.0
         if below > depth or path * SUREST <= worst:
             continue
@@ -296,11 +297,11 @@ def mixed_best_first(sources, ids, stop, depth, nodes, scratch):
         while node >= 0 and length < reach:
             recent[length] = nodes.tokens[node]
             node, length = nodes.parents[node], length + 1
-        for place in range(stop - 1, max(-1, stop - 1 - (reach - length)), -1):
-            recent[length] = ids[place]
+        for position in range(stop - 1, max(-1, stop - 1 - (reach - length)), -1):
+            recent[length] = ids[position]
             length += 1
         floor = max(1e-6, worst / path / 4)  # four contributions may add up to a relevant probability
-        found = predict(sources, length, floor, scratch)
-        for i in range(found):
-            size, made, _ = offer(nodes, size, done, made, tokens[i], parent, below, path * probs[i])
+        count = predict(sources, length, floor, scratch)
+        for i in range(count):
+            size, node_count, _ = offer(nodes, size, final, node_count, tokens[i], parent, below, path * probs[i])
     return tree_of(nodes, size)

@@ -19,45 +19,45 @@ _ONE = np.uint64(1)
 
 class Nodes(NamedTuple):
     """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by descending path probability, and
-    ranked float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, places (see
-    `tree_of`) int64 [B]. tree: int64 [2, B], see `tree_of`."""
+    ranked float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, indices
+    (see `tree_of`) int64 [B]. tree: int64 [2, B], see `tree_of`."""
 
     order: np.ndarray
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
-    places: np.ndarray
+    indices: np.ndarray
     ranked: np.ndarray
     tree: np.ndarray
 
 
 def new_nodes(budget: int) -> Nodes:
     """A workspace for drafts of up to `budget` nodes."""
-    order, tokens, parents, depths, places = np.empty((5, budget), np.int64)
-    return Nodes(order, tokens, parents, depths, places, np.empty(budget), np.empty((2, budget), np.int64))
+    order, tokens, parents, depths, indices = np.empty((5, budget), np.int64)
+    return Nodes(order, tokens, parents, depths, indices, np.empty(budget), np.empty((2, budget), np.int64))
 
 
 @lean
-def offer(nodes, size, done, made, token, parent, depth, prob):
-    """Insert a candidate among the best nodes, of which the first `done` are final; a full ranking drops its last node.
+def offer(nodes, size, final, node_count, token, parent, depth, prob):
+    """Insert a candidate among the best nodes, of which the first `final` stay; a full ranking drops its last node.
 
-    Returns (size, made, number): nodes kept, node numbers assigned, the candidate's number (−1: it was dropped).
+    Returns (size, node_count, number): nodes kept, node numbers assigned, the candidate's number (−1: it was dropped).
     """
     order, ranked = nodes.order, nodes.ranked
     if size == len(order):
         if prob <= ranked[size - 1]:
-            return size, made, np.int64(-1)
+            return size, node_count, np.int64(-1)
         size -= 1
         number = order[size]
     else:
-        number, made = np.int64(made), made + 1
-    place = size
-    while place > done and ranked[place - 1] < prob:
-        order[place], ranked[place] = order[place - 1], ranked[place - 1]
-        place -= 1
-    order[place], ranked[place] = number, prob
+        number, node_count = np.int64(node_count), node_count + 1
+    index = size
+    while index > final and ranked[index - 1] < prob:
+        order[index], ranked[index] = order[index - 1], ranked[index - 1]
+        index -= 1
+    order[index], ranked[index] = number, prob
     nodes.tokens[number], nodes.parents[number], nodes.depths[number] = token, parent, depth
-    return size + 1, made, number
+    return size + 1, node_count, number
 
 
 @lean
@@ -66,19 +66,16 @@ def tree_of(nodes: Nodes, size: int) -> int:
 
     Returns their number. Their path probabilities are the first entries of `nodes.ranked`.
     """
-    for place in range(size):
-        number = nodes.order[place]
-        nodes.places[number] = place
-        nodes.tree[0, place] = nodes.tokens[number]
-        nodes.tree[1, place] = nodes.places[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
+    for index in range(size):
+        number = nodes.order[index]
+        nodes.indices[number] = index
+        nodes.tree[0, index] = nodes.tokens[number]
+        nodes.tree[1, index] = nodes.indices[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
     return size
 
 
-# ------------------------------------------------------------------------------------------------------- successors
-
-
 @lean
-def enter(level, known, packed):
+def enter(level, overlay, packed):
     """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
     entry, and the sum of the overlay's entries."""
     key = mix(packed, (level.order - 1) * level.bits)
@@ -87,9 +84,9 @@ def enter(level, known, packed):
     if index >= 0:
         begin, end = successors_of(level.starts, level.tokens, index)
         total = max(float(level.totals[index]), 1.0)
-    slot = slot_of(known, key)
-    head = np.int64(known.slots[slot].head)
-    return begin, end, total, head, known.slots[slot].sum if head >= 0 else 0.0
+    slot = slot_of(overlay, key)
+    head = np.int64(overlay.slots[slot].head)
+    return begin, end, total, head, overlay.slots[slot].sum if head >= 0 else 0.0
 
 
 @lean
@@ -133,39 +130,33 @@ def state_of(level: LevelArrays, ids: np.ndarray, stop: int, vocabulary: int) ->
     return packed, True
 
 
-# ------------------------------------------------------------------------------------------------------- best first
-
-
 @lean
-def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):
+def best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
     """Find the nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; returns `tree_of`.
 
     A child is never likelier than its parent, so the best nodes become final in order. states: uint64 [B], scratch.
     """
     root, inside = state_of(level, ids, stop, vocabulary)
-    size, done, made = 0, -1, 0
-    tokens, counts, entries = level.tokens, level.counts, known.entries
+    size, final, node_count = 0, -1, 0
+    tokens, counts, entries = level.tokens, level.counts, overlay.entries
     budget = len(nodes.order)
-    while inside and done < size:
+    while inside and final < size:
         parent, path, below, packed = np.int64(-1), 1.0, 1, root
-        if done >= 0:
-            parent, path = nodes.order[done], nodes.ranked[done]
+        if final >= 0:
+            parent, path = nodes.order[final], nodes.ranked[final]
             below, packed = nodes.depths[parent] + 1, states[parent]
-        done += 1
+        final += 1
         if below > depth or (size == budget and path <= nodes.ranked[size - 1]):
             continue
-        begin, end, total, head, _ = enter(level, known, packed)
+        begin, end, total, head, _ = enter(level, overlay, packed)
         at, entry = begin, head
         while True:
             token, probability, at, entry = following(tokens, counts, entries, at, end, total, entry, head)
             if token < 0 or (size == budget and path * probability <= nodes.ranked[size - 1]):
                 break
-            size, made, number = offer(nodes, size, done, made, token, parent, below, path * probability)
+            size, node_count, number = offer(nodes, size, final, node_count, token, parent, below, path * probability)
             states[number] = shifted(level, packed, token)
     return tree_of(nodes, size)
-
-
-# ------------------------------------------------------------------------------------------- PUCT (ADED, Algorithm 1)
 
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
@@ -213,32 +204,32 @@ def _add_node(
 
 
 @lean
-def _look_ahead(search: np.ndarray, node: int, level: LevelArrays, known: ContextMap) -> None:
+def _look_ahead(search: np.ndarray, node: int, level: LevelArrays, overlay: ContextMap) -> None:
     at, end, total = search[node].at, search[node].end, search[node].total
     search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
-        level.tokens, level.counts, known.entries, at, end, total, search[node].entry, search[node].head
+        level.tokens, level.counts, overlay.entries, at, end, total, search[node].entry, search[node].head
     )
 
 
 @lean
-def _expand(search: np.ndarray, node: int, level: LevelArrays, known: ContextMap, widest: int) -> None:
-    begin, end, total, head, _ = enter(level, known, search[node].state)
+def _expand(search: np.ndarray, node: int, level: LevelArrays, overlay: ContextMap, widest: int) -> None:
+    begin, end, total, head, _ = enter(level, overlay, search[node].state)
     search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
     search[node].head, search[node].entry = head, head
-    _look_ahead(search, node, level, known)
+    _look_ahead(search, node, level, overlay)
 
 
 @lean
-def _visit_next(search: np.ndarray, node: int, made: int, level: LevelArrays, known: ContextMap) -> None:
-    """Add the likeliest unvisited child as node number `made`."""
+def _visit_next(search: np.ndarray, node: int, number: int, level: LevelArrays, overlay: ContextMap) -> None:
+    """Add the likeliest unvisited child as node `number`."""
     packed = shifted(level, search[node].state, search[node].ahead)
-    _add_node(search, made, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)
+    _add_node(search, number, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)
     if search[node].first < 0:
-        search[node].first = made
+        search[node].first = number
     else:
-        search[search[node].last].sibling = made
-    search[node].last = made
-    _look_ahead(search, node, level, known)
+        search[search[node].last].sibling = number
+    search[node].last = number
+    _look_ahead(search, node, level, overlay)
 
 
 @lean
@@ -261,66 +252,66 @@ def _select(search: np.ndarray, node: int, explore: np.ndarray) -> int:
 
 
 @lean
-def _sample(level, known, begin, end, total, head, mass, seed):
+def _sample(level, overlay, begin, end, total, head, mass, seed):
     """A successor sampled by its probability: (token or −1, probability).
 
     mass: the overlay's total probability. A draw that hits a table entry replaced by the overlay is repeated.
     """
-    kept = np.int64(0)
+    table_count = np.int64(0)
     for at in range(begin, end):
-        kept += np.int64(level.counts[at])
-    share = kept / total if end > begin else 0.0
+        table_count += np.int64(level.counts[at])
+    share = table_count / total if end > begin else 0.0
     if mass + share <= 0:
         return np.int64(-1), 0.0
     while True:
         height = next_random(seed) * (mass + share)
         entry = head
         while entry >= 0:
-            height -= known.entries[entry].weight
+            height -= overlay.entries[entry].weight
             if height < 0:
-                return np.int64(known.entries[entry].token), known.entries[entry].weight
-            entry = np.int64(known.entries[entry].following)
-        left = np.int64(height * total)
+                return np.int64(overlay.entries[entry].token), overlay.entries[entry].weight
+            entry = np.int64(overlay.entries[entry].following)
+        remainder = np.int64(height * total)
         for at in range(begin, end):
-            left -= np.int64(level.counts[at])
-            if left < 0:
-                if _replaced(known.entries, head, level.tokens[at]):
+            remainder -= np.int64(level.counts[at])
+            if remainder < 0:
+                if _replaced(overlay.entries, head, level.tokens[at]):
                     break
                 return np.int64(level.tokens[at]), level.counts[at] / total
 
 
 @kept
-def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):
+def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, scratch, nodes):
     """ADED's search under ids[:stop]: the tree of the `sentences` best sentences of up to `depth` tokens; as `tree_of`.
 
     Each iteration selects down to an unexpanded state and expands it. It goes to the likeliest child and completes the
     sentence with sampled successors. Then it adds the score 1 + Σ P to every node that it passed. Only the `widest`
-    likeliest table successors of a state are used.
+    likeliest table successors of a state are used. It is the paper's Algorithm 1.
 
     explore: see `exploration`; its length is the number of iterations + 1.
-    `found`: int64 [iterations, depth] and float64 [iterations], scratch for the sentences and their scores.
+    scratch: int64 [iterations, depth] and float64 [iterations], for the sentences and their scores.
     """
-    words, scores = found
+    words, scores = scratch
     packed, inside = state_of(level, ids, stop, vocabulary)
     if not inside:
         return tree_of(nodes, 0)
     _add_node(search, 0, -1, -1, 0, packed, 0.0)
-    made = 1
+    node_count = 1
     for iteration in range(len(explore) - 1):
         node = 0
         while search[node].at >= 0 and search[node].first >= 0 and search[node].depth < depth:
             child = _select(search, node, explore)
             if child < 0:
-                child, made = made, made + 1
-                _visit_next(search, node, child, level, known)
+                child, node_count = node_count, node_count + 1
+                _visit_next(search, node, child, level, overlay)
             node = child
         ended = search[node].at >= 0  # expanded before, and nothing follows it
         if not ended and search[node].depth < depth:
-            _expand(search, node, level, known, widest)
+            _expand(search, node, level, overlay, widest)
             ended = search[node].ahead < 0
             if not ended:
-                _visit_next(search, node, made, level, known)
-                node, made = made, made + 1
+                _visit_next(search, node, node_count, level, overlay)
+                node, node_count = node_count, node_count + 1
         length, score, passed = search[node].depth, 1.0, node
         while passed > 0:
             words[iteration, search[passed].depth - 1] = search[passed].token
@@ -328,8 +319,8 @@ def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences,
             passed = search[passed].parent
         packed = search[node].state
         while length < depth and not ended:
-            begin, end, total, head, mass = enter(level, known, packed)
-            token, prob = _sample(level, known, begin, min(end, begin + widest), total, head, mass, seed)
+            begin, end, total, head, mass = enter(level, overlay, packed)
+            token, prob = _sample(level, overlay, begin, min(end, begin + widest), total, head, mass, seed)
             ended = token < 0
             if not ended:
                 words[iteration, length] = token
@@ -352,13 +343,13 @@ def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences,
 @kept
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
     """The tree of the best sentences, with shared prefixes merged, within the node budget; as `tree_of`."""
-    budget, size, kept = len(nodes.order), 0, 0
+    budget, size, count = len(nodes.order), 0, 0
     for iteration in np.argsort(-scores, kind="mergesort"):
-        if kept == sentences or size == budget:
+        if count == sentences or size == budget:
             break
         parent, fresh = -1, False
-        for place in range(depth):
-            token = words[iteration, place]
+        for position in range(depth):
+            token = words[iteration, position]
             if token < 0:
                 break
             node = parent + 1
@@ -371,5 +362,5 @@ def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nod
                 nodes.ranked[size] = scores[iteration]
                 size, fresh = size + 1, True
             parent = node
-        kept += fresh
+        count += fresh
     return tree_of(nodes, size)

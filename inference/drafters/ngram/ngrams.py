@@ -28,8 +28,8 @@ from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from outrider.inference.sizing.policy import Tuning
 
 _Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, continuations
-_Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities if known
-_NOTHING: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+_Draft = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities if known
+_NOTHING: _Draft = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
 
 class _OverText(Drafter):
@@ -61,10 +61,8 @@ class _OverText(Drafter):
         self._learnt = self._length + 1
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
-        size, found = self.max_rows if self.sizes is None else self.sizes.search_size(), _NOTHING
-        if size:
-            found = self._search(self._ids, self._learnt, limit, self._nodes[size])
-        tokens, parents, probs = found
+        size = self.max_rows if self.sizes is None else self.sizes.search_size()
+        tokens, parents, probs = self._search(self._ids, self._learnt, limit, self._nodes[size]) if size else _NOTHING
         if self.sizes is not None:
             assert probs is not None
             count = self.sizes.count(parents, probs)
@@ -104,7 +102,7 @@ class _OverText(Drafter):
         self._learn(ids, 0, stop)
 
     @abstractmethod
-    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
         """The draft under ids[:stop] of depth at most `limit`, with as many nodes as `nodes` can hold."""
 
 
@@ -121,7 +119,7 @@ class TrigramDrafter(_OverText):
         if config.search == "puct":
             self._tree = new_search(config.iterations)
             self._explore = exploration(config.iterations, config.c1, config.c2)
-            self._found = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
+            self._scratch = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
         else:
             self._states = np.empty(self.max_rows, np.uint64)
 
@@ -133,14 +131,14 @@ class TrigramDrafter(_OverText):
         if self.config.adapt:
             self.overlay.learn(ids, start, stop)
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
         config, overlay = self.config, self.overlay
-        place = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
+        context = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
         if config.search == "best_first":
-            return _found(nodes, best_first(*place, nodes, self._states))
+            return _draft_of(nodes, best_first(*context, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
-        count = puct(*place, *size, self._seed, self._tree, self._found, nodes)
-        tokens, parents, _ = _found(nodes, count)
+        count = puct(*context, *size, self._seed, self._tree, self._scratch, nodes)
+        tokens, parents, _ = _draft_of(nodes, count)
         return tokens, parents, None  # scores of sentences are not path probabilities
 
 
@@ -162,9 +160,9 @@ class MixedDrafter(_OverText):
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         if self.top_count:
-            ran, found = self._session.top_tokens_of_rows()
+            rows, continuations = self._session.top_tokens_of_rows()
             drafted = tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64)
-            self._verified = (self._length + 1, *drafted, np.array(ran, np.int64), found.cpu().numpy())
+            self._verified = (self._length + 1, *drafted, np.array(rows, np.int64), continuations.cpu().numpy())
         super().commit(tree, nodes, tokens)
 
     def _reset(self) -> None:
@@ -180,11 +178,11 @@ class MixedDrafter(_OverText):
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
-        return _found(nodes, self.mixture.search(ids, stop, min(limit, self.config.depth), nodes))
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
+        return _draft_of(nodes, self.mixture.search(ids, stop, min(limit, self.config.depth), nodes))
 
 
-def _found(nodes: Nodes, count: int) -> _Found:
+def _draft_of(nodes: Nodes, count: int) -> _Draft:
     tokens, parents = nodes.tree[:, :count].copy()
     return tokens, parents, nodes.ranked[:count].copy()
 
@@ -196,8 +194,7 @@ def make_ngram_drafter(
 
     tuning: for nodes=auto; None: the most nodes that auto can choose.
     """
-    mixed = config.evidence == "mixed"
-    drafter = MixedDrafter(table, config) if mixed else TrigramDrafter(table, config, seed)
+    drafter = MixedDrafter(table, config) if config.evidence == "mixed" else TrigramDrafter(table, config, seed)
     if config.nodes == AUTO and tuning is not None:
         drafter.sizes = BestNodes(tuning)
     return drafter

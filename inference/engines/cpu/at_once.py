@@ -284,7 +284,7 @@ class LayersAtOnce:
         refused = rows > 1 and mask is None if cache.length else rows > batch.PIECE
         if refused or (mask is not None and mask.dtype != self._dtype):
             return []
-        buffer = cache.whole(rows, self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
+        buffer = cache.buffer(rows, self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
         if buffer is None:
             return []
         apart, past = buffer.stride(1) * buffer.itemsize, cache.length

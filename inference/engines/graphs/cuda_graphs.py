@@ -250,12 +250,12 @@ class GraphedSession(TargetSession):
                 kept.copy_(hidden)
 
     def _run(
-        self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, wanted: int | None = None
+        self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         rows = layout.stop - layout.start
         # Graphs do not help prompts, passes wider than any bucket, and passes of an embedding alone.
         if not self.base or rows > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:
-            return super()._run(name, pass_, x, layout, cache, wanted)
+            return super()._run(name, pass_, x, layout, cache, logit_count)
         arena, by_row = self._arena, name == "first"
         view = arena.view(next(width for width in WIDTHS if width >= rows), layout.base + layout.stop, cache)
         arena.upload.send(layout, view.width)

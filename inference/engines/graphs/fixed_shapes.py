@@ -118,7 +118,7 @@ class FixedView:
             built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
         return built
 
-    def wanted(self, hidden: Tensor) -> Tensor:
+    def logit_rows(self, hidden: Tensor) -> Tensor:
         return hidden
 
 

@@ -162,7 +162,7 @@ def test_rows_are_given_at_once_to_what_treats_them_alike(
     made = [kind.__new__(kind)]
     for users in ([], made):
         rows.clear()
-        Sampler(SamplingConfig(**asked), users, own=made if own else ()).probabilities(logits_of(), contexts())
+        Sampler(SamplingConfig(**asked), users, defaults=made if own else ()).probabilities(logits_of(), contexts())
         assert (sum(rows), max(rows) > 1) == (len(PATHS), not users and not own)
 
 
@@ -181,7 +181,7 @@ def test_rows_are_given_at_once_to_what_treats_them_alike(
 def test_any_processor_of_transformers(processor: LogitsProcessor) -> None:
     """A user's, and one of the target's own config; of some versions one sees the first of several rows alone."""
     expected = one_by_one([processor, TemperatureLogitsWarper(0.8)], logits_of())
-    for options in ({"processors": [processor]}, {"own": [processor]}):
+    for options in ({"processors": [processor]}, {"defaults": [processor]}):
         found = Sampler(SamplingConfig(temperature=0.8), **options).probabilities(logits_of(), contexts())
         torch.testing.assert_close(found, expected)
 

@@ -86,7 +86,7 @@ def slow_mixture(drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS) -
     mixed: Counter = Counter()
     left = 1.0
     for source, kind, probabilities in slow_sources(drafter, text, rows):
-        share = drafter.mixture.weights.now[source, kind]
+        share = drafter.mixture.weights.shares[source, kind]
         for token, p in probabilities.items():
             mixed[token] += left * share * p
         left *= 1 - share
@@ -121,13 +121,13 @@ def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int, rows:
         if counts:
             total = sum(counts.values())
             seen = sum(longer[end - size : end] == longer[-size:] for end in range(size, len(text)))
-            share = drafter.mixture.weights.now[2 + size, class_of(seen, max(counts.values()) / total)]
+            share = drafter.mixture.weights.shares[2 + size, class_of(seen, max(counts.values()) / total)]
             for t, c in counts.items():
                 mixed[t] += left * share * c / total
             left *= 1 - share
     for source, kind, probabilities in slow_sources(drafter, longer, rows):
         if source < 3 or source > 2 + drafter.config.longest:
-            share = drafter.mixture.weights.now[source, kind]
+            share = drafter.mixture.weights.shares[source, kind]
             for t, p in probabilities.items():
                 mixed[t] += left * share * p
             left *= 1 - share
@@ -203,11 +203,11 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
     text[40:60] = make_documents()[4][20:40]
     session = FakeSession(text[:30])
     drafter.begin(session, None, None)
-    assert np.array_equal(drafter.mixture.weights.now, new_weights(3, 2 if recycle else 0, suffixes).prior)
+    assert np.array_equal(drafter.mixture.weights.shares, new_weights(3, 2 if recycle else 0, suffixes).prior)
     hits, trials = np.zeros_like(drafter.mixture.weights.hits), np.zeros_like(drafter.mixture.weights.hits)
     for end in range(30, 80):
         sources = slow_sources(drafter, text[:end], rows)
-        shares = [drafter.mixture.weights.now[source, kind] for source, kind, _ in sources]
+        shares = [drafter.mixture.weights.shares[source, kind] for source, kind, _ in sources]
         drafter.draft(torch.tensor([text[end]]), 1)
         if recycle and end > 30:
             note(rows, text[:end], LAWS[text[end - 1]])
@@ -223,8 +223,8 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
             trials[source, kind] += left
             left -= hit
     expected = (5.0 * drafter.mixture.weights.prior + hits) / (5.0 + trials)
-    np.testing.assert_allclose(drafter.mixture.weights.now, expected, rtol=1e-6)  # recycled rows are float32
-    assert not np.allclose(drafter.mixture.weights.now, drafter.mixture.weights.prior)
+    np.testing.assert_allclose(drafter.mixture.weights.shares, expected, rtol=1e-6)  # recycled rows are float32
+    assert not np.allclose(drafter.mixture.weights.shares, drafter.mixture.weights.prior)
     assert (trials[6 + (2 if recycle else 0) :].sum() > 1) == suffixes
 
 

@@ -66,7 +66,7 @@ def given(stack: LayerStack, parents: tuple[int, ...], seed: int = 0) -> tuple[T
     layout = rows.layout(PAST, 0, len(rows))
     cache = KVCache(range(LAYERS), 32)
     heads, width = stack.config.num_key_value_heads, stack.layers[0].head_dim
-    whole = cache.whole(PAST, heads, width, torch.empty(0, dtype=stack.dtype))
+    whole = cache.buffer(PAST, heads, width, torch.empty(0, dtype=stack.dtype))
     assert whole is not None
     generator = torch.Generator().manual_seed(seed)
     whole[..., :PAST, :] = torch.randn(whole[..., :PAST, :].shape, generator=generator).to(stack.dtype)
@@ -167,7 +167,7 @@ def test_a_verified_draft_has_the_logits_of_plain_decoding(
 
     def session() -> TargetSession:
         made = TargetSession(stack, 0, past + rows)
-        made.rest.whole(past, 2, text.shape[-1], text)[:, :, :, :past] = text
+        made.rest.buffer(past, 2, text.shape[-1], text)[:, :, :, :past] = text
         made.base = made.rest.length = made.first.length = past
         return made
 
@@ -208,7 +208,7 @@ def test_a_row_of_several_texts_equals_the_row_alone(tmp_path: Path, dtype: torc
 
     def cache_of(row: int) -> KVCache:
         cache = KVCache(range(LAYERS), positions + row)
-        cache.whole(positions, 2, width, hidden)[..., :positions, :] = kept[row]
+        cache.buffer(positions, 2, width, hidden)[..., :positions, :] = kept[row]
         cache.length = lengths[row]
         return cache
 
@@ -219,7 +219,7 @@ def test_a_row_of_several_texts_equals_the_row_alone(tmp_path: Path, dtype: torc
         cache, where = cache_of(row), stack.rotary(torch.tensor([[past]])).tables[0]
         alone = together.run(hidden[:, row : row + 1], 0, LAYERS, where, None, cache)
         assert torch.equal(found[0, row], alone[0, 0])
-        assert torch.equal(cache.whole(0, 2, width, hidden), caches[row].whole(0, 2, width, hidden))
+        assert torch.equal(cache.buffer(0, 2, width, hidden), caches[row].buffer(0, 2, width, hidden))
 
 
 @torch.inference_mode()
