@@ -172,7 +172,7 @@ def fastest_layout(
         return "blocked"
     count = math.ceil(COLD / size)
     sample = list(linears[:count])
-    sample += [copy.deepcopy(sample[place % len(sample)]) for place in range(len(sample), min(count, FEWEST))]
+    sample += [copy.deepcopy(sample[index % len(sample)]) for index in range(len(sample), min(count, FEWEST))]
     tried = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts_here(first, panels=panels)}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
@@ -184,8 +184,8 @@ def fastest_layout(
                 for layer in layers:
                     layer(x)
                 seconds[name].append(clock() - started)
-        for name, taken in seconds.items():
-            logarithms[name] += math.log(statistics.median(taken[1:]))
+        for name, times in seconds.items():
+            logarithms[name] += math.log(statistics.median(times[1:]))
     return min(logarithms, key=lambda name: logarithms[name])
 
 
