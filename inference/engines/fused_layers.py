@@ -125,12 +125,9 @@ class FusedLayer(nn.Module):
     __call__ = forward
 
     def one_by_one(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: LayerCache | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """`forward` by separate operations."""
         batch, queries, _ = hidden.shape
         if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:

@@ -144,11 +144,6 @@ def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
     return [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(linear))]
 
 
-def _bytes_of(linear: Linear) -> int:
-    """Bytes of its weights; int8 codes count as floats, since some layouts store them so."""
-    return linear.out_features * linear.in_features * dtype_of_linear(linear).itemsize
-
-
 @torch.inference_mode()
 def fastest_layout(
     linears: Sequence[Linear],
@@ -167,7 +162,8 @@ def fastest_layout(
     most some tenths of a second, and the memory of copies of these layers.
     """
     first = linears[0]
-    dtype, size = dtype_of_linear(first), _bytes_of(first)
+    dtype = dtype_of_linear(first)
+    size = first.out_features * first.in_features * dtype.itemsize  # int8 codes as floats: some layouts store them so
     if size < small:
         return "blocked"
     count = math.ceil(COLD / size)
@@ -187,9 +183,6 @@ def fastest_layout(
         for name, times in seconds.items():
             logarithms[name] += math.log(statistics.median(times[1:]))
     return min(logarithms, key=lambda name: logarithms[name])
-
-
-# --------------------------------------------------------------------------------------------------- models
 
 
 def lay_out(model: nn.Module, device: torch.device) -> None:

@@ -68,9 +68,6 @@ class Chain(Structure):
         return trials_in_chain(len(tree), len(accepted))
 
 
-# --- fixed shapes ---
-
-
 RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
 
 
@@ -238,9 +235,6 @@ class Static(Ranked):
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         return self.ranked(source, root, self.shape, limit)
-
-
-# --- k-config trees ---
 
 
 class KConfig(Ranked):

@@ -102,9 +102,6 @@ class Evidence:
         return estimates
 
 
-# --- chains ----------------------------------------------------------------------------------------------------------
-
-
 def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
     """The K ≥ 1 with the most tokens per second, and that rate; shares[k]: how often token k + 1 is right if all
     earlier ones are."""
@@ -122,9 +119,6 @@ def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
     """One trial per tested position; positions after a wrong token are not tested."""
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
-
-
-# --- OPT-Trees -------------------------------------------------------------------------------------------------------
 
 
 def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int, float]:

@@ -193,9 +193,6 @@ class CalibratedThompson(PosteriorMean):
         return step.drafted >= self.max_draft or self._random.random() >= theta
 
 
-# --- all of them ---
-
-
 def make_rule(
     stop: StopConfig,
     streams: Streams,

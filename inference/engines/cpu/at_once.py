@@ -70,9 +70,8 @@ class PanelLinear(nn.Module):
         self.bias = linear.bias
         self._function = self.layout.entry(entries.product_entry)
         self._normed = self.layout.entry(entries.head_entry)
-        table = [0] * entries.TABLE
-        table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
-        self._table = table
+        self._table = [0] * entries.TABLE
+        self._table[entries.OUTPUTS], self._table[entries.INPUTS] = self.shape
 
     @property
     def weight(self) -> Tensor:
@@ -245,12 +244,7 @@ class LayersAtOnce:
         return cls(layers) if len(kinds) == 1 and layers[0].head_dim % LANES == 0 else None
 
     def run(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        rotary: tuple[Tensor, Tensor] | None,
-        mask: Mask,
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Mask,
         cache: LayerCache | None,
     ) -> Tensor | None:  # fmt: skip
         """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.

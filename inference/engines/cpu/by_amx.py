@@ -117,7 +117,7 @@ def set_down(context):
     return types.void(), make
 
 
-def _add_block(builder, weights, source, line, depth, panel, ahead_of, work, panels):
+def _add_block(builder, weights, source, line, depth, tile, work, panels):
     """Emit code for the sums of a block of rows, whose first begins at `source` and each next one `line` bytes later.
 
     Registers are, in order, sums of each panel, `x`, and weights. A sum's terms are added in the order of inputs, and
@@ -125,9 +125,9 @@ def _add_block(builder, weights, source, line, depth, panel, ahead_of, work, pan
     """
     of_weights = range(panels + 1, _REGISTERS)
     size = builder.mul(depth, LONG(REGISTER))
-    first = builder.gep(weights, [builder.mul(builder.sdiv(panel, LONG(LANES)), size)])
+    first = builder.gep(weights, [builder.mul(builder.sdiv(tile.panel, LONG(LANES)), size)])
     starts = [builder.gep(first, [builder.mul(size, LONG(index))]) for index in range(panels)]
-    ahead = ahead_of(size, panels)
+    ahead = distances_ahead(builder, size, panels, tile.turn, tile.turns)
     for index in range(panels):
         call_amx(builder, "tilezero", index)
 
@@ -157,18 +157,15 @@ def _multiply_block(context, weights, x, depth, tile, work, at):
     def make(context, builder, signature, arguments):
         of_weights, of_x = arrays_of(context, builder, (weights, x), arguments[:2])
         depth, tile, work, at = arguments[2:]
-        row, _, panel, panels, turn, turns = cgutils.unpack_tuple(builder, tile)
+        tile = Tile(*cgutils.unpack_tuple(builder, tile))
         bytes_of = builder.bitcast(of_weights.data, BYTE.as_pointer())
-        source, line = row_of(builder, of_x, row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
+        source, line = row_of(builder, of_x, tile.row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
         into = builder.gep(builder.bitcast(work, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
 
-        def ahead_of(size, panels):
-            return distances_ahead(builder, size, panels, turn, turns)
-
         def add(panels):
-            _add_block(builder, bytes_of, source, line, depth, panel, ahead_of, into, panels)
+            _add_block(builder, bytes_of, source, line, depth, tile, into, panels)
 
-        switch_between(builder, (1, _MOST), panels, add)
+        switch_between(builder, (1, _MOST), tile.panels, add)
         return context.get_dummy_value()
 
     return types.void(weights, x, depth, tile, _POINTER, types.int64), make
@@ -218,8 +215,7 @@ def by_amx(linear, x, rows, first, last, halves, out):
     turns = -(-rows // BLOCK)
     at_once = parts if parts * rows <= BLOCK else 1  # parts of the same rows in one block
     blocks, depth = parts // at_once, linear.inputs // STEP
-    panels = min(_MOST, (last - first) // PANEL)
-    panels = _MOST if panels == _MOST else 1
+    panels = _MOST if last - first >= _MOST * PANEL else 1
     work = _work_of_sums()
     for group in range(first, last, panels * PANEL):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice

@@ -196,11 +196,8 @@ def _add_group(builder, sides, starts, number, group, totals):
 
     A group's codes are unpacked once for all rows.
     """
-    kind, block, group_number = (
-        sides.block.kind,
-        sides.block,
-        builder.add(builder.mul(number, LONG(sides.block.kind.groups)), group),
-    )
+    kind, block = sides.block.kind, sides.block
+    group_number = builder.add(builder.mul(number, LONG(kind.groups)), group)
     first = builder.add(LONG(block.header), builder.mul(group, LONG(block.codes)))
     sums = [_sum_of_group(builder, kind, row, group_number) for row in sides.sums]
     surplus = splat_float(-float(_surplus(kind, sides.pairs)))

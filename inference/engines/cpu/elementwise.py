@@ -47,11 +47,6 @@ def put_read(builder, values, array, kind, row, at, halves):
             stored(builder, remainder, line, at, kind.dtype, always)
 
 
-def _whole_of(builder, array, axes):
-    """The number of whole vectors in the last axis of an array."""
-    return builder.sdiv(cgutils.unpack_tuple(builder, array.shape, axes)[-1], LONG(LANES))
-
-
 def _only(builder, vector):
     return builder.extract_element(sums_of_lanes(builder, [vector]), INT(0))
 
@@ -63,7 +58,8 @@ def norm_row(context, x, line, row, weight, eps, halves, out):
     def make(context, builder, signature, arguments):
         arrays, row, eps, halves = (arguments[0], arguments[3], arguments[6]), arguments[2], arguments[4], arguments[5]
         of_x, of_weight, of_out = arrays_of(context, builder, (x, weight, out), arrays)
-        line, count = row_of(builder, of_x, arguments[1]), _whole_of(builder, of_weight, 1)
+        line = row_of(builder, of_x, arguments[1])
+        count = builder.sdiv(cgutils.unpack_tuple(builder, of_weight.shape, 1)[0], LONG(LANES))
 
         def square(block, sums):
             values = loaded(builder, line, builder.mul(block, LONG(LANES)), types.float32)
@@ -181,8 +177,7 @@ def put_columns(context, values, line, begin, out, row, column, count, halves):
 
     def make(context, builder, signature, arguments):
         of_values, of_out = arrays_of(context, builder, (values, out), (arguments[0], arguments[3]))
-        begin = arguments[2]
-        row, column, count, halves = arguments[4:]
+        begin, (row, column, count, halves) = arguments[2], arguments[4:]
         line = row_of(builder, of_values, arguments[1])
 
         def put(block, nothing):

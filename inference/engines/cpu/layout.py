@@ -97,8 +97,6 @@ STORED: dict[torch.dtype, Numbers] = {
 }  # fmt: skip
 _TRIED = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
 _REPEATS = 20
-
-
 Way = Literal["floats", "pairs", "amx", "codes"]
 
 

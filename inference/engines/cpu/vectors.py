@@ -20,17 +20,10 @@ BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.Float
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 _FUSED = ("contract",)
-
-
-def host_features():
-    """The processor's features beyond LLVM's baseline; empty if LLVM does not know this processor."""
-    try:
-        return llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:
-        return {}
-
-
-FEATURES = host_features()
+try:
+    FEATURES = llvmlite.binding.get_host_cpu_features()  # beyond LLVM's baseline
+except RuntimeError:  # LLVM does not know this processor
+    FEATURES = {}
 
 
 def row_of(builder, array, row):
