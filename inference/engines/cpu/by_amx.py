@@ -215,7 +215,8 @@ def by_amx(linear, x, rows, first, last, halves, out):
     turns = -(-rows // BLOCK)
     at_once = parts if parts * rows <= BLOCK else 1  # parts of the same rows in one block
     blocks, depth = parts // at_once, linear.inputs // STEP
-    panels = _MOST if last - first >= _MOST * PANEL else 1
+    panels = min(_MOST, (last - first) // PANEL)
+    panels = _MOST if panels == _MOST else 1
     work = _work_of_sums()
     for group in range(first, last, panels * PANEL):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
