@@ -53,7 +53,7 @@ def launch_all(shape: Sequence[int], dtype: torch.dtype) -> None:
     slots = torch.empty(rows, dtype=torch.long)
     for scales in (None, empty(heads + key_heads, head_dim)):
         for table in (None, (rotary, rotary)):
-            query = kernels.place(joined, table, scales, 1e-5, slots, cache, cache)
+            query = kernels.rotate_and_store(joined, table, scales, 1e-5, slots, cache, cache)
     kernels.attend(query, cache, cache, empty(1, 1, rows, positions), 1.0)
 
 

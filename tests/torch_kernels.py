@@ -20,7 +20,7 @@ def add_and_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
     return x + added, norm(x + added, weight, eps)
 
 
-def place(
+def rotate_and_store(
     heads: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     scales: Tensor | None,

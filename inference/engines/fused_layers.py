@@ -117,20 +117,17 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """Run the layer like transformers': hidden [B, Q, d] → [B, Q, d]."""
         if self.at_once is not None:
-            done = self.at_once.run(hidden, 0, 1, position_embeddings, attention_mask, past_key_values)
-            if done is not None:
-                return done
+            output = self.at_once.run(hidden, 0, 1, position_embeddings, attention_mask, past_key_values)
+            if output is not None:
+                return output
         return self.one_by_one(hidden, attention_mask, position_embeddings, past_key_values)
 
     __call__ = forward
 
     def one_by_one(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        self, hidden: Tensor, attention_mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: LayerCache | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """`forward` by separate operations."""
         batch, queries, _ = hidden.shape
         if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
@@ -166,9 +163,9 @@ class FusedLayer(nn.Module):
         heads = self.qkv(kernels.norm(hidden, first.weight, first.eps)).view(1, queries, -1, self.head_dim)
         key, value = heads[:, :, self.heads : self.rotated], heads[:, :, self.rotated :]
         keys, values = cache.views(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
-        query = kernels.place(heads, rotary, self.head_scale, self.head_eps, slots, keys, values)
-        given = (query, keys[:, :, :seen], values[:, :, :seen], mask)
-        mixed, _ = grouped_attention(self, *given, scaling=self.head_dim**-0.5)
+        query = kernels.rotate_and_store(heads, rotary, self.head_scale, self.head_eps, slots, keys, values)
+        operands = (query, keys[:, :, :seen], values[:, :, :seen], mask)
+        mixed, _ = grouped_attention(self, *operands, scaling=self.head_dim**-0.5)
         added = self.out(mixed.reshape(1, queries, -1))
         hidden, normed = kernels.add_and_norm(hidden, added, second.weight, second.eps)
         return hidden + self.down(kernels.gate(self.up(normed)))
@@ -219,11 +216,11 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 def frozen_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A linear layer of these very tensors, without gradient."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def fuse_layers(model: nn.Module) -> None:

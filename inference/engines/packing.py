@@ -165,11 +165,6 @@ def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
     return [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(linear))]
 
 
-def _bytes_of(linear: Linear) -> int:
-    """Bytes of its weights; int8 codes count as floats, since some layouts store them so."""
-    return linear.out_features * linear.in_features * dtype_of_linear(linear).itemsize
-
-
 @torch.inference_mode()
 def fastest_layout(
     linears: Sequence[Linear],
@@ -188,12 +183,13 @@ def fastest_layout(
     most some tenths of a second, and the memory of copies of these layers.
     """
     first = linears[0]
-    dtype, size = dtype_of_linear(first), _bytes_of(first)
+    dtype = dtype_of_linear(first)
+    size = first.out_features * first.in_features * dtype.itemsize  # int8 codes as floats: some layouts store them so
     if size < small:
         return "blocked"
     count = math.ceil(COLD / size)
     sample = list(linears[:count])
-    sample += [copy.deepcopy(sample[place % len(sample)]) for place in range(len(sample), min(count, FEWEST))]
+    sample += [copy.deepcopy(sample[index % len(sample)]) for index in range(len(sample), min(count, FEWEST))]
     tried = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts_here(first, panels=panels)}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
@@ -205,12 +201,9 @@ def fastest_layout(
                 for layer in layers:
                     layer(x)
                 seconds[name].append(clock() - started)
-        for name, taken in seconds.items():
-            logarithms[name] += math.log(statistics.median(taken[1:]))
+        for name, times in seconds.items():
+            logarithms[name] += math.log(statistics.median(times[1:]))
     return min(logarithms, key=lambda name: logarithms[name])
-
-
-# --------------------------------------------------------------------------------------------------- models
 
 
 def lay_out(model: nn.Module, device: torch.device) -> None:

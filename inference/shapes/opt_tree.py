@@ -71,25 +71,25 @@ class OptTree(Tree):
         while len(levels) < steps and gain > delta and parent_rows:
             logits = source.extend(tokens, parent_rows)
             start, rows = rows, rows + len(parent_rows)
-            found, level_tokens, values, place_list = _children(
+            level_probs, level_tokens, values, parent_list = _children(
                 logits, range(start, rows), parents_probs, weights, nodes, to_probs, temperature
             )
             depth = len(levels)
             best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
-            levels.append((level_tokens, found))
-            above.append(place_list)
-            shares.append([value / parents_probs[place] for value, place in zip(values, above[-1], strict=True)])
+            levels.append((level_tokens, level_probs))
+            above.append(parent_list)
+            shares.append([value / parents_probs[parent] for value, parent in zip(values, above[-1], strict=True)])
             first_rows.append(rows)
-            kept = sum(level == depth for _, level in best)
+            beam = sum(level == depth for _, level in best)
             count = len(best)
             if growth is not None:
-                count, kept = growth.after_level(len(parent_rows), shares[-1], above[-1], best)
-            kept = kept if width is None else min(kept, width)
+                count, beam = growth.after_level(len(parent_rows), shares[-1], above[-1], best)
+            beam = beam if width is None else min(beam, width)
             total = -math.fsum(value for value, _ in best)
             gain, expected = total - expected, total
-            tokens, weights, parents_probs = level_tokens[:kept], found[:kept], values[:kept]
-            parent_rows = [start + place for place in above[-1][:kept]]
-            fed.append(kept)
+            tokens, weights, parents_probs = level_tokens[:beam], level_probs[:beam], values[:beam]
+            parent_rows = [start + parent for parent in above[-1][:beam]]
+            fed.append(beam)
             if self.stops(len(levels), level_tokens, logits, source, above[-1][0]):
                 break
         if fed:
@@ -124,14 +124,14 @@ def _children(
     """
     compiled = likeliest_children(logits, parents, count, 1 / temperature) if to_probs is None else None
     if compiled is not None:
-        found, places, tokens = compiled
-        return found, tokens, found.tolist(), places.tolist()
+        top, parent_indices, tokens = compiled
+        return top, tokens, top.tolist(), parent_indices.tolist()
     probs = plain_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
     if weights is not None:
         probs = probs * weights[:, None]
-    found, places = largest(probs.flatten(), min(count, probs.numel()))
-    values, parent_list = torch.stack([found, (places // probs.shape[-1]).to(found.dtype)]).tolist()
-    return found, places % probs.shape[-1], values, [int(parent) for parent in parent_list]
+    top, indices = largest(probs.flatten(), min(count, probs.numel()))
+    values, parent_list = torch.stack([top, (indices // probs.shape[-1]).to(top.dtype)]).tolist()
+    return top, indices % probs.shape[-1], values, [int(parent) for parent in parent_list]
 
 
 def _assemble(
@@ -153,15 +153,15 @@ def _assemble(
     offset = 0
     for depth, count in enumerate(counts):
         previous = offset - counts[depth - 1] if depth else 0
-        parents += [previous + place if depth else ROOT for place in above[depth][:count]]
+        parents += [previous + index if depth else ROOT for index in above[depth][:count]]
         rows += [first_rows[depth] + i if i < fed[depth] else -1 for i in range(count)]
         offset += count
-    kept = [(tokens[:count], values[:count]) for (tokens, values), count in zip(levels, counts, strict=True)]
+    prefixes = [(tokens[:count], values[:count]) for (tokens, values), count in zip(levels, counts, strict=True)]
     return OptimalTree(
-        cat_levels([tokens for tokens, _ in kept], root),
+        cat_levels([tokens for tokens, _ in prefixes], root),
         tuple(parents),
         tuple(rows),
-        path_probs=cat_levels([values for _, values in kept], torch.zeros(1, device=root.device)),
+        path_probs=cat_levels([values for _, values in prefixes], torch.zeros(1, device=root.device)),
         masses=tuple(masses),
         steps=tuple(step for level, count in zip(steps, counts, strict=True) for step in level[:count]),
     )

@@ -68,9 +68,6 @@ class Chain(Structure):
         return trials_in_chain(len(tree), len(accepted))
 
 
-# --- fixed shapes ---
-
-
 RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
 
 
@@ -184,11 +181,11 @@ def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _P
         level = [node for node, path in enumerate(paths) if len(path) == depth]
         inner = sorted({parents[node] for node in level})
         ranks = 1 + max(paths[node][-1] for node in level)
-        places = [before.index(node) for node in inner] if depth > 1 else []
+        offsets = [before.index(node) for node in inner] if depth > 1 else []
         picks = [inner.index(parents[node]) * ranks + paths[node][-1] for node in level]
         steps.append(
             _Step(
-                None if len(places) == len(before) else torch.tensor(places, device=device),
+                None if len(offsets) == len(before) else torch.tensor(offsets, device=device),
                 tuple(row_of[parents[node]] for node in inner if node >= 0),
                 ranks,
                 None if len(picks) == len(inner) * ranks else torch.tensor(picks, device=device),
@@ -238,9 +235,6 @@ class Static(Ranked):
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         return self.ranked(source, root, self.shape, limit)
-
-
-# --- k-config trees ---
 
 
 class KConfig(Ranked):
@@ -301,10 +295,10 @@ class KConfig(Ranked):
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         super().observe(tree, accepted)
-        for _, place in outcomes_at_nodes(tree, accepted):
+        for _, index in outcomes_at_nodes(tree, accepted):
             self.totals[TRIED] += 1
-            if place is not None:
-                self.totals[f"{CANDIDATE}{place + 1}"] += 1
+            if index is not None:
+                self.totals[f"{CANDIDATE}{index + 1}"] += 1
 
 
 def level_sizes(widths: Sequence[int]) -> list[int]:
@@ -326,13 +320,13 @@ def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool
     Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
     top-k, and needs one cumulative sum per draw instead of V random numbers per row.
     """
-    rounds, each = (1, count) if replacement else (count, 1)
-    left = probs if rounds == 1 else probs.clone()
+    rounds, per_round = (1, count) if replacement else (count, 1)
+    q = probs if rounds == 1 else probs.clone()
     drawn = []
     for i in range(rounds):
-        numbers = torch.tensor([generator.random() for _ in range(len(probs) * each)], dtype=torch.float64)
-        tokens = invert(left, numbers.view(len(probs), each).to(probs.device, non_blocking=True))
+        numbers = torch.tensor([generator.random() for _ in range(len(probs) * per_round)], dtype=torch.float64)
+        tokens = invert(q, numbers.view(len(probs), per_round).to(probs.device, non_blocking=True))
         drawn.append(tokens)
         if i + 1 < rounds:
-            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # an exhausted row is 0 already
+            q.scatter_(-1, tokens.clamp(min=0), 0.0)  # an exhausted row is 0 already
     return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)

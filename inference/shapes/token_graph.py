@@ -138,17 +138,17 @@ class Graph(Tree):
             if not fed:
                 table = torch.cat([table, root[None].float()], dim=-1)
             lines = table.tolist()
-            for place, node in enumerate(inner):
+            for offset, node in enumerate(inner):
                 if node >= 0:
-                    graph.rows[node] = fed + place
+                    graph.rows[node] = fed + offset
             if not fed:
                 graph.root_token = int(lines[0].pop())
             fed += len(inner)
             level = _children(graph, inner, lines, budget)
             above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
             first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
-            place = first_children.index(max(first_children))
-            if self.stops(depth, top.indices[place], logits, source, place):
+            best = first_children.index(max(first_children))
+            if self.stops(depth, top.indices[best], logits, source, best):
                 graph.limit = depth
             inner = []
             if depth == graph.limit or len(graph.tokens) >= budget:
@@ -179,18 +179,18 @@ def _children(
     graph: TokenGraph, inner: Sequence[int], lines: Sequence[Sequence[float]], node_budget: int
 ) -> list[tuple[int, float]]:
     """Add a level to `graph`; lines: q's and tokens per inner node. Returns (node, largest q among siblings)."""
-    found = []  # (p̂, parent, token, q, largest)
+    candidates = []  # (p̂, parent, token, q, largest)
     for parent, line in zip(inner, lines, strict=True):
         k = len(line) // 2
         above = graph.paths[parent] if parent >= 0 else 1.0
         for prob, token in zip(line[:k], line[k:], strict=True):
             if prob > 0:
-                found.append((above * prob, parent, int(token), prob, line[0]))
-    left = node_budget - len(graph.tokens)
-    if len(found) > left:
-        order = sorted(range(len(found)), key=lambda i: -found[i][0])[:left]
-        found = [found[i] for i in sorted(order)]
-    return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in found]
+                candidates.append((above * prob, parent, int(token), prob, line[0]))
+    room = node_budget - len(graph.tokens)
+    if len(candidates) > room:
+        order = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:room]
+        candidates = [candidates[i] for i in sorted(order)]
+    return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in candidates]
 
 
 def unmerge(graph: TokenGraph, node_budget: int, longest: int = 0) -> None:

@@ -20,47 +20,49 @@ class Costs:
     step: one draft step: a forward pass of the drafter and the structure's work on its logits.
     verify: the target's pass over the root and the draft, and token selection. For an early-exit drafter only the
     layers that the draft has not run.
-    rest: bookkeeping at the end of a round.
+    overhead: bookkeeping at the end of a round.
     plain: one token of autoregressive decoding.
-    own: the seconds of a step, of `verify` and of `plain` that are not a pass: no other text shares them.
+    unshared: the seconds of a step, of `verify` and of `plain` that are not a pass: no other text shares them.
     """
 
     step: tuple[float, ...]
     verify: tuple[float, ...]
-    rest: float
+    overhead: float
     plain: float
-    own: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    unshared: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def of_one(self, texts: int) -> "Costs":
-        """The costs of one of `texts` texts that share their passes: its part of those over the rows of all, and `own`.
+        """The costs of one of `texts` texts that share their passes: its part of those over all rows, and `unshared`.
 
         All are taken to have as many rows. So drafts get shorter as rows cost more, and end where each costs its own.
         """
         widths = [*map(float, range(len(self.verify)))]
 
-        def part(curve: tuple[float, ...], own: float) -> tuple[float, ...]:
-            return tuple((_interpolate(widths, [*curve], texts * width) - own) / texts + own for width in widths)
+        def part(curve: tuple[float, ...], unshared: float) -> tuple[float, ...]:
+            passes = [_interpolate(widths, [*curve], texts * width) - unshared for width in widths]
+            return tuple(seconds / texts + unshared for seconds in passes)
 
-        verify, (_, own, rest) = part(self.verify, self.own[1]), self.own
-        shared = (verify[1] - own) / (self.verify[1] - own) if self.verify[1] > own else 1.0
-        plain = (self.plain - rest) * shared + rest
-        return Costs(part(self.step, self.own[0]), verify, self.rest, plain, self.own)
+        verify, (_, unshared, overhead) = part(self.verify, self.unshared[1]), self.unshared
+        shared = (verify[1] - unshared) / (self.verify[1] - unshared) if self.verify[1] > unshared else 1.0
+        plain = (self.plain - overhead) * shared + overhead
+        return Costs(part(self.step, self.unshared[0]), verify, self.overhead, plain, self.unshared)
 
     @cached_property
     def of_nodes(self) -> np.ndarray:
         """Seconds of rounds with 0 … `MOST_NODES` nodes that one step drafts, float64."""
-        return np.array([step + verify + self.rest for step, verify in zip(self.step, self.verify[1:], strict=False)])
+        passes = zip(self.step, self.verify[1:], strict=False)
+        return np.array([step + verify + self.overhead for step, verify in passes])
 
     def of_chain(self, length: int) -> float:
         """Seconds of a round with a chain of so many tokens."""
-        return length * self.step[1] + self.verify[length + 1] + self.rest
+        return length * self.step[1] + self.verify[length + 1] + self.overhead
 
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The curves at a few widths, for a report."""
         return {
             "draft_step": {str(width): self.step[width] for width in SHOWN},
             "target_pass": {str(width): self.verify[width] for width in SHOWN},
-            "rest_of_round": self.rest,
+            "rest_of_round": self.overhead,
             "autoregressive_step": self.plain,
         }
 
@@ -82,8 +84,8 @@ def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tupl
     means = [statistics.fmean(width for width, _ in pool) for _, pool in sorted(pools.items())]
     widths = [2.0**power for power in sorted(pools)] if padded else means
     levels = _rising([typical([seconds for _, seconds in pool]) for _, pool in sorted(pools.items())])
-    asked = [1 << (width - 1).bit_length() if padded and width else width for width in range(WIDEST + 1)]
-    return tuple(_interpolate(widths, levels, width) for width in asked)
+    pass_widths = [1 << (width - 1).bit_length() if padded and width else width for width in range(WIDEST + 1)]
+    return tuple(_interpolate(widths, levels, width) for width in pass_widths)
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -106,7 +108,7 @@ def _rising(values: Sequence[float]) -> list[float]:
 def _interpolate(widths: list[float], levels: list[float], width: float) -> float:
     if width <= widths[0] or len(widths) == 1:
         return levels[0]
-    right = next((i for i, known in enumerate(widths) if known >= width), len(widths) - 1)
+    right = next((i for i, knot in enumerate(widths) if knot >= width), len(widths) - 1)
     slope = (levels[right] - levels[right - 1]) / (widths[right] - widths[right - 1])
     return levels[right] + slope * (width - widths[right])
 
@@ -182,7 +184,7 @@ class Allowance:
         """Of a round with a draft, in plain decoding's of a token."""
         costs = self.costs
         drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
-        return (drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.rest) / costs.plain
+        return (drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.overhead) / costs.plain
 
     def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
         """Learn from a round.
@@ -191,7 +193,7 @@ class Allowance:
         emitted: tokens that the round produced.
         """
         texts, spent = self.sharing()[0], self._seconds(fed, submitted) if fed else 1.0
-        kept = 1 - 1 / (MEMORY * texts)
-        self._emitted = kept * self._emitted + emitted
-        self._spent = kept * self._spent + spent
+        decay = 1 - 1 / (MEMORY * texts)
+        self._emitted = decay * self._emitted + emitted
+        self._spent = decay * self._spent + spent
         self._credit = 0.0 if self.spent() else min(self._credit + TRIALS, float(texts))

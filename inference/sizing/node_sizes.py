@@ -24,15 +24,17 @@ _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q ex
 class BestNodes:
     """nodes=auto: the count with the most tokens per second, from measured costs and observed acceptance.
 
-    own, neighbour: see `Evidence`; loss: see `Allowance`, which also decides when a draft that does not pay is tried.
+    prior, neighbour: see `Evidence`; loss: see `Allowance`, which also decides when a draft that does not pay is tried.
     A search takes time that texts do not share. So beside others a text whose last drafts did not pay searches seldom.
     """
 
     most = MOST_NODES
 
-    def __init__(self, tuning: Tuning, *, own: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = LOSS):
+    def __init__(
+        self, tuning: Tuning, *, prior: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR, loss: float = LOSS
+    ):
         self._tuning, self._allowance = tuning, tuning.allowance(loss)
-        self._evidence = Evidence(BANDS, tuning, own=own, neighbour=neighbour, start=1.0)
+        self._evidence = Evidence(BANDS, tuning, prior=prior, neighbour=neighbour, start=1.0)
         self._worths = np.empty(MOST_NODES)
         self._chosen = self._idle = 0  # _idle: rounds since a draft
         self.totals: Counter[str] = Counter()
@@ -40,7 +42,7 @@ class BestNodes:
     def search_size(self) -> int:
         """The smallest search that finds more nodes than the last choice, to limit wasted work; 0: there is none."""
         self._idle = 0 if self._chosen else self._idle + 1
-        beside = self._tuning.now is not self._tuning.costs
+        beside = self._tuning.costs_now is not self._tuning.costs
         if self._allowance.spent() or (beside and self._idle > PATIENCE and self._idle % PATIENCE):
             return 0
         return next((size for size in SEARCH_SIZES if size > self._chosen), MOST_NODES)
@@ -49,7 +51,7 @@ class BestNodes:
         """See `Sizes`."""
         chosen, most = 0, min(_TRIAL, len(parents))
         if most and not self._allowance.spent():
-            seconds, trust = self._tuning.now.of_nodes, np.array(self._evidence.shares())
+            seconds, trust = self._tuning.costs_now.of_nodes, np.array(self._evidence.shares())
             chosen = int(best_nodes(parents, probs, trust, seconds, self._worths))
             loss = seconds[most] / seconds[0] - 1.0 - self._worths[:most].sum()
             chosen = chosen or most * self._allowance.tries(float(loss))

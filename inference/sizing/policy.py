@@ -1,7 +1,7 @@
 """Draft sizes chosen from measured costs and observed acceptance, for the most tokens per second.
 
-A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`). It
-emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] is estimated
+A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `overhead`).
+It emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] is estimated
 from the acceptance in this generation (`Evidence`) and a prior measured together with the costs. All computation is on
 the host: nothing here uses the device.
 
@@ -45,7 +45,7 @@ class Tuning:
     shared: Callable[[], Allowance] | None = None  # of all texts of a batch, whose number decides what passes cost
 
     @property
-    def now(self) -> Costs:
+    def costs_now(self) -> Costs:
         """The costs of a round of one text now."""
         return self.costs if self.shared is None else self.shared().costs
 
@@ -63,22 +63,16 @@ class Tuning:
 class Evidence:
     """The estimated share of right trials per index 0 … count − 1, from this generation's trials and a prior.
 
-    The estimate of an index weighs its own trials, `own` trials at the prior's share, and `neighbour` trials at the
+    The estimate of an index weighs its own trials, `prior` trials at the prior's share, and `neighbour` trials at the
     previous index's estimate: an untried index follows the last tried one. start: the share of the first index without
     a prior. Texts that share passes share the prior, which learns from each of them.
     """
 
     def __init__(
-        self,
-        count: int,
-        tuning: Tuning,
-        *,
-        own: float = OWN,
-        neighbour: float = NEIGHBOUR,
-        start: float = 0.5,
+        self, count: int, tuning: Tuning, *, prior: float = OWN, neighbour: float = NEIGHBOUR, start: float = 0.5
     ):
         self.tried, self.right = [0.0] * count, [0.0] * count
-        self._own, self._neighbour, self._start = [own] * count, neighbour, [start] * count
+        self._weights, self._neighbour, self._start = [prior] * count, neighbour, [start] * count
         self._shared = tuning.shared is not None
         self._all = tuning.shared().trials if tuning.shared is not None else ([*tuning.tried], [*tuning.right])
         for counts in self._all:
@@ -86,29 +80,26 @@ class Evidence:
 
     def add(self, trials: Trials) -> None:
         """Add the trials of one round."""
-        found = [*trials]
-        for tried, right in [(self.tried, self.right), *([self._all] if found and self._shared else ())]:
+        outcomes = [*trials]
+        for tried, right in [(self.tried, self.right), *([self._all] if outcomes and self._shared else ())]:
             tried[:], right[:] = [KEEP * count for count in tried], [KEEP * count for count in right]
-            for index, number, hits in found:
+            for index, number, hits in outcomes:
                 tried[index] += number
                 right[index] += hits
 
     def shares(self) -> list[float]:
         """The estimate for every index."""
         prior = self._smooth(*self._all, self._start, [1.0] + [0.0] * (len(self._start) - 1))
-        return self._smooth(self.tried, self.right, prior, self._own)
+        return self._smooth(self.tried, self.right, prior, self._weights)
 
     def _smooth(
-        self, tried: Sequence[float], right: Sequence[float], prior: Sequence[float], own: Sequence[float]
+        self, tried: Sequence[float], right: Sequence[float], prior: Sequence[float], weights: Sequence[float]
     ) -> list[float]:
-        found: list[float] = []
-        for trials, hits, base, weight in zip(tried, right, prior, own, strict=False):
-            near, before = (self._neighbour, found[-1]) if found else (0.0, 0.0)
-            found.append((hits + weight * base + near * before) / (trials + weight + near))
-        return found
-
-
-# --- chains ----------------------------------------------------------------------------------------------------------
+        estimates: list[float] = []
+        for trials, hits, base, weight in zip(tried, right, prior, weights, strict=False):
+            near, before = (self._neighbour, estimates[-1]) if estimates else (0.0, 0.0)
+            estimates.append((hits + weight * base + near * before) / (trials + weight + near))
+        return estimates
 
 
 def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
@@ -130,15 +121,12 @@ def trials_in_chain(drafted: int, accepted: int) -> Trials:
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
 
 
-# --- OPT-Trees -------------------------------------------------------------------------------------------------------
-
-
 def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int, float]:
     """The number of leading nodes to submit and the tokens per second; worths: expected accepted tokens by node."""
     best, count, emitted = 0.0, 0, 1.0
     for n, worth in enumerate(worths, start=1):
         emitted += worth
-        rate = emitted / (spent + costs.verify[n + 1] + costs.rest)
+        rate = emitted / (spent + costs.verify[n + 1] + costs.overhead)
         if rate > best:
             best, count = rate, n
     return count, best
@@ -158,12 +146,12 @@ class TreeSizes:
         self.nodes, self.depth = nodes, depth
         self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
         self._submitted = deque([self.max_nodes], RECENT)
-        self._evidence = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
+        self._evidence = Evidence(BANDS, tuning, prior=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
 
     def begin(self) -> "TreeGrowth":
         """The choices of one round."""
         likely = SPARE * max(FEWEST, *self._submitted) if self.nodes is None else self.nodes
-        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.now)
+        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.costs_now)
 
     def observe(self, tree: OptimalTree, accepted: Sequence[int]) -> None:
         self._evidence.add(trials_by_band(tree, accepted))
@@ -205,11 +193,11 @@ class TreeGrowth:
         self._worths: list[list[float]] = []  # of the nodes of every level
 
     def after_level(
-        self, fed: int, steps: Sequence[float], places: Sequence[int], best: Sequence[tuple[float, int]]
+        self, fed: int, steps: Sequence[float], parents: Sequence[int], best: Sequence[tuple[float, int]]
     ) -> tuple[int, int]:
         """Add a level that feeding `fed` rows produced, its most likely nodes first.
 
-        steps, places: each node's q given its parent, and the parent's index in the previous level.
+        steps, parents: each node's q given its parent, and the parent's index in the previous level.
         best: (−p̂, depth from 0) of the most likely nodes so far, ascending. They are a prefix of every level.
 
         Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for the
@@ -219,16 +207,16 @@ class TreeGrowth:
         self._spent += costs.step[fed]
         above = self._worths[-1] if self._worths else [1.0]
         trusted = (min(1.0, q * self._trust[band(q)]) for q in steps)
-        self._worths.append([above[place] * share for place, share in zip(places, trusted, strict=True)])
+        self._worths.append([above[parent] * share for parent, share in zip(parents, trusted, strict=True)])
         following = [iter(level) for level in self._worths]
         worths = [next(following[level]) for _, level in best]
         count, rate = len(best), 0.0
         if sizes.nodes is None:
             count, rate = best_count(worths, self._spent, costs)
         emitted = 1.0 + math.fsum(worths[:count])
-        rate = rate or emitted / (self._spent + costs.verify[count + 1] + costs.rest)
+        rate = rate or emitted / (self._spent + costs.verify[count + 1] + costs.overhead)
         depth = len(self._worths)
-        level = [worth for worth, (_, other) in zip(worths[:count], best, strict=False) if other == depth - 1]
+        level = [worth for worth, (_, node_depth) in zip(worths[:count], best, strict=False) if node_depth == depth - 1]
         mass = math.fsum(level)
         if not mass or depth == sizes.max_depth:
             return count, 0
@@ -238,12 +226,12 @@ class TreeGrowth:
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """The number of rows to feed next, and the tokens per second then expected."""
-        costs, left = self._costs, self.nodes - len(worths)
+        costs, room = self._costs, self.nodes - len(worths)
         best, feed = 0.0, 0
         for rows, gain in enumerate(gains, start=1):
-            emitted += max(0.0, gain - (worths[left - rows] if rows > left else 0.0))  # displaces the least likely node
-            width = len(worths) + min(rows, left) + 1
-            rate = emitted / (self._spent + costs.step[rows] + costs.verify[width] + costs.rest)
+            emitted += max(0.0, gain - (worths[room - rows] if rows > room else 0.0))  # displaces the least likely node
+            width = len(worths) + min(rows, room) + 1
+            rate = emitted / (self._spent + costs.step[rows] + costs.verify[width] + costs.overhead)
             if rate > best:
                 best, feed = rate, rows
         return feed, best

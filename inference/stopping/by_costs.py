@@ -49,18 +49,18 @@ class Trust:
 
     def drift(self) -> None:
         """Increase the variances for another round."""
-        (offset, slope, both), (first, second) = self._variance, self._prior
-        self._variance = (offset + DRIFT * first, slope + DRIFT * second, both)
+        (offset, slope, covariance), (first, second) = self._variance, self._prior
+        self._variance = (offset + DRIFT * first, slope + DRIFT * second, covariance)
 
     def learn(self, score: float, right: bool) -> None:
         """Learn from a tested token with this score."""
-        offset, slope, both = self._variance
+        offset, slope, covariance = self._variance
         c = self.probability(score)
         certainty = c * (1 - c)
-        u, v = offset + both * score, both + slope * score  # the covariances of a + b z with a and with b
+        u, v = offset + covariance * score, covariance + slope * score  # the covariances of a + b z with a and with b
         total = 1 + certainty * (u + v * score)
         shrunk = certainty / total
-        self._variance = (offset - shrunk * u * u, slope - shrunk * v * v, both - shrunk * u * v)
+        self._variance = (offset - shrunk * u * u, slope - shrunk * v * v, covariance - shrunk * u * v)
         self.offset += u / total * (right - c)
         self.slope += v / total * (right - c)
 
@@ -81,7 +81,7 @@ class Survival(StopRule):
         self.max_draft = max_draft
         self.trust = trust
         self._score = score
-        self._tuning, self._costs = tuning, tuning.now
+        self._tuning, self._costs = tuning, tuning.costs_now
         self._evidence = Evidence(LONGEST_CHAIN, tuning)
         self._shares = self._evidence.shares()
         self._begin(*best_length(self._shares, self._costs))
@@ -100,7 +100,7 @@ class Survival(StopRule):
 
     def gain(self) -> float:
         """By the best length, or by the running rate, which also knows what the scores are good for."""
-        costs = self._tuning.now
+        costs = self._tuning.costs_now
         length, rate = best_length(self._shares, costs)
         if costs is not self._costs:
             self._costs = costs
@@ -128,8 +128,8 @@ class Survival(StopRule):
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.trust.drift()
-        for place, score in enumerate(self._scores[: min(accepted + 1, drafted)]):
-            self.trust.learn(score, place < accepted)
+        for index, score in enumerate(self._scores[: min(accepted + 1, drafted)]):
+            self.trust.learn(score, index < accepted)
         self._evidence.add(trials_in_chain(drafted, accepted))
         self._shares = self._evidence.shares()
         self._emitted = KEEP * self._emitted + accepted + 1
@@ -157,6 +157,6 @@ class BestLength(StopRule):
         self.gain()
 
     def gain(self) -> float:
-        costs = self._tuning.now
+        costs = self._tuning.costs_now
         self.length, rate = best_length(self._evidence.shares(), costs)
         return (rate - 1 / costs.plain) * costs.of_chain(self.length)

@@ -117,9 +117,9 @@ class FixedLength(StopRule):
 
 
 def required(
-    known: Known | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
+    optional: Known | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
 ) -> Known:
-    """`known`; raises `ValueError` saying `why` if it is None."""
-    if known is None:
+    """`optional`; raises `ValueError` saying `why` if it is None."""
+    if optional is None:
         raise ValueError(why)
-    return known
+    return optional

@@ -156,9 +156,9 @@ class PosteriorMean(StopRule):
 
     def posterior(self, step: Step) -> tuple[float, float]:
         """Mean and variance of θ after `step`. One transfer if the head is used."""
-        return self.given(0.0 if self.settings.evidence == "sample" else sigmoid(ask(self.head, step)))
+        return self.posterior_of(0.0 if self.settings.evidence == "sample" else sigmoid(ask(self.head, step)))
 
-    def given(self, model: float) -> tuple[float, float]:
+    def posterior_of(self, model: float) -> tuple[float, float]:
         """Mean and variance of θ if the head's probability is `model`."""
         model_variance, sample_variance = self.settings.model_sigma**2, self.settings.sample_sigma**2
         if self.settings.evidence == "model":
@@ -191,9 +191,6 @@ class CalibratedThompson(PosteriorMean):
         mean, variance = self.posterior(step)
         theta = min(1.0, max(0.0, self._random.gauss(mean, variance**0.5)))
         return step.drafted >= self.max_draft or self._random.random() >= theta
-
-
-# --- all of them ---
 
 
 def make_rule(
@@ -229,8 +226,8 @@ def make_rule(
         case "posterior_mean":
             return PosteriorMean(longest, stop, required(head, _HEAD))
         case "survival" if stop.score == "head":
-            asked = required(head, _HEAD)
-            return Survival(required(tuning), lambda step: ask(asked, step), Trust(DRAWN if drawn else HEAD), longest)
+            scorer = required(head, _HEAD)
+            return Survival(required(tuning), lambda step: ask(scorer, step), Trust(DRAWN if drawn else HEAD), longest)
         case "survival":
             trust = Trust(DRAWN if drawn else DRAFT)
             return Survival(required(tuning), lambda step: float(step.log_odds), trust, longest)

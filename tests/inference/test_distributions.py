@@ -339,7 +339,7 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     "residual forgotten, in a tree": (CASES["k_config, without_replacement"], 1_500, NO_RESIDUAL),
     "residual mirrored": (CASES["chain, fixed"], 500, (verify.Rejection, "_reject", ".clip(min=0)", ".abs()")),
     "accepted too easily": (CASES["chain, fixed"], 1_500, EASY),
-    "drawn from another q": (CASES["k_config, with_replacement"], MORE, (shapes, "_draw", "(left, ", "(left**1.5, ")),
+    "drawn from another q": (CASES["k_config, with_replacement"], MORE, (shapes, "_draw", "(q, ", "(q**1.5, ")),
     "draws taken for independent": (
         Case(tree("k_config", widths=(3,))), MORE, (*VERIFIES, "replace=bool(tree.draws)", "replace=True"),
     ),

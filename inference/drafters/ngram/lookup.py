@@ -41,7 +41,7 @@ class PromptLookup(Drafter):
         self.max_rows = max_draft
         if tuning is not None:
             # The accuracy of copies depends on the text, so evidence from other texts has little weight.
-            self.sizes = BestNodes(tuning, own=OWN, neighbour=OWN, loss=_LOSS)
+            self.sizes = BestNodes(tuning, prior=OWN, neighbour=OWN, loss=_LOSS)
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._text: list[int] = []

@@ -44,8 +44,7 @@ def fits_panels(linear: object) -> TypeGuard[Linear]:
         kind, device = linear.weight.dtype, linear.weight.device
     else:
         return False
-    whole = linear.out_features % PANEL == 0
-    return whole and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
+    return linear.out_features % PANEL == 0 and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
 
 
 def _scales(linear: Linear) -> Tensor:
@@ -71,9 +70,8 @@ class PanelLinear(nn.Module):
         self.bias = linear.bias
         self._function = self.layout.entry(entries.product_entry)
         self._normed = self.layout.entry(entries.head_entry)
-        table = [0] * entries.TABLE
-        table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
-        self._table = table
+        self._table = [0] * entries.TABLE
+        self._table[entries.OUTPUTS], self._table[entries.INPUTS] = self.shape
 
     @property
     def weight(self) -> Tensor:
@@ -114,8 +112,8 @@ class PanelLinear(nn.Module):
         table[entries.BIASES] = self._biases.data_ptr()
         table[entries.X], table[entries.OUT] = operand.data_ptr(), out.data_ptr()
         table[entries.ROWS] = x.numel() // self.shape[1]
-        for place, number in (more or {}).items():
-            table[place] = number
+        for index, number in (more or {}).items():
+            table[index] = number
         call(entry, table, self._bytes)
         return out
 
@@ -219,9 +217,9 @@ class LayersAtOnce:
                 cache = KVCache(range(self._first, self._first + count), rows + 1)
                 cache.length = 1  # after a text
                 started = clock()
-                done = self.run(hidden, 0, count, (table, table), mask, cache)
+                output = self.run(hidden, 0, count, (table, table), mask, cache)
                 between = clock()
-                assert done is not None
+                assert output is not None
                 for layer in layers[:count]:
                     layer.one_by_one(hidden, mask, (table, table), cache)
                 seconds[0].append(between - started)
@@ -239,19 +237,14 @@ class LayersAtOnce:
             (
                 type(layer.qkv), layer.heads, layer.rotated, layer.head_dim, layer.up.out_features, layer.head_eps,
                 layer.attention_norm.eps, layer.mlp_norm.eps, layer.head_scale is None, dtype_of(layer),
-                layer.layer_idx - place,
+                layer.layer_idx - index,
             )
-            for place, layer in enumerate(layers)
+            for index, layer in enumerate(layers)
         }  # fmt: skip
         return cls(layers) if len(kinds) == 1 and layers[0].head_dim % LANES == 0 else None
 
     def run(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        rotary: tuple[Tensor, Tensor] | None,
-        mask: Mask,
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Mask,
         cache: LayerCache | None,
     ) -> Tensor | None:  # fmt: skip
         """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.
@@ -268,14 +261,14 @@ class LayersAtOnce:
             parts = [self._parts_of(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
         else:
             parts = [self._parts_of(hidden.shape[1], mask, cache)]
-        done, place = [], 0
+        outputs, begin = [], 0
         if not all(parts):
             return None
-        for some in _together([part for text in parts for part in text]):  # later calls see the keys of earlier ones
-            own = slice(place, place := place + sum(part.rows for part in some))
-            turned = (rotary[0][:, own], rotary[1][:, own])
-            done.append(self._call(hidden[:, own], start, stop, turned, some))
-        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+        for group in _together([part for text in parts for part in text]):  # later calls see the keys of earlier ones
+            rows = slice(begin, begin := begin + sum(part.rows for part in group))
+            turned = (rotary[0][:, rows], rotary[1][:, rows])
+            outputs.append(self._call(hidden[:, rows], start, stop, turned, group))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _parts_of(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[_Part]":
         """The rows of a text, split for one call or several; empty if they are not supported."""
@@ -315,8 +308,8 @@ class LayersAtOnce:
         work = torch.empty(self._workspace_size(rows, threads, positions))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
-        for place, tensor in zip(_FLOATS, self._floats, strict=True):
-            table[place] = tensor.data_ptr()
+        for index, tensor in zip(_FLOATS, self._floats, strict=True):
+            table[index] = tensor.data_ptr()
         table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
         table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
         table[entries.TEXTS], table[entries.COUNT] = texts.data_ptr(), len(parts)

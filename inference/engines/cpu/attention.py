@@ -20,10 +20,10 @@ from outrider.inference.engines.cpu.vectors import (
     ZEROS,
     added,
     arrays_of,
-    every,
     loaded,
     loop,
     row_of,
+    splat,
     sums_of_lanes,
 )
 
@@ -89,32 +89,32 @@ def softmax(scores, line, count, size, mask, scale):
     Hidden positions between visible ones are removed for the sum. So a row of a tree, whose ancestors are not adjacent,
     has the same sum as in a chain, bit for bit.
     """
-    own = scores[line]
+    line_scores = scores[line]
     for j in range(count):
-        own[j] *= scale
+        line_scores[j] *= scale
     gap = seen = count
     if mask.shape[0] > 0:
         for j in range(count):
-            own[j] += wide(mask[j])
+            line_scores[j] += wide(mask[j])
         gap = seen = _first_gap(mask, count)
         for j in range(gap, count):
             if wide(mask[j]) >= _HIDDEN:
-                own[seen] = own[j]
+                line_scores[seen] = line_scores[j]
                 seen += 1
     vectors = -(-seen // LANES) * LANES
     for j in range(seen, vectors):
-        own[j] = np.float32(-np.inf)
+        line_scores[j] = np.float32(-np.inf)
     softmax_row(scores, line, vectors)
     for j in range(count, size):
-        own[j] = np.float32(0.0)
+        line_scores[j] = np.float32(0.0)
     if gap == count:
         return
     for j in range(count - 1, gap - 1, -1):
         if wide(mask[j]) < _HIDDEN:
-            own[j] = np.float32(0.0)
+            line_scores[j] = np.float32(0.0)
         else:
             seen -= 1
-            own[j] = own[seen]
+            line_scores[j] = line_scores[seen]
 
 
 _KEYS = 8  # keys whose scores are summed at once
@@ -123,29 +123,29 @@ NEAR = 64  # positions whose keys or values stay in the nearest cache while all 
 
 
 def _scores_of(keys_at_once):
-    """A function (query [D], keys [positions, D], row, scores, place) for the scores of `keys_at_once` keys from `row`.
+    """A function (query [D], keys [positions, D], row, scores, begin) for the scores of `keys_at_once` keys from `row`.
 
-    They are written to `scores` from `place` on. A score does not depend on how many are computed at once.
+    They are written to `scores` from `begin` on. A score does not depend on how many are computed at once.
     """
 
     @intrinsic
-    def scores_of(context, query, keys, row, scores, place):
-        def make(context, builder, signature, given):
-            kinds, arrays = (query, keys, scores), (given[0], given[1], given[3])
+    def scores_of(context, query, keys, row, scores, begin):
+        def make(context, builder, signature, arguments):
+            kinds, arrays = (query, keys, scores), (arguments[0], arguments[1], arguments[3])
             of_query, of_keys, of_scores = arrays_of(context, builder, kinds, arrays)
-            row, place = given[2], given[4]
+            row, begin = arguments[2], arguments[4]
             rows = [row_of(builder, of_keys, builder.add(row, LONG(number))) for number in range(keys_at_once)]
 
             def multiply(block, sums):
                 at = builder.mul(block, LONG(LANES))
                 part = loaded(builder, of_query.data, at, query.dtype)
-                each = [loaded(builder, one, at, keys.dtype) for one in rows]
-                return [added(builder, total, part, one) for total, one in zip(sums, each, strict=True)]
+                key_parts = [loaded(builder, key, at, keys.dtype) for key in rows]
+                return [added(builder, total, part, key_part) for total, key_part in zip(sums, key_parts, strict=True)]
 
             width = cgutils.unpack_tuple(builder, of_query.shape, 1)[0]
             blocks = builder.sdiv(width, LONG(LANES))
             sums = sums_of_lanes(builder, loop(builder, blocks, [ZEROS] * keys_at_once, multiply))
-            into = builder.gep(of_scores.data, [place])
+            into = builder.gep(of_scores.data, [begin])
             builder.store(sums, builder.bitcast(into, sums.type.as_pointer()), align=4)
             return context.get_dummy_value()
 
@@ -155,25 +155,25 @@ def _scores_of(keys_at_once):
 
 
 def _weighed(vectors):
-    """A function (weights, place, values [positions, D], row, count, column, sums [D]) for `vectors` from `column` on.
+    """A function (weights, begin, values [positions, D], row, count, column, sums [D]) for `vectors` from `column` on.
 
-    sums[column:] += Σ_j weights[place + j] · values[row + j] over `count` rows, in order.
+    sums[column:] += Σ_j weights[begin + j] · values[row + j] over `count` rows, in order.
     """
 
     @intrinsic
-    def weighed(context, weights, place, values, row, count, column, sums):
-        def make(context, builder, signature, given):
-            kinds, arrays = (weights, values, sums), (given[0], given[2], given[6])
+    def weighed(context, weights, begin, values, row, count, column, sums):
+        def make(context, builder, signature, arguments):
+            kinds, arrays = (weights, values, sums), (arguments[0], arguments[2], arguments[6])
             of_weights, of_values, of_sums = arrays_of(context, builder, kinds, arrays)
-            place, (row, count, column) = given[1], given[3:6]
+            begin, (row, count, column) = arguments[1], arguments[3:6]
             columns = [builder.add(column, LONG(number * LANES)) for number in range(vectors)]
 
             def multiply(position, totals):
-                address = builder.gep(of_weights.data, [builder.add(place, position)])
-                weight = every(builder, builder.load(address, align=4))
+                address = builder.gep(of_weights.data, [builder.add(begin, position)])
+                weight = splat(builder, builder.load(address, align=4))
                 value = row_of(builder, of_values, builder.add(row, position))
-                each = [loaded(builder, value, at, values.dtype) for at in columns]
-                return [added(builder, total, weight, one) for total, one in zip(totals, each, strict=True)]
+                parts = [loaded(builder, value, at, values.dtype) for at in columns]
+                return [added(builder, total, weight, part) for total, part in zip(totals, parts, strict=True)]
 
             starting = [loaded(builder, of_sums.data, at, types.float32) for at in columns]
             for at, total in zip(columns, loop(builder, count, starting, multiply), strict=True):
@@ -181,8 +181,8 @@ def _weighed(vectors):
                 builder.store(total, into, align=4)
             return context.get_dummy_value()
 
-        whole = types.int64
-        return types.void(weights, whole, values, whole, whole, whole, sums), make
+        index = types.int64
+        return types.void(weights, index, values, index, index, index, sums), make
 
     return weighed
 
@@ -199,52 +199,52 @@ def attend(task, first, last, halves, out):
     a row's last visible one are not read, so a row of a chain gets the same result as alone.
     """
     heads = task.queries.shape[1] // task.keys.shape[2]
-    each = task.rows * heads // task.keys.shape[0]
+    per_head = task.rows * heads // task.keys.shape[0]
     while first < last:
-        head = first // each
-        end = min(last, (head + 1) * each)
-        _attend_head(task, heads, head, first - head * each, end - head * each, halves, out)
+        key_head = first // per_head
+        end = min(last, (key_head + 1) * per_head)
+        _attend_head(task, heads, key_head, first - key_head * per_head, end - key_head * per_head, halves, out)
         first = end
 
 
 @kernel
-def _attend_head(task, heads, head, first, last, halves, out):
+def _attend_head(task, heads, key_head, first, last, halves, out):
     """`attend` for queries first … last − 1 of one key head."""
-    keys, values, near = task.keys[head], task.values[head], task.near
+    keys, values, near = task.keys[key_head], task.values[key_head], task.near
     width, group = keys.shape[1], heads // task.keys.shape[0]
     widen = keys.itemsize == 2 and last - first > 2  # once for all queries
     for begin in range(0, task.seen, NEAR):
         if widen:
             _widen(keys, begin, min(begin + NEAR, task.seen), near)
         for query in range(first, last):
-            row, place = task.row + query // group, head * group + query % group
+            row, head = task.row + query // group, key_head * group + query % group
             count = min(NEAR, seen_by(task, row) - begin)
-            own, scores = task.queries[row, place * width : (place + 1) * width], task.scores[row * heads + place]
+            vector, scores = task.queries[row, head * width : (head + 1) * width], task.scores[row * heads + head]
             if widen:
-                _score(own, near, 0, count, scores, begin)
+                _score(vector, near, 0, count, scores, begin)
             else:
-                _score(own, keys, begin, count, scores, begin)
+                _score(vector, keys, begin, count, scores, begin)
     for query in range(first, last):
-        row, place = task.row + query // group, head * group + query % group
+        row, head = task.row + query // group, key_head * group + query % group
         count = seen_by(task, row)
         softmax(
-            task.scores, row * heads + place, count, -(-count // LANES) * LANES, task.mask[row - task.row], task.scale
+            task.scores, row * heads + head, count, -(-count // LANES) * LANES, task.mask[row - task.row], task.scale
         )
-        task.sums[row, place * width : (place + 1) * width] = np.float32(0.0)
+        task.sums[row, head * width : (head + 1) * width] = np.float32(0.0)
     for begin in range(0, task.seen, NEAR):
         if widen:
             _widen(values, begin, min(begin + NEAR, task.seen), near)
         for query in range(first, last):
-            row, place = task.row + query // group, head * group + query % group
+            row, head = task.row + query // group, key_head * group + query % group
             count = min(NEAR, seen_by(task, row) - begin)
-            scores, sums = task.scores[row * heads + place], task.sums[row, place * width : (place + 1) * width]
+            scores, sums = task.scores[row * heads + head], task.sums[row, head * width : (head + 1) * width]
             if widen:
                 _weigh(scores, begin, near, 0, count, sums)
             else:
                 _weigh(scores, begin, values, begin, count, sums)
     for query in range(first, last):
-        row, place = task.row + query // group, head * group + query % group
-        put_columns(task.sums, row, place * width, out, row, place * width, width, halves)
+        row, head = task.row + query // group, key_head * group + query % group
+        put_columns(task.sums, row, head * width, out, row, head * width, width, halves)
 
 
 @kernel
@@ -255,24 +255,24 @@ def _widen(stored, begin, end, near):
 
 
 @kernel
-def _score(query, keys, row, count, scores, place):
-    """scores[place + j] = query · keys[row + j], j < count."""
-    whole = max(count, 0) // _KEYS * _KEYS
-    for j in range(0, whole, _KEYS):
-        _scores_of_some(query, keys, row + j, scores, place + j)
-    for j in range(whole, count):
-        _score_of_one(query, keys, row + j, scores, place + j)
+def _score(query, keys, row, count, scores, begin):
+    """scores[begin + j] = query · keys[row + j], j < count."""
+    tail = max(count, 0) // _KEYS * _KEYS
+    for j in range(0, tail, _KEYS):
+        _scores_of_some(query, keys, row + j, scores, begin + j)
+    for j in range(tail, count):
+        _score_of_one(query, keys, row + j, scores, begin + j)
 
 
 @kernel
-def _weigh(scores, place, values, row, count, sums):
-    """sums += Σ_j scores[place + j] · values[row + j], j < count."""
+def _weigh(scores, begin, values, row, count, sums):
+    """sums += Σ_j scores[begin + j] · values[row + j], j < count."""
     if count <= 0:
         return
     column = 0
     while column + _VECTORS * LANES <= sums.shape[0]:
-        _weigh_some(scores, place, values, row, count, column, sums)
+        _weigh_some(scores, begin, values, row, count, column, sums)
         column += _VECTORS * LANES
     while column < sums.shape[0]:
-        _weigh_one(scores, place, values, row, count, column, sums)
+        _weigh_one(scores, begin, values, row, count, column, sums)
         column += LANES

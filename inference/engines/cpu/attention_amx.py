@@ -54,14 +54,14 @@ def _transposed(builder, vectors):
     """Sixteen vectors of ints: lane j of vector i becomes lane i of vector j."""
     distance = 1
     while distance < LANES:
-        for one in range(LANES):
-            if one & distance:
+        for i in range(LANES):
+            if i & distance:
                 continue
-            left, right = vectors[one], vectors[one + distance]
+            first, second = vectors[i], vectors[i + distance]
             lower = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
             upper = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
-            vectors[one], vectors[one + distance] = (
-                builder.shuffle_vector(left, right, ir.Constant(INTS, mask)) for mask in (lower, upper)
+            vectors[i], vectors[i + distance] = (
+                builder.shuffle_vector(first, second, ir.Constant(INTS, mask)) for mask in (lower, upper)
             )
         distance *= 2
     return vectors
@@ -80,12 +80,12 @@ def _vector_at(builder, address, kind):
 def _place_queries(context, block, count, packed):
     """Pack queries float32 block[:count] [16, D], rounded, as a right operand: pairs of one query in a column."""
 
-    def make(context, builder, signature, given):
-        of_block, of_packed = arrays_of(context, builder, (block, packed), (given[0], given[2]))
-        last = builder.sub(given[1], LONG(1))
+    def make(context, builder, signature, arguments):
+        of_block, of_packed = arrays_of(context, builder, (block, packed), (arguments[0], arguments[2]))
+        last = builder.sub(arguments[1], LONG(1))
         width = cgutils.unpack_tuple(builder, of_block.shape, 2)[1]
 
-        def place(step, nothing):
+        def pack(step, nothing):
             rows = []
             for number in range(BLOCK):
                 here = builder.select(builder.icmp_signed("<", LONG(number), last), LONG(number), last)
@@ -101,7 +101,7 @@ def _place_queries(context, block, count, packed):
                 builder.store(row, _vector_at(builder, builder.gep(into, [LONG(number * LINE)]), INTS), align=4)
             return nothing
 
-        loop(builder, builder.sdiv(width, LONG(STEP)), [], place)
+        loop(builder, builder.sdiv(width, LONG(STEP)), [], pack)
         return context.get_dummy_value()
 
     return types.void(block, types.int64, packed), make
@@ -117,9 +117,9 @@ def _copy_tail(builder, keys, position, positions, width, into):
             here = builder.add(position, LONG(number))
             here = builder.select(builder.icmp_signed("<", here, last), here, last)
             line = place_in(builder, row_of(builder, keys, here), at, _SHORT)
-            place = place_in(builder, into, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
-            some = builder.load(_vector_at(builder, line, _SHORTS), align=2)
-            builder.store(some, _vector_at(builder, place, _SHORTS), align=2)
+            destination = place_in(builder, into, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
+            vector = builder.load(_vector_at(builder, line, _SHORTS), align=2)
+            builder.store(vector, _vector_at(builder, destination, _SHORTS), align=2)
         return nothing
 
     loop(builder, builder.sdiv(width, LONG(LANES)), [], copy)
@@ -132,16 +132,16 @@ def _score_keys(context, keys, position, packed, work, tail, scores, line, count
     work: a workspace of 16 · 16 floats; tail: one of 16 keys, used if fewer are left.
     """
 
-    def make(context, builder, signature, given):
-        kinds, arrays = (keys, packed, work, tail, scores), (given[0], *given[2:6])
+    def make(context, builder, signature, arguments):
+        kinds, arrays = (keys, packed, work, tail, scores), (arguments[0], *arguments[2:6])
         of_keys, of_packed, of_room, of_tail, of_scores = arrays_of(context, builder, kinds, arrays)
-        position, line, count = given[1], given[6], given[7]
+        position, line, count = arguments[1], arguments[6], arguments[7]
         positions, width = cgutils.unpack_tuple(builder, of_keys.shape, 2)
-        right, left = _bytes_of(builder, of_packed), _bytes_of(builder, of_tail)
+        right, tail_keys = _bytes_of(builder, of_packed), _bytes_of(builder, of_tail)
         complete = builder.icmp_signed("<=", builder.add(position, LONG(BLOCK)), positions)
         with builder.if_then(builder.not_(complete)):
-            _copy_tail(builder, of_keys, position, positions, width, left)
-        source = builder.select(complete, row_of(builder, of_keys, position), left)
+            _copy_tail(builder, of_keys, position, positions, width, tail_keys)
+        source = builder.select(complete, row_of(builder, of_keys, position), tail_keys)
         distance = builder.select(complete, _line_of(builder, of_keys), builder.mul(width, LONG(2)))
         call_amx(builder, "tilezero", _SCORES)
 
@@ -167,17 +167,17 @@ def _score_keys(context, keys, position, packed, work, tail, scores, line, count
             builder.store(row, _vector_at(builder, into, INTS), align=4)
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(keys, whole, packed, work, tail, scores, whole, whole), make
+    index = types.int64
+    return types.void(keys, index, packed, work, tail, scores, index, index), make
 
 
 @intrinsic
 def _split_weights(context, scores, line, steps):
     """Replace every 32 floats of a line by the 32 nearest bfloat16s and 32 bfloat16s of the remainders."""
 
-    def make(context, builder, signature, given):
-        (of_scores,) = arrays_of(context, builder, (scores,), given[:1])
-        start = row_of(builder, of_scores, given[1])
+    def make(context, builder, signature, arguments):
+        (of_scores,) = arrays_of(context, builder, (scores,), arguments[:1])
+        start = row_of(builder, of_scores, arguments[1])
 
         def split(step, nothing):
             at = builder.mul(step, LONG(STEP))
@@ -188,7 +188,7 @@ def _split_weights(context, scores, line, steps):
                 builder.store(_shorts(builder, value), _vector_at(builder, into, _SHORTS), align=2)
             return nothing
 
-        loop(builder, given[2], [], split)
+        loop(builder, arguments[2], [], split)
         return context.get_dummy_value()
 
     return types.void(scores, types.int64, types.int64), make
@@ -201,14 +201,14 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
     nothing: 32 bfloat16 zeros; work: a workspace of 32 · 32 bfloat16s.
     """
 
-    def make(context, builder, signature, given):
+    def make(context, builder, signature, arguments):
         kinds = (scores, values, nothing, work, block)
-        arrays = arrays_of(context, builder, kinds, (given[0], given[2], given[4], given[5], given[6]))
-        of_scores, of_values, of_nothing, of_room, of_block = arrays
-        seen, column = given[3], given[7]
-        start = row_of(builder, of_scores, given[1])
+        arrays = (arguments[0], arguments[2], *arguments[4:7])
+        of_scores, of_values, of_nothing, of_room, of_block = arrays_of(context, builder, kinds, arrays)
+        seen, column = arguments[3], arguments[7]
+        start = row_of(builder, of_scores, arguments[1])
         right, zeros = _bytes_of(builder, of_room), _bytes_of(builder, of_nothing)
-        ends = [place // 2 + LANES * (place % 2) for place in range(STEP)]
+        ends = [lane // 2 + LANES * (lane % 2) for lane in range(STEP)]
         interleave = ir.Constant(ir.VectorType(INT, STEP), ends)
         for register in _SUMS:
             call_amx(builder, "tilezero", register)
@@ -218,30 +218,30 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
             sources = []
             for offset in (0, 1):
                 here = builder.add(position, LONG(offset))
-                own = place_in(builder, row_of(builder, of_values, here), column, _SHORT)
-                own = builder.bitcast(own, BYTE.as_pointer())
-                sources.append(builder.select(builder.icmp_signed("<", here, seen), own, zeros))
+                source = place_in(builder, row_of(builder, of_values, here), column, _SHORT)
+                source = builder.bitcast(source, BYTE.as_pointer())
+                sources.append(builder.select(builder.icmp_signed("<", here, seen), source, zeros))
             for number in range(len(_SUMS)):
                 vectors = [
-                    builder.load(_vector_at(builder, builder.gep(one, [LONG(number * LINE // 2)]), _SHORTS), align=2)
-                    for one in sources
+                    builder.load(_vector_at(builder, builder.gep(source, [LONG(number * LINE // 2)]), _SHORTS), align=2)
+                    for source in sources
                 ]
                 offset = builder.add(builder.mul(pair, LONG(LINE)), LONG(number * REGISTER))
                 joined = builder.shuffle_vector(*vectors, interleave)
                 builder.store(joined, _vector_at(builder, builder.gep(right, [offset]), joined.type), align=2)
             return ()
 
-        def multiply(step, kept):
+        def multiply(step, empty):
             loop(builder, LONG(STEP // 2), [], lambda pair, _: place_pair(pair, step))
             at = builder.mul(step, LONG(2 * LINE))
             for number, register in enumerate(_WEIGHTS):
-                own = builder.gep(start, [builder.add(at, LONG(number * LINE))])
-                call_amx(builder, "tileloadd64", register, own, _line_of(builder, of_scores))
+                address = builder.gep(start, [builder.add(at, LONG(number * LINE))])
+                call_amx(builder, "tileloadd64", register, address, _line_of(builder, of_scores))
             for number, (total, register) in enumerate(zip(_SUMS, _RIGHT, strict=True)):
                 call_amx(builder, "tileloadd64", register, builder.gep(right, [LONG(number * REGISTER)]), LONG(LINE))
                 for weights in _WEIGHTS:
                     call_amx(builder, "tdpbf16ps", total, weights, register)
-            return kept
+            return empty
 
         loop(builder, builder.sdiv(builder.add(seen, LONG(STEP - 1)), LONG(STEP)), [], multiply)
         for number, register in enumerate(_SUMS):
@@ -250,8 +250,8 @@ def _weigh_values(context, scores, line, values, seen, nothing, work, block, col
             call_amx(builder, "tilestored64", register, into, _line_of(builder, of_block))
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(scores, whole, values, whole, nothing, work, block, whole), make
+    index = types.int64
+    return types.void(scores, index, values, index, nothing, work, block, index), make
 
 
 # Offsets in a thread's workspace, in rows of D floats: queries, and later their results, [16, D]; queries as a right
@@ -266,42 +266,42 @@ def attend_by_amx(task, first, last, halves, out):
     Queries are rounded to bfloat16. Weights of hidden positions are 0, but their values are read nevertheless.
     """
     width = task.keys.shape[2]
-    each = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
+    per_head = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
     nothing = task.near[_NOTHING:USED]
     for row in range(nothing.shape[0]):
         nothing[row] = np.float32(0.0)
     while first < last:
-        head = first // each
-        end = min(last, (head + 1) * each, first + BLOCK)
+        key_head = first // per_head
+        end = min(last, (key_head + 1) * per_head, first + BLOCK)
         set_up(end - first, _OF_QUERIES)
-        _attend_block(task, head, first, end - first, halves, out)
+        _attend_block(task, key_head, first, end - first, halves, out)
         first = end
     set_down()
 
 
 @kernel
-def _attend_block(task, head, first, count, halves, out):
+def _attend_block(task, key_head, first, count, halves, out):
     """`attend_by_amx` for queries first … first + count − 1, all of one key head."""
-    keys, values, near, scores = task.keys[head], task.values[head], task.near, task.scores
+    keys, values, near, scores = task.keys[key_head], task.values[key_head], task.near, task.scores
     seen, width = task.seen, task.keys.shape[2]
     heads = task.queries.shape[1] // width
     group = heads // task.keys.shape[0]
-    each, line = group * task.rows, task.row * heads + first  # lines of scores: one per query
+    per_head, line = group * task.rows, task.row * heads + first  # lines of scores: one per query
     steps = -(-seen // STEP)
     for i in range(count):
-        row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
+        row, head = task.row + (first + i - key_head * per_head) // group, key_head * group + (first + i) % group
         for j in range(width):
-            near[i, j] = task.queries[row, place * width + j]
+            near[i, j] = task.queries[row, head * width + j]
     packed, between = near[_PACKED:_BETWEEN], near[_BETWEEN:_TAIL]
     _place_queries(near, count, packed)
     for position in range(0, seen, BLOCK):
         _score_keys(keys, position, packed, between, near[_TAIL:_NOTHING], scores, line, count)
     for i in range(count):
-        row = task.row + (first + i - head * each) // group
+        row = task.row + (first + i - key_head * per_head) // group
         softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row - task.row], task.scale)
         _split_weights(scores, line + i, steps)
     for column in range(0, width, STEP):
         _weigh_values(scores, line, values, seen, near[_NOTHING:USED], between, near, column)
     for i in range(count):
-        row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
-        put_columns(near, i, 0, out, row, place * width, width, halves)
+        row, head = task.row + (first + i - key_head * per_head) // group, key_head * group + (first + i) % group
+        put_columns(near, i, 0, out, row, head * width, width, halves)

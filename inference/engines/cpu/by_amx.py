@@ -60,11 +60,11 @@ def has_amx() -> bool:
     return bool(ctypes.CDLL(None).syscall(*numbers) == 0)
 
 
-def call_amx(builder, name, *given):
+def call_amx(builder, name, *operands):
     """Call one of LLVM's functions for AMX. Registers are 8-bit constants at compile time."""
-    kinds = [BYTE if isinstance(one, int) else one.type for one in given]
+    kinds = [BYTE if isinstance(operand, int) else operand.type for operand in operands]
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}")
-    builder.call(function, [BYTE(one) if isinstance(one, int) else one for one in given])
+    builder.call(function, [BYTE(operand) if isinstance(operand, int) else operand for operand in operands])
 
 
 def _lines(builder, size):
@@ -79,7 +79,7 @@ def _lines(builder, size):
 def _work_of_sums(context):
     """A workspace for the sums of a block, [panels, PARTS, rows, PANEL]."""
 
-    def make(context, builder, signature, given):
+    def make(context, builder, signature, arguments):
         return builder.bitcast(_lines(builder, _MOST * _SUMS), FLOAT.as_pointer())
 
     return _POINTER(), make
@@ -89,8 +89,8 @@ def _work_of_sums(context):
 def set_up(context, rows, panels):
     """Configure the registers for blocks of `rows` rows; see `_add_block`."""
 
-    def make(context, builder, signature, given):
-        rows, panels = given
+    def make(context, builder, signature, arguments):
+        rows, panels = arguments
         table = _lines(builder, LINE)
         cgutils.memset(builder, table, LONG(LINE), 0)
         builder.store(BYTE(1), table)
@@ -110,14 +110,14 @@ def set_up(context, rows, panels):
 def set_down(context):
     """Release the registers, so that context switches do not save them."""
 
-    def make(context, builder, signature, given):
+    def make(context, builder, signature, arguments):
         call_amx(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), make
 
 
-def _add_block(builder, weights, source, line, depth, panel, ahead_of, work, panels):
+def _add_block(builder, weights, source, line, depth, tile, work, panels):
     """Emit code for the sums of a block of rows, whose first begins at `source` and each next one `line` bytes later.
 
     Registers are, in order, sums of each panel, `x`, and weights. A sum's terms are added in the order of inputs, and
@@ -125,50 +125,47 @@ def _add_block(builder, weights, source, line, depth, panel, ahead_of, work, pan
     """
     of_weights = range(panels + 1, _REGISTERS)
     size = builder.mul(depth, LONG(REGISTER))
-    first = builder.gep(weights, [builder.mul(builder.sdiv(panel, LONG(LANES)), size)])
-    starts = [builder.gep(first, [builder.mul(size, LONG(place))]) for place in range(panels)]
-    ahead = ahead_of(size, panels)
-    for place in range(panels):
-        call_amx(builder, "tilezero", place)
+    first = builder.gep(weights, [builder.mul(builder.sdiv(tile.panel, LONG(LANES)), size)])
+    starts = [builder.gep(first, [builder.mul(size, LONG(index))]) for index in range(panels)]
+    ahead = distances_ahead(builder, size, panels, tile.turn, tile.turns)
+    for index in range(panels):
+        call_amx(builder, "tilezero", index)
 
     def multiply(k, nothing):
         call_amx(builder, "tileloadd64", panels, builder.gep(source, [builder.mul(k, LONG(LINE))]), line)
         at = builder.mul(k, LONG(REGISTER))
-        for place, (start, distance) in enumerate(zip(starts, ahead, strict=True)):
-            here, register = builder.gep(start, [at]), of_weights[place % len(of_weights)]
+        for index, (start, distance) in enumerate(zip(starts, ahead, strict=True)):
+            here, register = builder.gep(start, [at]), of_weights[index % len(of_weights)]
             # If another turn prefetches this line, prefetch cached data instead, which is cheaper than loading a line.
-            own = builder.icmp_signed("!=", distance, LONG(0))
-            asked = builder.select(own, builder.gep(here, [distance]), source)
+            fetches = builder.icmp_signed("!=", distance, LONG(0))
+            address = builder.select(fetches, builder.gep(here, [distance]), source)
             for offset in range(0, REGISTER, LINE):
-                ask_for(builder, builder.gep(asked, [LONG(offset)]))
+                ask_for(builder, builder.gep(address, [LONG(offset)]))
             call_amx(builder, "tileloadd64", register, here, LONG(LINE))
-            call_amx(builder, "tdpbf16ps", place, panels, register)
+            call_amx(builder, "tdpbf16ps", index, panels, register)
         return nothing
 
     loop(builder, depth, [], multiply)
-    for place in range(panels):
-        call_amx(builder, "tilestored64", place, builder.gep(work, [LONG(place * _SUMS)]), LONG(LINE))
+    for index in range(panels):
+        call_amx(builder, "tilestored64", index, builder.gep(work, [LONG(index * _SUMS)]), LONG(LINE))
 
 
 @intrinsic
 def _multiply_block(context, weights, x, depth, tile, work, at):
     """The sums of a block of x's rows for a tile's panels, into `work` from row `at` on."""
 
-    def make(context, builder, signature, given):
-        of_weights, of_x = arrays_of(context, builder, (weights, x), given[:2])
-        depth, tile, work, at = given[2:]
-        row, _, panel, panels, turn, turns = cgutils.unpack_tuple(builder, tile)
+    def make(context, builder, signature, arguments):
+        of_weights, of_x = arrays_of(context, builder, (weights, x), arguments[:2])
+        depth, tile, work, at = arguments[2:]
+        tile = Tile(*cgutils.unpack_tuple(builder, tile))
         bytes_of = builder.bitcast(of_weights.data, BYTE.as_pointer())
-        source, line = row_of(builder, of_x, row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
+        source, line = row_of(builder, of_x, tile.row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
         into = builder.gep(builder.bitcast(work, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
 
-        def ahead_of(size, panels):
-            return distances_ahead(builder, size, panels, turn, turns)
-
         def add(panels):
-            _add_block(builder, bytes_of, source, line, depth, panel, ahead_of, into, panels)
+            _add_block(builder, bytes_of, source, line, depth, tile, into, panels)
 
-        switch_between(builder, (1, _MOST), panels, add)
+        switch_between(builder, (1, _MOST), tile.panels, add)
         return context.get_dummy_value()
 
     return types.void(weights, x, depth, tile, _POINTER, types.int64), make
@@ -178,20 +175,20 @@ def _multiply_block(context, weights, x, depth, tile, work, at):
 def _put_sums(context, linear, out, work, row, rows, panel, apart, halves):
     """Write a panel's outputs for rows from `row` on, from the sums of parts that are `apart` rows apart; 0: of one."""
 
-    def make(context, builder, signature, given):
-        outputs = Outputs.of(context, builder, (linear, out), given[:2], given[-1])
-        work, row, rows, panel, apart = given[2:-1]
+    def make(context, builder, signature, arguments):
+        outputs = Outputs.of(context, builder, (linear, out), arguments[:2], arguments[-1])
+        work, row, rows, panel, apart = arguments[2:-1]
         scaled = outputs.scaled(builder, panel)
         several = builder.icmp_signed(">", apart, LONG(0))
 
         def sums_of(row, part):
-            place = builder.add(row, builder.mul(apart, LONG(part)))
-            return loaded(builder, work, builder.mul(place, LONG(LANES)), types.float32)
+            index = builder.add(row, builder.mul(apart, LONG(part)))
+            return loaded(builder, work, builder.mul(index, LONG(LANES)), types.float32)
 
         def put(number, nothing):
             total = sums_of(number, 0)
-            rest = builder.fadd(sums_of(number, 1), sums_of(number, 2))
-            total = builder.select(several, builder.fadd(total, rest), total)
+            remainder = builder.fadd(sums_of(number, 1), sums_of(number, 2))
+            total = builder.select(several, builder.fadd(total, remainder), total)
             outputs.put(builder, total, scaled, builder.add(row, number), panel)
             return nothing
 
@@ -202,11 +199,11 @@ def _put_sums(context, linear, out, work, row, rows, panel, apart, halves):
 
 
 @intrinsic
-def _sums_of_panel(context, work, place):
+def _sums_of_panel(context, work, index):
     """The address of a panel's sums in `work`."""
 
-    def make(context, builder, signature, given):
-        return builder.gep(given[0], [builder.mul(given[1], LONG(_SUMS // 4))])
+    def make(context, builder, signature, arguments):
+        return builder.gep(arguments[0], [builder.mul(arguments[1], LONG(_SUMS // 4))])
 
     return _POINTER(_POINTER, types.int64), make
 
@@ -225,14 +222,14 @@ def by_amx(linear, x, rows, first, last, halves, out):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
         row = 0
         for turn in range(turns):
-            some = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
+            count = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
             if turns > 1 or group == first:
-                set_up(at_once * some, panels)
+                set_up(at_once * count, panels)
             for block in range(blocks):
-                tile = Tile(block * rows + row, some, panel, panels, turn * blocks + block, turns * blocks)
+                tile = Tile(block * rows + row, count, panel, panels, turn * blocks + block, turns * blocks)
                 _multiply_block(linear.weights, x, depth, tile, work, block * BLOCK)
-            apart = 0 if parts == 1 else some if at_once > 1 else BLOCK
-            for place in range(panels):
-                _put_sums(linear, out, _sums_of_panel(work, place), row, some, panel + place * PANEL, apart, halves)
-            row += some
+            apart = 0 if parts == 1 else count if at_once > 1 else BLOCK
+            for index in range(panels):
+                _put_sums(linear, out, _sums_of_panel(work, index), row, count, panel + index * PANEL, apart, halves)
+            row += count
     set_down()

@@ -32,12 +32,12 @@ from outrider.inference.engines.cpu.vectors import (
     added,
     arrays_of,
     ask_for,
-    every,
-    every_float,
-    every_int,
     loop,
     place_in,
     row_of,
+    splat,
+    splat_float,
+    splat_int,
     switch_between,
 )
 
@@ -110,7 +110,7 @@ def _loaded(builder, address, offset, kind):
     return builder.load(builder.bitcast(start, kind.as_pointer()), align=1)
 
 
-def _every_word(number):
+def _splat_word(number):
     return ir.Constant(_WORDS, [number] * 2 * LANES)
 
 
@@ -135,13 +135,13 @@ def _pair_codes(builder, kind, words, upper, pair):
     if kind.bits == 4:
         return low
     upper = _shifted(builder, upper, (kind.bits - 4) * pair - 4)
-    upper_mask = _every_word(2**kind.bits - 16)
-    return builder.or_(builder.and_(low, _every_word(15)), builder.and_(upper, upper_mask))
+    upper_mask = _splat_word(2**kind.bits - 16)
+    return builder.or_(builder.and_(low, _splat_word(15)), builder.and_(upper, upper_mask))
 
 
 def _as_bfloat16(builder, words, bits, base):
     """The lower `bits` of words as the bfloat16s that `base` begins, in pairs."""
-    codes = builder.or_(builder.and_(words, _every_word(2**bits - 1)), _every_word(base))
+    codes = builder.or_(builder.and_(words, _splat_word(2**bits - 1)), _splat_word(base))
     return builder.bitcast(codes, INTS)
 
 
@@ -150,7 +150,7 @@ def _operands(builder, sides, words, upper, pair):
     kind, words = sides.block.kind, _pair_codes(builder, sides.block.kind, words, upper, pair)
     if not sides.pairs:
         first = builder.bitcast(words, INTS)
-        codes = [builder.and_(half, every_int(2**kind.bits - 1)) for half in (first, _shifted(builder, first, 16))]
+        codes = [builder.and_(half, splat_int(2**kind.bits - 1)) for half in (first, _shifted(builder, first, 16))]
         return [(builder.sitofp(code, FLOATS), 2 * pair + index) for index, code in enumerate(codes)]
     if kind.bits < 8:
         return [(_as_bfloat16(builder, words, kind.bits, _UNITS), pair)]
@@ -188,7 +188,7 @@ def _sum_of_group(builder, kind, sums, group):
     first = builder.mul(group, LONG(count))
     indices = [builder.add(first, LONG(index)) for index in range(count)]
     parts = [builder.load(place_in(builder, sums, index, FLOAT), align=4) for index in indices]
-    return every(builder, reduce(builder.fadd, parts))
+    return splat(builder, reduce(builder.fadd, parts))
 
 
 def _add_group(builder, sides, starts, number, group, totals):
@@ -196,14 +196,11 @@ def _add_group(builder, sides, starts, number, group, totals):
 
     A group's codes are unpacked once for all rows.
     """
-    kind, block, group_number = (
-        sides.block.kind,
-        sides.block,
-        builder.add(builder.mul(number, LONG(sides.block.kind.groups)), group),
-    )
+    kind, block = sides.block.kind, sides.block
+    group_number = builder.add(builder.mul(number, LONG(kind.groups)), group)
     first = builder.add(LONG(block.header), builder.mul(group, LONG(block.codes)))
     sums = [_sum_of_group(builder, kind, row, group_number) for row in sides.sums]
-    surplus = every_float(-float(_surplus(kind, sides.pairs)))
+    surplus = splat_float(-float(_surplus(kind, sides.pairs)))
     dots = [builder.fmul(total, surplus) for total in sums for _ in starts]
     number_of_x, width = (INT, 1) if sides.pairs else (FLOAT, 2)  # of x for a pair of inputs
     pairs = 2 if kind.bits == 8 else 4  # of a line
@@ -225,7 +222,7 @@ def _add_group(builder, sides, starts, number, group, totals):
             for factors in zip(*of_panels, strict=True):
                 at = builder.add(line_begin, LONG(factors[0][1]))
                 inputs = [builder.load(place_in(builder, row, at, number_of_x), align=4) for row in sides.sources]
-                terms = [(factor, every(builder, x)) for x in inputs for factor, _ in factors]
+                terms = [(factor, splat(builder, x)) for x in inputs for factor, _ in factors]
                 dots = [added(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
         return dots
 

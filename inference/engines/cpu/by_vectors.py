@@ -23,11 +23,11 @@ from outrider.inference.engines.cpu.vectors import (
     ask_for,
     both_of,
     distances_ahead,
-    every,
     loaded,
     loop,
     place_in,
     row_of,
+    splat,
     switch_between,
     weights_in,
 )
@@ -72,12 +72,12 @@ def _add_tile(builder, sides, rows, panels):
     """
     weights, x = sides.kinds["weights"], sides.kinds["x"]
     widens = weights == types.uint32 and x == types.float32
-    number = FLOAT if x == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
-    numbers = [builder.add(sides.tile.row, LONG(place)) for place in range(rows)]
-    sources = [row_of(builder, sides.x, one) for one in numbers]
+    kind = FLOAT if x == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
+    row_numbers = [builder.add(sides.tile.row, LONG(row)) for row in range(rows)]
+    lines = [row_of(builder, sides.x, number) for number in row_numbers]
     size = builder.mul(sides.depth, LONG(LANES))
     first = builder.mul(builder.sdiv(sides.tile.panel, LONG(LANES)), size)
-    offsets = [builder.add(first, builder.mul(size, LONG(place))) for place in range(panels)]
+    offsets = [builder.add(first, builder.mul(size, LONG(panel))) for panel in range(panels)]
     starts = [builder.gep(sides.weights.data, [offset]) for offset in offsets]
     ahead = distances_ahead(builder, size, panels, sides.tile.turn, sides.tile.turns)
 
@@ -89,31 +89,32 @@ def _add_tile(builder, sides, rows, panels):
         steps = zip(*(both_of(builder, pairs) for pairs in vectors), strict=True) if widens else [vectors]
         for step, of_panels in enumerate(steps):
             input_ = builder.add(builder.mul(k, LONG(2)), LONG(step)) if widens else k
-            each = [every(builder, builder.load(place_in(builder, one, input_, number), align=4)) for one in sources]
-            terms = [(one, vector) for one in each for vector in of_panels]
-            sums = [added(builder, total, vector, one) for total, (one, vector) in zip(sums, terms, strict=True)]
+            factors = [splat(builder, builder.load(place_in(builder, line, input_, kind), align=4)) for line in lines]
+            terms = [(vector, factor) for factor in factors for vector in of_panels]
+            sums = [added(builder, total, *term) for total, term in zip(sums, terms, strict=True)]
         return sums
 
     sums = loop(builder, sides.depth, [ZEROS] * (rows * panels), multiply)
-    columns = [builder.add(sides.tile.panel, LONG(place * LANES)) for place in range(panels)]
+    columns = [builder.add(sides.tile.panel, LONG(panel * LANES)) for panel in range(panels)]
     scaled = [sides.outputs.scaled(builder, column) for column in columns]
-    for place, total in enumerate(sums):
-        row, column = divmod(place, panels)
-        sides.outputs.put(builder, total, scaled[column], numbers[row], columns[column])
+    for index, total in enumerate(sums):
+        row, panel = divmod(index, panels)
+        sides.outputs.put(builder, total, scaled[panel], row_numbers[row], columns[panel])
 
 
 @intrinsic
 def _multiply_tile(context, linear, x, out, depth, tile, halves):
     """One of `_TILES`; see `by_vectors`."""
 
-    def make(context, builder, signature, given):
-        weights = cgutils.unpack_tuple(builder, given[0])[0]
-        of_weights, of_x = arrays_of(context, builder, (linear.types[0], x), (weights, given[1]))
-        outputs = Outputs.of(context, builder, (linear, out), (given[0], given[2]), given[5])
+    def make(context, builder, signature, arguments):
+        weights = cgutils.unpack_tuple(builder, arguments[0])[0]
+        of_weights, of_x = arrays_of(context, builder, (linear.types[0], x), (weights, arguments[1]))
+        outputs = Outputs.of(context, builder, (linear, out), (arguments[0], arguments[2]), arguments[5])
         kinds = {"weights": linear.types[0].dtype, "x": x.dtype}
-        sides = _Sides(of_weights, of_x, outputs, kinds, given[3], Tile(*cgutils.unpack_tuple(builder, given[4])))
+        depth, tile = arguments[3], Tile(*cgutils.unpack_tuple(builder, arguments[4]))
         tiles = {rows * (_MOST + 1) + panels: (rows, panels) for rows, panels in _TILES}
-        number = builder.add(builder.mul(sides.tile.rows, LONG(_MOST + 1)), sides.tile.panels)
+        number = builder.add(builder.mul(tile.rows, LONG(_MOST + 1)), tile.panels)
+        sides = _Sides(of_weights, of_x, outputs, kinds, depth, tile)
         switch_between(builder, tiles, number, lambda case: _add_tile(builder, sides, *tiles[case]))
         return context.get_dummy_value()
 
@@ -131,6 +132,6 @@ def by_vectors(linear, x, rows, first, last, halves, out):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
         row = 0
         for turn in range(turns):
-            some = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
-            _multiply_tile(linear, x, out, depth, Tile(row, some, panel, panels, turn, turns), halves)
-            row += some
+            count = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
+            _multiply_tile(linear, x, out, depth, Tile(row, count, panel, panels, turn, turns), halves)
+            row += count

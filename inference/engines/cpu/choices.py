@@ -19,12 +19,12 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor] | None:
     if not _has_many(scores):
         return None
     values = scores.new_empty(len(scores))
-    return values, _places_of_largest(scores, values)
+    return values, _columns_of_largest(scores, values)
 
 
 def likeliest(logits: Tensor) -> Tensor | None:
     """See `ops.likeliest`."""
-    return _places_of_largest(logits) if _has_many(logits) else None
+    return _columns_of_largest(logits) if _has_many(logits) else None
 
 
 def _has_many(scores: Tensor) -> bool:
@@ -32,16 +32,16 @@ def _has_many(scores: Tensor) -> bool:
     return able and scores.shape[-1] >= MANY and not scores.requires_grad
 
 
-def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
+def _columns_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
     """See `entries.maxima_entry`."""
     scores = scores.contiguous()
-    places, work = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
+    columns, work = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
     table = [0] * entries.TABLE
-    table[entries.X], table[entries.OUT], table[entries.WORK] = scores.data_ptr(), places.data_ptr(), work.data_ptr()
+    table[entries.X], table[entries.OUT], table[entries.WORK] = scores.data_ptr(), columns.data_ptr(), work.data_ptr()
     table[entries.VALUES] = 0 if values is None else values.data_ptr()
     table[entries.ROWS], table[entries.INPUTS] = scores.shape
     call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
-    return places
+    return columns
 
 
 def likeliest_children(
@@ -53,16 +53,16 @@ def likeliest_children(
     if not able or size < LANES or logits.requires_grad:
         return None
     logits, count = logits.contiguous(), min(count, rows * size)
-    values, places, work = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
+    values, indices, work = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
     numbers = torch.tensor([*weights, sharpness])
     table = [0] * entries.TABLE
     table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.WORK], table[entries.WEIGHTS] = (
-        tensor.data_ptr() for tensor in (logits, values, places, work, numbers)
+        tensor.data_ptr() for tensor in (logits, values, indices, work, numbers)
     )
     table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
     table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
     call(_entry_of(entries.children_entry, logits.dtype), table, 0)
-    return values, places[0], places[1]
+    return values, indices[0], indices[1]
 
 
 def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:

@@ -16,13 +16,13 @@ from outrider.inference.engines.cpu.vectors import (
     ZEROS,
     added,
     arrays_of,
-    every,
-    every_float,
     exponential,
     loaded,
     loop,
     rounded,
     row_of,
+    splat,
+    splat_float,
     stored,
     sums_of_lanes,
 )
@@ -40,16 +40,11 @@ def put_read(builder, values, array, kind, row, at, halves):
     always = ir.Constant(ir.IntType(1), 1)
     stored(builder, values, row_of(builder, array, row), at, kind.dtype, always)
     with builder.if_then(builder.not_(halves)):
-        rest = values
+        remainder = values
         for number in range(1, PARTS):
-            rest = builder.fsub(rest, rounded(builder, rest, always))
+            remainder = builder.fsub(remainder, rounded(builder, remainder, always))
             line = row_of(builder, array, builder.add(row, builder.mul(third, LONG(number))))
-            stored(builder, rest, line, at, kind.dtype, always)
-
-
-def _whole_of(builder, array, axes):
-    """The number of whole vectors in the last axis of an array."""
-    return builder.sdiv(cgutils.unpack_tuple(builder, array.shape, axes)[-1], LONG(LANES))
+            stored(builder, remainder, line, at, kind.dtype, always)
 
 
 def _only(builder, vector):
@@ -60,23 +55,24 @@ def _only(builder, vector):
 def norm_row(context, x, line, row, weight, eps, halves, out):
     """out[row] = weight · round(x[line] / rms(x[line])). x float32 [R, d], weight [d], out as in `put_read`."""
 
-    def make(context, builder, signature, given):
-        of_x, of_weight, of_out = arrays_of(context, builder, (x, weight, out), (given[0], given[3], given[6]))
-        row, eps, halves = given[2], given[4], given[5]
-        line, count = row_of(builder, of_x, given[1]), _whole_of(builder, of_weight, 1)
+    def make(context, builder, signature, arguments):
+        arrays, row, eps, halves = (arguments[0], arguments[3], arguments[6]), arguments[2], arguments[4], arguments[5]
+        of_x, of_weight, of_out = arrays_of(context, builder, (x, weight, out), arrays)
+        line = row_of(builder, of_x, arguments[1])
+        count = builder.sdiv(cgutils.unpack_tuple(builder, of_weight.shape, 1)[0], LONG(LANES))
 
-        def square(place, sums):
-            values = loaded(builder, line, builder.mul(place, LONG(LANES)), types.float32)
+        def square(block, sums):
+            values = loaded(builder, line, builder.mul(block, LONG(LANES)), types.float32)
             return [added(builder, sums[0], values, values)]
 
         total = _only(builder, loop(builder, count, [ZEROS], square)[0])
         size = builder.sitofp(builder.mul(count, LONG(LANES)), FLOAT)
         root = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOAT, [FLOAT]), "llvm.sqrt.f32")
         rms = builder.call(root, [builder.fadd(builder.fdiv(total, size), eps)])
-        scale = every(builder, builder.fdiv(FLOAT(1.0), rms))
+        scale = splat(builder, builder.fdiv(FLOAT(1.0), rms))
 
-        def put(place, nothing):
-            at = builder.mul(place, LONG(LANES))
+        def put(block, nothing):
+            at = builder.mul(block, LONG(LANES))
             values = rounded(builder, builder.fmul(loaded(builder, line, at, types.float32), scale), halves)
             values = builder.fmul(values, loaded(builder, of_weight.data, at, types.float32))
             put_read(builder, values, of_out, out, row, at, halves)
@@ -89,18 +85,18 @@ def norm_row(context, x, line, row, weight, eps, halves, out):
 
 
 @intrinsic
-def gate_row(context, both, row, inner, begin, end, halves, out):
-    """out[row, i] = round(silu(both[row, i])) · both[row, inner + i], begin ≤ i < end, both multiples of `LANES`."""
+def gate_row(context, joined, row, inner, begin, end, halves, out):
+    """out[row, i] = round(silu(joined[row, i])) · joined[row, inner + i], begin ≤ i < end, multiples of `LANES`."""
 
-    def make(context, builder, signature, given):
-        of_both, of_out = arrays_of(context, builder, (both, out), (given[0], given[6]))
-        row, inner, begin, end, halves = given[1:6]
-        line = row_of(builder, of_both, row)
+    def make(context, builder, signature, arguments):
+        of_joined, of_out = arrays_of(context, builder, (joined, out), (arguments[0], arguments[6]))
+        row, inner, begin, end, halves = arguments[1:6]
+        line = row_of(builder, of_joined, row)
 
-        def put(place, nothing):
-            at = builder.add(begin, builder.mul(place, LONG(LANES)))
-            gate, up = (loaded(builder, line, one, types.float32) for one in (at, builder.add(at, inner)))
-            below = builder.fadd(every_float(1.0), exponential(builder, builder.fneg(gate)))
+        def put(block, nothing):
+            at = builder.add(begin, builder.mul(block, LONG(LANES)))
+            gate, up = (loaded(builder, line, offset, types.float32) for offset in (at, builder.add(at, inner)))
+            below = builder.fadd(splat_float(1.0), exponential(builder, builder.fneg(gate)))
             active = rounded(builder, builder.fdiv(gate, below), halves)
             put_read(builder, builder.fmul(active, up), of_out, out, row, at, halves)
             return nothing
@@ -108,19 +104,19 @@ def gate_row(context, both, row, inner, begin, end, halves, out):
         loop(builder, builder.sdiv(builder.sub(end, begin), LONG(LANES)), [], put)
         return context.get_dummy_value()
 
-    return types.void(both, *[types.int64] * 4, types.boolean, out), make
+    return types.void(joined, *[types.int64] * 4, types.boolean, out), make
 
 
 @intrinsic
-def add_row(context, left, right, row, begin, end, halves):
-    """left[row, i] += right[row, i], rounded if `halves`, begin ≤ i < end, both multiples of `LANES`."""
+def add_row(context, sums, addends, row, begin, end, halves):
+    """sums[row, i] += addends[row, i], rounded if `halves`, begin ≤ i < end, both multiples of `LANES`."""
 
-    def make(context, builder, signature, given):
-        lines = [row_of(builder, array, given[2]) for array in arrays_of(context, builder, (left, right), given[:2])]
-        begin, end, halves = given[3:]
+    def make(context, builder, signature, arguments):
+        arrays, (row, begin, end, halves) = arguments[:2], arguments[2:]
+        lines = [row_of(builder, array, row) for array in arrays_of(context, builder, (sums, addends), arrays)]
 
-        def put(place, nothing):
-            at = builder.add(begin, builder.mul(place, LONG(LANES)))
+        def put(block, nothing):
+            at = builder.add(begin, builder.mul(block, LONG(LANES)))
             total = builder.fadd(*(loaded(builder, line, at, types.float32) for line in lines))
             stored(builder, total, lines[0], at, types.float32, halves)
             return nothing
@@ -128,26 +124,26 @@ def add_row(context, left, right, row, begin, end, halves):
         loop(builder, builder.sdiv(builder.sub(end, begin), LONG(LANES)), [], put)
         return context.get_dummy_value()
 
-    return types.void(left, right, *[types.int64] * 3, types.boolean), make
+    return types.void(sums, addends, *[types.int64] * 3, types.boolean), make
 
 
 @intrinsic
 def softmax_row(context, scores, row, size):
     """softmax of scores[row, :size], whole vectors, in place."""
 
-    def make(context, builder, signature, given):
-        (of_scores,) = arrays_of(context, builder, (scores,), given[:1])
-        line = row_of(builder, of_scores, given[1])
-        vectors = builder.sdiv(given[2], LONG(LANES))
+    def make(context, builder, signature, arguments):
+        (of_scores,) = arrays_of(context, builder, (scores,), arguments[:1])
+        line = row_of(builder, of_scores, arguments[1])
+        vectors = builder.sdiv(arguments[2], LONG(LANES))
 
-        def at_of(place):
-            return builder.mul(place, LONG(LANES))
+        def at_of(block):
+            return builder.mul(block, LONG(LANES))
 
-        def put(values, place):
-            stored(builder, values, line, at_of(place), types.float32, ir.Constant(ir.IntType(1), 0))
+        def put(values, block):
+            stored(builder, values, line, at_of(block), types.float32, ir.Constant(ir.IntType(1), 0))
 
-        def peak_of(place, peaks):
-            values = loaded(builder, line, at_of(place), types.float32)
+        def peak_of(block, peaks):
+            values = loaded(builder, line, at_of(block), types.float32)
             return [builder.select(builder.fcmp_ordered(">", values, peaks[0]), values, peaks[0])]
 
         lowest = ir.Constant(FLOATS, [-float("inf")] * LANES)
@@ -155,18 +151,18 @@ def softmax_row(context, scores, row, size):
         largest = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(FLOAT, [FLOATS]), "llvm.vector.reduce.fmax.v16f32"
         )
-        peak = every(builder, builder.call(largest, [peaks]))
+        peak = splat(builder, builder.call(largest, [peaks]))
 
-        def grow(place, sums):
-            values = exponential(builder, builder.fsub(loaded(builder, line, at_of(place), types.float32), peak))
-            put(values, place)
+        def grow(block, sums):
+            values = exponential(builder, builder.fsub(loaded(builder, line, at_of(block), types.float32), peak))
+            put(values, block)
             return [builder.fadd(sums[0], values)]
 
         total = _only(builder, loop(builder, vectors, [ZEROS], grow)[0])
-        share = every(builder, builder.fdiv(FLOAT(1.0), total))
+        share = splat(builder, builder.fdiv(FLOAT(1.0), total))
 
-        def weigh(place, nothing):
-            put(builder.fmul(loaded(builder, line, at_of(place), types.float32), share), place)
+        def weigh(block, nothing):
+            put(builder.fmul(loaded(builder, line, at_of(block), types.float32), share), block)
             return nothing
 
         loop(builder, vectors, [], weigh)
@@ -179,20 +175,19 @@ def softmax_row(context, scores, row, size):
 def put_columns(context, values, line, begin, out, row, column, count, halves):
     """out[row, column + i] = values[line, begin + i], i < count, a multiple of `LANES`; out as in `put_read`."""
 
-    def make(context, builder, signature, given):
-        of_values, of_out = arrays_of(context, builder, (values, out), (given[0], given[3]))
-        begin = given[2]
-        row, column, count, halves = given[4:]
-        line = row_of(builder, of_values, given[1])
+    def make(context, builder, signature, arguments):
+        of_values, of_out = arrays_of(context, builder, (values, out), (arguments[0], arguments[3]))
+        begin, (row, column, count, halves) = arguments[2], arguments[4:]
+        line = row_of(builder, of_values, arguments[1])
 
-        def put(place, nothing):
-            at = builder.mul(place, LONG(LANES))
-            some = loaded(builder, line, builder.add(begin, at), types.float32)
-            put_read(builder, some, of_out, out, row, builder.add(column, at), halves)
+        def put(block, nothing):
+            at = builder.mul(block, LONG(LANES))
+            numbers = loaded(builder, line, builder.add(begin, at), types.float32)
+            put_read(builder, numbers, of_out, out, row, builder.add(column, at), halves)
             return nothing
 
         loop(builder, builder.sdiv(count, LONG(LANES)), [], put)
         return context.get_dummy_value()
 
-    whole = types.int64
-    return types.void(values, whole, whole, out, whole, whole, whole, types.boolean), make
+    index = types.int64
+    return types.void(values, index, index, out, index, index, index, types.boolean), make

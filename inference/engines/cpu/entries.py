@@ -44,9 +44,9 @@ _entry = partial(kept_entry, signature="void(int64)", fastmath=FAST)
 def _call(context, address):
     """The return value of the C function int f(void) at an address."""
 
-    def make(context, builder, signature, given):
+    def make(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.sext(builder.call(builder.inttoptr(given[0], kind), []), ir.IntType(64))
+        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), ir.IntType(64))
 
     return types.int64(types.int64), make
 
@@ -57,14 +57,12 @@ THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, WORK, ROWS, INPUTS, OUTPUTS, 
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, TEXTS = range(12, 23)
 COUNT, POSITIONS, PAST, START, STOP, MOST, VALUES = range(23, 30)
 TABLE = 30
-
-
 _WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4, np.int64: 0}  # see `weights_in`
 
 
-def parts_of(stored: Numbers, kept: Numbers) -> int:
+def parts_of(stored: Numbers, dtype: Numbers) -> int:
     """The number of bfloat16s whose sum is an operand of products: more than one if AMX multiplies float32s."""
-    return PARTS if stored is np.uint64 and kept is np.float32 else 1
+    return PARTS if stored is np.uint64 and dtype is np.float32 else 1
 
 
 @_inlined
@@ -137,23 +135,20 @@ def _linear_at(table, stored, in_one):
     return Linear(weights, inputs, _floats(table[SCALES], 1, outputs)[0], _floats(table[BIASES], 1, outputs)[0])
 
 
-def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
+def product_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, operands and outputs.
+    stored, read, dtype: the types of weights, operands and outputs.
     """
-    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept)
+    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype)
 
     @_entry
-    def entry(given):
-        table = _table(given, sources)
+    def entry(address):
+        table = _table(address, sources)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
         first, last = part(outputs, *_team(table))
-        x, out = (
-            carray(array_at(table[X], read), (parts * rows, inputs)),
-            carray(array_at(table[OUT], kept), (rows, outputs)),
-        )
-        product(_linear_at(table, stored, in_one), x, rows, first, last, False, out)
+        x, out = carray(array_at(table[X], read), (parts * rows, inputs)), array_at(table[OUT], dtype)
+        product(_linear_at(table, stored, in_one), x, rows, first, last, False, carray(out, (rows, outputs)))
 
     return entry
 
@@ -167,9 +162,7 @@ def codes_entry(kind: int, read: Numbers, results: Numbers, sources: int = _SOUR
     @_entry
     def entry(address):
         table = _table(address, sources)
-        inputs, count, first, last = (
-            table[codes.INPUTS], table[codes.ROWS], table[codes.FIRST], table[codes.LAST],
-        )  # fmt: skip
+        inputs, count, first, last = table[codes.INPUTS], table[codes.ROWS], table[codes.FIRST], table[codes.LAST]
         begin, end, outputs = table[codes.FIRST_ROW], table[codes.FIRST_ROW] + count, codes.PANEL * last
         linear = Linear(
             carray(array_at(table[codes.PANELS], np.int64), 2 * last), inputs,
@@ -188,72 +181,70 @@ def codes_entry(kind: int, read: Numbers, results: Numbers, sources: int = _SOUR
     return entry
 
 
-def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
+def maxima_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
-    It writes places, int64, to OUT, and the numbers there to VALUES, if given. Without VALUES a place is −1 if its
+    It writes columns, int64, to OUT, and the numbers there to VALUES, if given. Without VALUES a column is −1 if its
     number is not finite. WORK has 8 · LANES bytes.
     """
 
     @_entry
-    def entry(given):
-        table = _table(given, sources)
+    def entry(address):
+        table = _table(address, sources)
         rows, size = table[ROWS], table[INPUTS]
-        numbers = carray(array_at(table[X], kept), (rows, size))
-        places, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], kept), rows)
-        named = table[VALUES] != 0
-        best, block = (
-            carray(array_at(table[WORK], np.float32), LANES),
-            carray(array_at(table[WORK] + 4 * LANES, np.int32), LANES),
-        )
+        numbers = carray(array_at(table[X], dtype), (rows, size))
+        columns, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], dtype), rows)
+        has_values = table[VALUES] != 0
+        best = carray(array_at(table[WORK], np.float32), LANES)
+        block = carray(array_at(table[WORK] + 4 * LANES, np.int32), LANES)
         for row in range(rows):
-            places[row] = first_largest(numbers[row], best, block)
-            if named:
-                values[row] = numbers[row, places[row]]
-            elif not abs(wide(numbers[row, places[row]])) < np.float32(np.inf):
-                places[row] = -1
+            columns[row] = first_largest(numbers[row], best, block)
+            if has_values:
+                values[row] = numbers[row, columns[row]]
+            elif not abs(wide(numbers[row, columns[row]])) < np.float32(np.inf):
+                columns[row] = -1
 
     return entry
 
 
-def children_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
+def children_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     """`likeliest_children` as a C function void f(int64 *table), for logits of this type.
 
     WEIGHTS: of rows; EPS: the sharpness; OUTPUTS: results. Values float32 to VALUES, rows, then columns int64 to OUT.
     """
 
     @_entry
-    def entry(given):
-        table = _table(given, sources)
+    def entry(address):
+        table = _table(address, sources)
         rows, size, count = table[ROWS], table[INPUTS], table[OUTPUTS]
-        found = carray(array_at(table[OUT], np.int64), (2, count))
+        indices = carray(array_at(table[OUT], np.int64), (2, count))
         likeliest_children(
-            carray(array_at(table[X], kept), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
+            carray(array_at(table[X], dtype), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
             _floats(table[EPS], 1, 1)[0, 0], _floats(table[WORK], 1, size // LANES)[0],
-            _floats(table[VALUES], 1, count)[0], found[0], found[1],
+            _floats(table[VALUES], 1, count)[0], indices[0], indices[1],
         )  # fmt: skip
 
     return entry
 
 
-def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
+def head_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer of a norm's output, as a C function void f(int64 *table).
 
-    stored, read, kept: as in `product_entry`; the norm's input and its weight NORMS are also of type `kept`.
+    stored, read, dtype: as in `product_entry`; the norm's input and its weight NORMS are also of type `dtype`.
     WORK, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
     the operand of products, `parts` · ROWS · INPUTS.
     """
-    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
+    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
 
     @_entry
-    def entry(given):
-        table = _table(given, sources)
+    def entry(address):
+        table = _table(address, sources)
         rank, threads = _team(table)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
-        x, weight = carray(array_at(table[X], kept), (rows, inputs)), carray(array_at(table[NORMS], kept), inputs)
-        own = table[WORK] + 4 * (1 + rank * (2 + parts * rows) * inputs)
-        eps, work = _floats(table[WORK], 1, 1)[0, 0], _floats(own, 2, inputs)
-        normed = carray(array_at(own + 8 * inputs, read), (parts * rows, inputs))
+        x, weight = carray(array_at(table[X], dtype), (rows, inputs)), carray(array_at(table[NORMS], dtype), inputs)
+        work_at = table[WORK] + 4 * (1 + rank * (2 + parts * rows) * inputs)
+        eps, work = _floats(table[WORK], 1, 1)[0, 0], _floats(work_at, 2, inputs)
+        normed = carray(array_at(work_at + 8 * inputs, read), (parts * rows, inputs))
         for i in range(inputs):
             work[0, i] = wide(weight[i])
         for row in range(rows):
@@ -262,50 +253,51 @@ def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SO
             norm_row(work, 1, row, work[0], eps, halves, normed)
         linear = _linear_at(table, stored, in_one)
         first, last = part(outputs, rank, threads)
-        product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], kept), (rows, outputs)))
+        product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], dtype), (rows, outputs)))
 
     return entry
 
 
-def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
+def mask_entry(dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     """A C function void f(int64 *table) that writes an additive mask [ROWS, PAST + OUTPUTS] of this type to OUT.
 
     Row i sees the first PAST columns, and later column PAST + j if bit j of X[i], int64, is set.
     """
-    nothing = kept(0)
-    least = kept(0xFF7F) if kept is np.uint16 else np.finfo(np.float32).min  # of bfloat16
+    nothing = dtype(0)
+    least = dtype(0xFF7F) if dtype is np.uint16 else np.finfo(np.float32).min  # of bfloat16
 
     @_entry
-    def entry(given):
-        table = _table(given, sources)
-        rows, past, own = table[ROWS], table[PAST], table[OUTPUTS]
-        seen, out = carray(array_at(table[X], np.int64), rows), carray(array_at(table[OUT], kept), (rows, past + own))
+    def entry(address):
+        table = _table(address, sources)
+        rows, past, columns = table[ROWS], table[PAST], table[OUTPUTS]
+        seen = carray(array_at(table[X], np.int64), rows)
+        out = carray(array_at(table[OUT], dtype), (rows, past + columns))
         for row in range(rows):
             for column in range(past):
                 out[row, column] = nothing
-            for column in range(own):
+            for column in range(columns):
                 hidden = (seen[row] >> column) & 1 == 0
                 out[row, past + column] = least if hidden else nothing
 
     return entry
 
 
-def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
+def layers_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, COUNT
+    stored, read, dtype: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, COUNT
     in number. POSITIONS: the most positions that a row sees.
     """
-    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
+    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
 
     @_entry
     def entry(address):
         table = _table(address, sources)
         size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
         inner, count, rows = table[INNER], table[LAYERS], table[ROWS]
-        shape, every = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
-        outputs = every + 2 * size + 2 * inner
-        numbers = stored_numbers(every, size, in_one) + stored_numbers(size, heads * width, in_one)
+        shape, qkv = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
+        outputs = qkv + 2 * size + 2 * inner
+        numbers = stored_numbers(qkv, size, in_one) + stored_numbers(size, heads * width, in_one)
         numbers += stored_numbers(2 * inner, size, in_one) + stored_numbers(size, inner, in_one)
         layers = Layers(
             carray(array_at(table[WEIGHTS], stored), (count, numbers)),
@@ -315,14 +307,15 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
             carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
         work = _workspace_of(table, shape, read, parts)
-        cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
-        given = PassRows(cos, sin, carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7)))
-        x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
+        cos, sin = array_at(table[COS], dtype), array_at(table[SIN], dtype)
+        texts = carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7))
+        pass_rows = PassRows(carray(cos, (rows, width)), carray(sin, (rows, width)), texts)
+        x, out = carray(array_at(table[X], dtype), (rows, size)), carray(array_at(table[OUT], dtype), (rows, size))
         # Every thread writes the same values, and changes them only after all threads have arrived once.
         for row in range(rows):
             for i in range(size):
                 work.hidden[row, i] = wide(x[row, i])
-        run(shape, layers, table[START], table[STOP], given, _floats(table[EPS], 1, 3)[0], work)
+        run(shape, layers, table[START], table[STOP], pass_rows, _floats(table[EPS], 1, 3)[0], work)
         begin, end = part(size, work.rank, work.threads)
         for row in range(rows):
             for i in range(begin, end):

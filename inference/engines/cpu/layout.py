@@ -75,13 +75,13 @@ def most_threads() -> int:
     return torch.get_num_threads() if team().parallel is not None else 1
 
 
-def call_in_team(function: int, given: int, threads: int) -> None:
-    """Call the C function void f(int64) at an address in `threads` threads at once, each with `given`."""
+def call_in_team(function: int, argument: int, threads: int) -> None:
+    """Call the C function void f(int64) at an address in `threads` threads at once, each with `argument`."""
     parallel = team().parallel
     if threads == 1 or parallel is None:  # OpenMP would end its other threads for a team of one
-        _alone(function)(given)
+        _alone(function)(argument)
     else:
-        parallel(function, given, threads, 0)
+        parallel(function, argument, threads, 0)
 
 
 @cache
@@ -97,8 +97,6 @@ STORED: dict[torch.dtype, Numbers] = {
 }  # fmt: skip
 _TRIED = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
 _REPEATS = 20
-
-
 Way = Literal["floats", "pairs", "amx", "codes"]
 
 
@@ -106,41 +104,41 @@ class WeightLayout(NamedTuple):
     """The layout of weights, and the dtypes of computations with them.
 
     stored: the weights' dtype; together: the pack factor, adjacent inputs of an output, 2 for bfloat16s; way: the
-    multiply kernel; kept: the dtype of activations and results.
+    multiply kernel; dtype: that of activations and results.
     """
 
     stored: torch.dtype
     together: int
     way: Way
-    kept: torch.dtype
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, linears: Sequence[Linear], kept: torch.dtype) -> "WeightLayout":
+    def of(cls, linears: Sequence[Linear], dtype: torch.dtype) -> "WeightLayout":
         """The layout for some layers of one type on this processor."""
         if isinstance(linears[0], CodedLinear):
-            return cls(torch.int64, 1, "codes", kept)
+            return cls(torch.int64, 1, "codes", dtype)
         stored = fewest_bytes(linears)
         if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
-            return cls(stored, 1, "floats", kept)
+            return cls(stored, 1, "floats", dtype)
         steps = all(linear.in_features % STEP == 0 for linear in linears)
         able = [way for way in ways() if way != "amx" or steps]
-        if kept != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
+        if dtype != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
             able.remove("pairs")
-        question = f"bfloat16 weights in {_name(kept)}" + ("" if steps else f" (inputs in no steps of {STEP})")
+        question = f"bfloat16 weights in {_name(dtype)}" + ("" if steps else f" (inputs in no steps of {STEP})")
         way = settle(  # AMX is by far the fastest
-            question, able, lambda: "amx" if "amx" in able else min(able, key=lambda one: seconds_of_product(one, kept))
+            question, able, lambda: "amx" if "amx" in able else min(able, key=lambda w: seconds_of_product(w, dtype))
         )
-        return cls(stored, 2, way, kept)
+        return cls(stored, 2, way, dtype)
 
     @property
     def parts(self) -> int:
         """The number of bfloat16s whose sum is a number of `x`; 1 if numbers are not split."""
-        return entries.parts_of(self._numbers, STORED[self.kept])
+        return entries.parts_of(self._numbers, STORED[self.dtype])
 
     @property
     def read(self) -> torch.dtype:
         """The dtype of the operand by which weights are multiplied."""
-        floats = self.way == "floats" or (self.way == "codes" and not (DOTS and self.kept == torch.bfloat16))
+        floats = self.way == "floats" or (self.way == "codes" and not (DOTS and self.dtype == torch.bfloat16))
         return torch.float32 if floats else torch.bfloat16
 
     @property
@@ -151,12 +149,12 @@ class WeightLayout(NamedTuple):
 
     def entry(self, make: Make) -> int:
         """The address of one of `entries` for this layout."""
-        return _address(make, self._numbers, self.read, self.kept)
+        return _address(make, self._numbers, self.read, self.dtype)
 
     def panels(self, linear: Linear) -> Tensor:
         """A layer's weights in this layout; of codes the table of their panels."""
         if isinstance(linear, CodedLinear):
-            return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, self.read, self.kept))
+            return code_table(linear.parts, lambda kind: _address(entries.codes_entry, kind, self.read, self.dtype))
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
         return in_panels(weight, self.together)
 
@@ -167,7 +165,7 @@ class WeightLayout(NamedTuple):
         return linear.out_features * linear.in_features
 
     def operand(self, x: Tensor) -> Tensor:
-        """x [rows, in] of dtype `kept` as products read it, [parts · rows, in]."""
+        """x [rows, in] of `dtype` as products read it, [parts · rows, in]."""
         if self.parts == 1:
             return x.contiguous().to(self.read)
         parts = []
@@ -205,9 +203,9 @@ def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
 
 
 @cache
-def _address(make: Make, stored: Numbers | int, read: torch.dtype, kept: torch.dtype) -> int:
+def _address(make: Make, stored: Numbers | int, read: torch.dtype, dtype: torch.dtype) -> int:
     with Stage(f"compiling {make.__name__}"):
-        address = make(stored, STORED[read], STORED[kept]).address
+        address = make(stored, STORED[read], STORED[dtype]).address
     assert address is not None
     return address
 
@@ -220,8 +218,8 @@ def call(entry: int, table: list[int], size: int) -> None:
         threads = 1
     if threads > 1:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
-    given = array("q", table)
-    call_in_team(entry, given.buffer_info()[0], threads)
+    numbers = array("q", table)
+    call_in_team(entry, numbers.buffer_info()[0], threads)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -235,15 +233,15 @@ def ways() -> tuple[Way, ...]:
 
 
 @cache
-def seconds_of_product(way: Way, kept: torch.dtype) -> float:
+def seconds_of_product(way: Way, dtype: torch.dtype) -> float:
     """Measured seconds of one thread for a product of some rows with weights in a near cache.
 
     On some processors the instruction for pairs takes as long as four products of floats.
     """
     outputs, inputs = _TRIED
-    layout = WeightLayout(torch.bfloat16, 2, way, kept)
+    layout = WeightLayout(torch.bfloat16, 2, way, dtype)
     weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
-    x, out = layout.operand(torch.ones(TILE, inputs, dtype=kept)), torch.empty(TILE, outputs, dtype=kept)
+    x, out = layout.operand(torch.ones(TILE, inputs, dtype=dtype)), torch.empty(TILE, outputs, dtype=dtype)
     floats = torch.ones(outputs)
     entry = layout.entry(entries.product_entry)
     table = [0] * entries.TABLE

@@ -24,10 +24,10 @@ from outrider.inference.engines.cpu.vectors import (
     LONG,
     ZEROS,
     arrays_of,
-    every,
     exponential,
     loaded,
     loop,
+    splat,
     sums_of_lanes,
 )
 
@@ -39,15 +39,15 @@ def _maxima_of_lanes(context, row, best, block):
     Returns whether any of the numbers is NaN. Numbers after the last whole vector are not read.
     """
 
-    def make(context, builder, signature, given):
-        of_row, of_best, of_block = arrays_of(context, builder, signature.args, given)
+    def make(context, builder, signature, arguments):
+        of_row, of_best, of_block = arrays_of(context, builder, signature.args, arguments)
         none = ir.Constant(INTS, [0] * LANES)
 
-        def look(place, values):
+        def look(index, values):
             best, block, odd = values
-            numbers = loaded(builder, of_row.data, builder.mul(place, LONG(LANES)), row.dtype)
+            numbers = loaded(builder, of_row.data, builder.mul(index, LONG(LANES)), row.dtype)
             larger = builder.fcmp_ordered(">", numbers, best)
-            here = every(builder, builder.trunc(place, ir.IntType(32)))
+            here = splat(builder, builder.trunc(index, ir.IntType(32)))
             odd = builder.or_(odd, builder.sext(builder.fcmp_unordered("uno", numbers, numbers), INTS))
             return [builder.select(larger, numbers, best), builder.select(larger, here, block), odd]
 
@@ -65,37 +65,37 @@ def _maxima_of_lanes(context, row, best, block):
 @kernel
 def first_largest(row, best, block):
     """The first index of the maximum of `row` [≥ LANES], or of a NaN. best, block [LANES]: workspaces."""
-    whole = row.shape[0] // LANES * LANES
+    tail = row.shape[0] // LANES * LANES
     odd = _maxima_of_lanes(row, best, block)
-    place, value = np.int64(0), wide(row[0])
+    index, value = np.int64(0), wide(row[0])
     for lane in range(LANES):
-        found = np.int64(block[lane]) * LANES + lane
-        if best[lane] > value or (best[lane] == value and found < place):
-            place, value = found, best[lane]
-    for other in range(whole, row.shape[0]):
-        number = wide(row[other])
+        column = np.int64(block[lane]) * LANES + lane
+        if best[lane] > value or (best[lane] == value and column < index):
+            index, value = column, best[lane]
+    for column in range(tail, row.shape[0]):
+        number = wide(row[column])
         if number > value:
-            place, value = other, number
+            index, value = column, number
         odd |= number != number
     if odd:
-        place = 0
-        while wide(row[place]) == wide(row[place]):
-            place += 1
-    return place
+        index = 0
+        while wide(row[index]) == wide(row[index]):
+            index += 1
+    return index
 
 
 @intrinsic
 def _group_maxima(context, row, maxima):
     """maxima[i] = the largest of row[LANES · i:][:LANES], for every whole group; NaN if any of them is NaN."""
 
-    def make(context, builder, signature, given):
-        of_row, of_maxima = arrays_of(context, builder, signature.args, given)
+    def make(context, builder, signature, arguments):
+        of_row, of_maxima = arrays_of(context, builder, signature.args, arguments)
         kind = ir.FunctionType(FLOAT, [FLOATS])
         largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmaximum.v16f32")
 
-        def look(place, nothing):
-            numbers = loaded(builder, of_row.data, builder.mul(place, LONG(LANES)), row.dtype)
-            builder.store(builder.call(largest, [numbers]), builder.gep(of_maxima.data, [place]))
+        def look(group, nothing):
+            numbers = loaded(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
+            builder.store(builder.call(largest, [numbers]), builder.gep(of_maxima.data, [group]))
             return nothing
 
         loop(builder, builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES)), [], look)
@@ -108,12 +108,12 @@ def _group_maxima(context, row, maxima):
 def _sum_of_exponentials(context, row, peak, sharpness):
     """Σ exp((row[i] − peak) · sharpness), float32, over whole groups."""
 
-    def make(context, builder, signature, given):
-        (of_row,) = arrays_of(context, builder, (row,), given[:1])
-        peak, sharpness = every(builder, given[1]), every(builder, given[2])
+    def make(context, builder, signature, arguments):
+        (of_row,) = arrays_of(context, builder, (row,), arguments[:1])
+        peak, sharpness = splat(builder, arguments[1]), splat(builder, arguments[2])
 
-        def grow(place, sums):
-            numbers = loaded(builder, of_row.data, builder.mul(place, LONG(LANES)), row.dtype)
+        def grow(group, sums):
+            numbers = loaded(builder, of_row.data, builder.mul(group, LONG(LANES)), row.dtype)
             powers = exponential(builder, builder.fmul(builder.fsub(numbers, peak), sharpness))
             return [builder.fadd(sums[0], powers)]
 
@@ -127,11 +127,11 @@ def _sum_of_exponentials(context, row, peak, sharpness):
 @kernel
 def _enter(value, row, column, values, rows, columns):
     """Insert a value that is larger than the last one at its rank; equal ones stay before it."""
-    place = values.shape[0] - 1
-    while place > 0 and values[place - 1] < value:
-        values[place], rows[place], columns[place] = values[place - 1], rows[place - 1], columns[place - 1]
-        place -= 1
-    values[place], rows[place], columns[place] = value, row, column
+    rank = values.shape[0] - 1
+    while rank > 0 and values[rank - 1] < value:
+        values[rank], rows[rank], columns[rank] = values[rank - 1], rows[rank - 1], columns[rank - 1]
+        rank -= 1
+    values[rank], rows[rank], columns[rank] = value, row, column
 
 
 @kernel
@@ -142,27 +142,27 @@ def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns
     infinite maximum are skipped. Of equal values the first counts, by row and then by column.
     maxima float32 [V / LANES]: workspace.
     """
-    for place in range(values.shape[0]):
-        values[place], rows[place], columns[place] = np.float32(0.0), 0, 0
+    for rank in range(values.shape[0]):
+        values[rank], rows[rank], columns[rank] = np.float32(0.0), 0, 0
     size = logits.shape[1]
-    whole = size // LANES * LANES
+    tail = size // LANES * LANES
     last = values.shape[0] - 1
     for r in range(logits.shape[0]):
         row = logits[r]
         _group_maxima(row, maxima)
         peak = wide(row[size - 1])
-        for group in range(whole // LANES):
+        for group in range(tail // LANES):
             peak = peak if maxima[group] <= peak or peak != peak else maxima[group]
-        for column in range(whole, size):
+        for column in range(tail, size):
             peak = peak if wide(row[column]) <= peak or peak != peak else wide(row[column])
         if not abs(peak) < np.float32(np.inf):
             continue
         total = _sum_of_exponentials(row, peak, sharpness)
-        for column in range(whole, size):
+        for column in range(tail, size):
             total += math.exp((wide(row[column]) - peak) * sharpness)
         share = weights[r] / total
         for group in range(-(-size // LANES)):
-            best = maxima[group] if group < whole // LANES else peak
+            best = maxima[group] if group < tail // LANES else peak
             if not share * math.exp((best - peak) * sharpness) > values[last]:
                 continue
             for column in range(group * LANES, min(size, (group + 1) * LANES)):

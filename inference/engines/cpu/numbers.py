@@ -35,21 +35,21 @@ def _wide_of(value):
     return lambda value: np.float32(value)
 
 
-def put(array, place, value, halves):
+def put(array, index, value, halves):
     """Store a float32 in a one-dimensional array, rounded to bfloat16 if the array holds bfloat16s or if `halves`."""
 
 
 @overload(put)
-def _put_in(array, place, value, halves):
+def _put_in(array, index, value, halves):
     if array.dtype == types.uint16:
 
-        def to_bits(array, place, value, halves):
-            array[place] = np.uint16(bits_of_bfloat16(value))
+        def to_bits(array, index, value, halves):
+            array[index] = np.uint16(bits_of_bfloat16(value))
 
         return to_bits
 
-    def to_float(array, place, value, halves):
-        array[place] = rounded(value, halves)
+    def to_float(array, index, value, halves):
+        array[index] = rounded(value, halves)
 
     return to_float
 
@@ -74,8 +74,8 @@ def array_at(context, address, kind):
     """An address as a pointer to numbers of a kind."""
     pointer = types.CPointer(kind.dtype)
 
-    def make(context, builder, signature, given):
-        return builder.inttoptr(given[0], context.get_value_type(pointer))
+    def make(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
 
     return pointer(types.int64, kind), make
 
@@ -85,16 +85,16 @@ def array_of(context, address, shape, kind):
     """The array of a shape at an address; unlike numba's `carray`, also in a `kernel`."""
     array = types.Array(kind.dtype, len(shape), "C")
 
-    def make(context, builder, signature, given):
-        shape = cgutils.unpack_tuple(builder, given[1])
+    def make(context, builder, signature, arguments):
+        shape = cgutils.unpack_tuple(builder, arguments[1])
         size = context.get_abi_sizeof(context.get_data_type(array.dtype))
         strides = [ir.Constant(ir.IntType(64), size)]
         for length in reversed(shape[1:]):
             strides.insert(0, builder.mul(strides[0], length))
-        made = context.make_array(array)(context, builder)
-        data = builder.inttoptr(given[0], made.data.type)
-        populate_array(made, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
-        return made._getvalue()
+        structure = context.make_array(array)(context, builder)
+        data = builder.inttoptr(arguments[0], structure.data.type)
+        populate_array(structure, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
+        return structure._getvalue()
 
     return array(types.int64, shape, kind), make
 
@@ -103,8 +103,8 @@ def array_of(context, address, shape, kind):
 def arrive(context, counter):
     """Add 1 to counter[0] atomically."""
 
-    def make(context, builder, signature, given):
-        array = context.make_array(counter)(context, builder, given[0])
+    def make(context, builder, signature, arguments):
+        array = context.make_array(counter)(context, builder, arguments[0])
         builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "seq_cst")
         return context.get_dummy_value()
 
@@ -115,8 +115,8 @@ def arrive(context, counter):
 def arrived(context, counter):
     """counter[0], read atomically."""
 
-    def make(context, builder, signature, given):
-        array = context.make_array(counter)(context, builder, given[0])
+    def make(context, builder, signature, arguments):
+        array = context.make_array(counter)(context, builder, arguments[0])
         return builder.load_atomic(array.data, ordering="seq_cst", align=8)
 
     return types.int64(counter), make

@@ -131,9 +131,9 @@ def rotate(head, cos, sin, weight, eps, halves):
     half = width // 2
     for i in range(half):
         low, high = head[i], head[half + i]
-        left = rounded(low * wide(cos[i]), halves) - rounded(high * wide(sin[i]), halves)
-        right = rounded(high * wide(cos[half + i]), halves) + rounded(low * wide(sin[half + i]), halves)
-        head[i], head[half + i] = rounded(left, halves), rounded(right, halves)
+        rotated_low = rounded(low * wide(cos[i]), halves) - rounded(high * wide(sin[i]), halves)
+        rotated_high = rounded(high * wide(cos[half + i]), halves) + rounded(low * wide(sin[half + i]), halves)
+        head[i], head[half + i] = rounded(rotated_low, halves), rounded(rotated_high, halves)
 
 
 @kernel
@@ -154,17 +154,17 @@ BEGIN, ROWS, KEYS, APART, CAPACITY, PAST, MASK = range(7)
 
 
 @kernel
-def place(shape, layer, given, weight, head_eps, work):
+def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
-    (cos, sin, texts), rank, threads = given, work.rank, work.threads
-    halves, every, text = cos.itemsize == 2, heads + 2 * key_heads, 0
-    items = every * work.heads.shape[0]
+    (cos, sin, texts), rank, threads = pass_rows, work.rank, work.threads
+    halves, all_heads, text = cos.itemsize == 2, heads + 2 * key_heads, 0
+    items = all_heads * work.heads.shape[0]
     for item in range(items * rank // threads, items * (rank + 1) // threads):
-        row, head = item // every, item % every
-        own = work.heads[row, head * width : (head + 1) * width]
+        row, head = item // all_heads, item % all_heads
+        vector = work.heads[row, head * width : (head + 1) * width]
         if head < heads + key_heads:
-            rotate(own, cos[row], sin[row], weight[head], head_eps, halves)
+            rotate(vector, cos[row], sin[row], weight[head], head_eps, halves)
         if head >= heads:
             while row >= texts[text, BEGIN] + texts[text, ROWS]:
                 text += 1
@@ -173,7 +173,7 @@ def place(shape, layer, given, weight, head_eps, work):
             stored = array_of(address, (key_heads, texts[text, CAPACITY], width), cos)
             line = stored[(head - heads) % key_heads, texts[text, PAST] + row - texts[text, BEGIN]]
             for i in range(width):
-                put(line, i, own[i], halves)
+                put(line, i, vector[i], halves)
 
 
 def _attend(weights, task, first, last, halves, out):
@@ -195,9 +195,9 @@ def _way_of(weights, task, first, last, halves, out):
 
 
 @kernel
-def attend_all(weights, shape, layer, given, scale, halves, work):
+def attend_all(weights, shape, layer, pass_rows, scale, halves, work):
     """Write the attention outputs of this thread's part of all rows' query heads to `work.mixed`."""
-    (kept, _, texts), rank, threads = given, work.rank, work.threads
+    (cos, _, texts), rank, threads = pass_rows, work.rank, work.threads
     queries, near = work.heads[:, : shape.heads * shape.width], work.near[rank]
     heads, rows, width = shape.heads, work.heads.shape[0], shape.width
     first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
@@ -209,11 +209,11 @@ def attend_all(weights, shape, layer, given, scale, halves, work):
             text += 1
             continue
         address, apart, stored = texts[text, KEYS], texts[text, APART], (shape.key_heads, texts[text, CAPACITY], width)
-        keys = array_of(address + 2 * layer * apart, stored, kept)
-        values = array_of(address + (2 * layer + 1) * apart, stored, kept)
+        keys = array_of(address + 2 * layer * apart, stored, cos)
+        values = array_of(address + (2 * layer + 1) * apart, stored, cos)
         seen = texts[text, PAST] + together
         masked = (together, seen if texts[text, MASK] != 0 else np.int64(0))
-        mask = array_of(texts[text, MASK], masked, kept)
+        mask = array_of(texts[text, MASK], masked, cos)
         task = AttentionTask(queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, together)
         _attend(weights, task, first - begin, end - begin, halves, work.mixed)
         first = end
@@ -232,37 +232,37 @@ def gate(linear, inner, halves, work):
 
 
 @kernel
-def run(shape, layers, start, stop, given, numbers, work):
+def run(shape, layers, start, stop, pass_rows, numbers, work):
     """Run a thread: layers start … stop − 1 over work.hidden, in place.
 
-    Masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are of the type of cos and sin of the
-    rows `given`, float32 or the bits of bfloat16; with these, hidden is rounded to bfloat16. numbers float32: eps,
+    Masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are of the type of cos and sin of
+    `pass_rows`, float32 or the bits of bfloat16; with these, hidden is rounded to bfloat16. numbers float32: eps,
     head_eps, scale; head_eps < 0: queries and keys have no norms.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
     rank, threads, hidden = work.rank, work.threads, work.hidden
-    rows, halves, normed = hidden.shape[0], given.cos.itemsize == 2, work.normed[rank]
-    every = mixed + 2 * shape.key_heads * shape.width
+    rows, halves, normed = hidden.shape[0], pass_rows.cos.itemsize == 2, work.normed[rank]
+    qkv = mixed + 2 * shape.key_heads * shape.width
     # offsets of the second, third and fourth product of a layer, in weights and in outputs
     pair = weights_in(layers.weights)
-    out_at = stored_numbers(every, size, pair)
+    out_at = stored_numbers(qkv, size, pair)
     up_at = out_at + stored_numbers(size, mixed, pair)
     down_at = up_at + stored_numbers(2 * inner, size, pair)
-    out_to, up_to = every + size, every + size + 2 * inner
+    out_to, up_to = qkv + size, qkv + size + 2 * inner
     turn = 0
     for layer in range(start, stop):
         weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
         norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
-        joint = Linear(weights[:out_at], size, scales[:every], biases[:every])
-        begin, end = part(every, rank, threads)
+        joint = Linear(weights[:out_at], size, scales[:qkv], biases[:qkv])
+        begin, end = part(qkv, rank, threads)
         product(joint, normed, rows, begin, end, halves, work.heads)
         wait(work.arrived, threads, turn + 1)
-        place(shape, layer, given, layers.head_norms[layer], head_eps, work)
+        rotate_and_store(shape, layer, pass_rows, layers.head_norms[layer], head_eps, work)
         wait(work.arrived, threads, turn + 2)
-        attend_all(weights, shape, layer, given, scale, halves, work)
+        attend_all(weights, shape, layer, pass_rows, scale, halves, work)
         wait(work.arrived, threads, turn + 3)
-        out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
+        out = Linear(weights[out_at:up_at], mixed, scales[qkv:out_to], biases[qkv:out_to])
         add(out, work.mixed, hidden, halves, work)
         wait(work.arrived, threads, turn + 4)
         norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)

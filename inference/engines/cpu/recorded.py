@@ -22,20 +22,20 @@ Answer = TypeVar("Answer", bound=str)
 
 
 @contextmanager
-def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Inside the context, models are laid out by the choices in `known`, or by measurement if that is None.
+def recorded(choices: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """Inside the context, models are laid out by the answers in `choices`, or by measurement if that is None.
 
-    Yields the choices by question; new ones are added as they are made, so every caller gets the same answer. A nested
-    context shares the outer one's choices. `settle` raises `UserError` for a known choice that is not possible here.
+    Yields the answers by question; new ones are added as they are made, so every caller gets the same. A nested context
+    shares the outer one's answers. `settle` raises `UserError` for a given choice that is not possible here.
     """
     outer = _current.get()
     if outer is not None:
         yield outer
         return
-    made = dict(known or {})
-    tokens = _current.set(made), _imposed.set(known is not None)
+    answers = dict(choices or {})
+    tokens = _current.set(answers), _imposed.set(choices is not None)
     try:
-        yield made
+        yield answers
     finally:
         _current.reset(tokens[0])
         _imposed.reset(tokens[1])
@@ -58,20 +58,20 @@ def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) 
     """
     if _ruled.get():
         return min(able, key=lambda answer: (*_RULE, answer).index(answer))
-    made = _current.get()
-    if made is None:
+    answers = _current.get()
+    if answers is None:
         return choose()
-    if question not in made:
+    if question not in answers:
         if _imposed.get():
             raise UserError(f"resume=true: the run does not record by what kernel it multiplied {question}; {_REMEDY}")
-        made[question] = choose()
-    found = next((answer for answer in able if answer == made[question]), None)
-    if found is None:
+        answers[question] = choose()
+    choice = next((answer for answer in able if answer == answers[question]), None)
+    if choice is None:
         raise UserError(
-            f"resume=true: the run multiplied {question} by the kernel {made[question]!r}, which this machine does not "
-            f"have (expected one of {listed(able)}); {_REMEDY}"
+            f"resume=true: the run multiplied {question} by the kernel {answers[question]!r}, which this machine does "
+            f"not have (expected one of {listed(able)}); {_REMEDY}"
         )
-    return found
+    return choice
 
 
 _REMEDY = "continue on the machine where it began, or give another out_dir"

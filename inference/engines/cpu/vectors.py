@@ -20,17 +20,10 @@ BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.Float
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 _FUSED = ("contract",)
-
-
-def host_features():
-    """The processor's features beyond LLVM's baseline; empty if LLVM does not know this processor."""
-    try:
-        return llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:
-        return {}
-
-
-FEATURES = host_features()
+try:
+    FEATURES = llvmlite.binding.get_host_cpu_features()  # beyond LLVM's baseline
+except RuntimeError:  # LLVM does not know this processor
+    FEATURES = {}
 
 
 def row_of(builder, array, row):
@@ -57,29 +50,29 @@ def loaded(builder, start, at, kind):
         return builder.sitofp(builder.sext(codes, INTS), FLOATS)
     if kind == types.int16:
         return builder.fpext(builder.bitcast(codes, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
-    return builder.bitcast(builder.shl(builder.zext(codes, INTS), every_int(16)), FLOATS)
+    return builder.bitcast(builder.shl(builder.zext(codes, INTS), splat_int(16)), FLOATS)
 
 
 def both_of(builder, pairs):
     """The first and the second numbers of pairs of bfloat16s, as floats."""
-    lower, upper = builder.shl(pairs, every_int(16)), builder.and_(pairs, every_int(0xFFFF0000))
+    lower, upper = builder.shl(pairs, splat_int(16)), builder.and_(pairs, splat_int(0xFFFF0000))
     return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
 
 
-def every(builder, number):
+def splat(builder, number):
     """A number in all lanes."""
     lanes = ir.VectorType(number.type, LANES)
-    one = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, INT(0))
-    return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
+    first = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
 
 
-def added(builder, total, left, right):
-    """total + left · right, of floats or of pairs of bfloat16s."""
-    if left.type == FLOATS:
-        return builder.fadd(total, builder.fmul(left, right, flags=_FUSED), flags=_FUSED)
+def added(builder, total, first, second):
+    """total + first · second, of floats or of pairs of bfloat16s."""
+    if first.type == FLOATS:
+        return builder.fadd(total, builder.fmul(first, second, flags=_FUSED), flags=_FUSED)
     kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
     dots = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(dots, [total, left, right])
+    return builder.call(dots, [total, first, second])
 
 
 def ask_for(builder, address):
@@ -92,22 +85,22 @@ def ask_for(builder, address):
 def nearest_bfloat16(builder, values):
     """The bits of floats, rounded to bfloat16 in their upper halves; the lower halves are arbitrary."""
     bits = builder.bitcast(values, INTS)
-    odd = builder.and_(builder.lshr(bits, every_int(16)), every_int(1))
-    up = builder.add(builder.add(bits, every_int(0x7FFF)), odd)
+    odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))
+    up = builder.add(builder.add(bits, splat_int(0x7FFF)), odd)
     no_number = builder.fcmp_unordered("uno", values, values)
-    return builder.select(no_number, every_int(0x7FC00000), up)
+    return builder.select(no_number, splat_int(0x7FC00000), up)
 
 
 def rounded(builder, values, halves):
     """Floats, rounded to bfloat16 if `halves`."""
-    kept = builder.and_(nearest_bfloat16(builder, values), every_int(0xFFFF0000))
-    return builder.select(halves, builder.bitcast(kept, FLOATS), values)
+    upper = builder.and_(nearest_bfloat16(builder, values), splat_int(0xFFFF0000))
+    return builder.select(halves, builder.bitcast(upper, FLOATS), values)
 
 
 def stored(builder, values, start, at, kind, halves):
     """Store floats from index `at` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `halves`."""
     if kind == types.uint16:
-        upper = builder.lshr(nearest_bfloat16(builder, values), every_int(16))
+        upper = builder.lshr(nearest_bfloat16(builder, values), splat_int(16))
         halved = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
         address = place_in(builder, start, at, ir.IntType(16))
         builder.store(halved, builder.bitcast(address, halved.type.as_pointer()), align=2)
@@ -118,36 +111,36 @@ def stored(builder, values, start, at, kind, halves):
 
 def exponential(builder, x):
     """eˣ of floats to two units in the last place: 2ⁿ · e^(x − n·ln 2). 0 below −87."""
-    low = builder.fcmp_ordered("<", x, every_float(-87.0))
-    x = builder.select(low, every_float(-87.0), x)
-    x = builder.select(builder.fcmp_ordered(">", x, every_float(88.0)), every_float(88.0), x)
+    low = builder.fcmp_ordered("<", x, splat_float(-87.0))
+    x = builder.select(low, splat_float(-87.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, splat_float(88.0)), splat_float(88.0), x)
     floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOATS, [FLOATS]), "llvm.floor.v16f32")
-    n = builder.call(floor, [added(builder, every_float(0.5), x, every_float(1.44269504))])
-    r = added(builder, added(builder, x, n, every_float(-0.693359375)), n, every_float(2.12194440e-4))
-    p = every_float(1.9875691500e-4)
+    n = builder.call(floor, [added(builder, splat_float(0.5), x, splat_float(1.44269504))])
+    r = added(builder, added(builder, x, n, splat_float(-0.693359375)), n, splat_float(2.12194440e-4))
+    p = splat_float(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = added(builder, every_float(factor), p, r)
-    p = added(builder, builder.fadd(r, every_float(1.0)), builder.fmul(p, r), r)
-    power = builder.shl(builder.add(builder.fptosi(n, INTS), every_int(127)), every_int(23))
+        p = added(builder, splat_float(factor), p, r)
+    p = added(builder, builder.fadd(r, splat_float(1.0)), builder.fmul(p, r), r)
+    power = builder.shl(builder.add(builder.fptosi(n, INTS), splat_int(127)), splat_int(23))
     return builder.select(low, ZEROS, builder.fmul(p, builder.bitcast(power, FLOATS)))
 
 
 def loop(builder, count, starting, body):
-    """Emit a loop: body(place, values) → values for every place < count, at least once; starting: initial values."""
+    """Emit a loop: body(index, values) → values for every index < count, at least once; starting: initial values."""
     before, inside, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
     builder.branch(inside)
     builder.position_at_end(inside)
-    place = builder.phi(LONG)
-    place.add_incoming(LONG(0), before)
+    index = builder.phi(LONG)
+    index.add_incoming(LONG(0), before)
     values = [builder.phi(value.type) for value in starting]
-    following = body(place, values)
+    following = body(index, values)
     end = builder.block  # the body may add blocks
     for value, first, later in zip(values, starting, following, strict=True):
         value.add_incoming(first, before)
         value.add_incoming(later, end)
-    next_place = builder.add(place, LONG(1))
-    place.add_incoming(next_place, end)
-    builder.cbranch(builder.icmp_signed("<", next_place, count), inside, after)
+    next_index = builder.add(index, LONG(1))
+    index.add_incoming(next_index, end)
+    builder.cbranch(builder.icmp_signed("<", next_index, count), inside, after)
     builder.position_at_end(after)
     return following
 
@@ -160,35 +153,35 @@ def sums_of_lanes(builder, vectors):
     lanes = LANES
     while lanes > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], None)]
-        vectors = [_halves_added(builder, left, right, lanes) for left, right in pairs]
+        vectors = [_halves_added(builder, first, second, lanes) for first, second in pairs]
         lanes //= 2
     return vectors[0]
 
 
-def _halves_added(builder, left, right, lanes):
+def _halves_added(builder, first, second, lanes):
     """The first half of every `lanes` lanes plus the second half, of a vector and an optional second vector."""
-    size = left.type.count
-    starts = range(0, size if right is None else 2 * size, lanes)
+    size = first.type.count
+    starts = range(0, size if second is None else 2 * size, lanes)
     parts = []
     for offset in (0, lanes // 2):
         chosen = [start + offset + lane for start in starts for lane in range(lanes // 2)]
         mask = ir.Constant(ir.VectorType(INT, len(chosen)), chosen)
-        parts.append(builder.shuffle_vector(left, left if right is None else right, mask))
+        parts.append(builder.shuffle_vector(first, first if second is None else second, mask))
     return builder.fadd(*parts)
 
 
-def every_float(number):
+def splat_float(number):
     """A compile-time constant in all lanes."""
     return ir.Constant(FLOATS, [number] * LANES)
 
 
-def every_int(number):
+def splat_int(number):
     return ir.Constant(INTS, [number] * LANES)
 
 
-def arrays_of(context, builder, kinds, given):
+def arrays_of(context, builder, kinds, arguments):
     """The arrays of numba types `kinds` among an intrinsic's arguments, as LLVM structures."""
-    return [context.make_array(kind)(context, builder, one) for kind, one in zip(kinds, given, strict=True)]
+    return [context.make_array(kind)(context, builder, array) for kind, array in zip(kinds, arguments, strict=True)]
 
 
 class Linear(NamedTuple):
@@ -238,11 +231,11 @@ class Outputs(NamedTuple):
     halves: object
 
     @classmethod
-    def of(cls, context, builder, kinds, given, halves):
+    def of(cls, context, builder, kinds, arguments, halves):
         """From the arguments of an intrinsic that are a `Linear` and `out`, of these kinds."""
-        arrays = *cgutils.unpack_tuple(builder, given[0])[2:], given[1]
-        found = arrays_of(context, builder, (*kinds[0].types[2:], kinds[1]), arrays)
-        return cls(*found, kind=kinds[1].dtype, halves=halves)
+        arrays = *cgutils.unpack_tuple(builder, arguments[0])[2:], arguments[1]
+        structures = arrays_of(context, builder, (*kinds[0].types[2:], kinds[1]), arrays)
+        return cls(*structures, kind=kinds[1].dtype, halves=halves)
 
     def scaled(self, builder, column):
         """(biases, scales) of the panel that begins at output `column`."""
@@ -259,9 +252,9 @@ def distances_ahead(builder, size, panels, turn, turns):
 
     So the next panels are fetched while these are used, and each turn fetches a share of them.
     """
-    turn_of = [builder.sdiv(builder.mul(turns, LONG(place)), LONG(panels)) for place in range(panels)]
-    own = [builder.icmp_signed("==", one, turn) for one in turn_of]
-    return [builder.select(one, builder.mul(size, LONG(panels)), LONG(0)) for one in own]
+    turn_of = [builder.sdiv(builder.mul(turns, LONG(panel)), LONG(panels)) for panel in range(panels)]
+    in_turn = [builder.icmp_signed("==", number, turn) for number in turn_of]
+    return [builder.select(fetches, builder.mul(size, LONG(panels)), LONG(0)) for fetches in in_turn]
 
 
 def switch_between(builder, cases, number, add):

@@ -84,11 +84,11 @@ def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[Kerne
     Temporarily allocates one cache.
     """
     graphs = GraphPool()
-    found: dict[tuple[int, int, int], list[KernelChoice]] = {}
+    by_shape: dict[tuple[int, int, int], list[KernelChoice]] = {}
     for stack in stacks:
-        if attention_shape(stack) not in found:
-            found[attention_shape(stack)] = _measure(stack, positions, graphs)
-    return tuple(choice for choices in found.values() for choice in choices)
+        if attention_shape(stack) not in by_shape:
+            by_shape[attention_shape(stack)] = _measure(stack, positions, graphs)
+    return tuple(choice for choices in by_shape.values() for choice in choices)
 
 
 def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
@@ -96,7 +96,7 @@ def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[Kerne
     heads, key_heads, head_dim = shape = attention_shape(stack)
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
     cache = zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim)
-    found = []
+    choices = []
     for keys in _lengths(positions):
         for width in WIDTHS:
             query, mask = zeros(1, heads, width, head_dim), zeros(1, 1, width, keys)
@@ -109,8 +109,8 @@ def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[Kerne
             for kernel in kernels_on(stack.device):
                 with use_kernel_on(stack.device, kernel):
                     seconds[kernel] = _seconds(graphs.capture(attend))
-            found.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))
-    return found
+            choices.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))
+    return choices
 
 
 def _lengths(positions: int) -> list[int]:

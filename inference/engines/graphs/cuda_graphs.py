@@ -133,19 +133,19 @@ class Arena:
             self.draft_caches[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
         return self.draft_caches[id(owner)][1]
 
-    def buffer(self, name: str, place: int, like: Tensor, rows: int) -> Tensor:
-        """The input (place −1) or output of a pass: like `like` [1, n, …] or [n], but with `rows` rows."""
-        if (name, place) not in self.buffers:
+    def buffer(self, name: str, index: int, like: Tensor, rows: int) -> Tensor:
+        """The input (index −1) or output of a pass: like `like` [1, n, …] or [n], but with `rows` rows."""
+        if (name, index) not in self.buffers:
             shape = (rows,) if like.dim() == 1 else (1, rows, *like.shape[2:])
-            self.buffers[name, place] = like.new_zeros(shape)
-        return self.buffers[name, place]
+            self.buffers[name, index] = like.new_zeros(shape)
+        return self.buffers[name, index]
 
     def view(self, width: int, positions: int, cache: KVCache) -> FixedView:
         """The view of `width` rows for texts of up to `positions` positions, including these rows."""
         keys = min(bucket(positions, self.runtime.smallest), self.limit)
         return FixedView(self.upload, width, keys, self.limit, self.layers, cache)
 
-    def run_pass(self, name: str, pass_: Pass, given: Tensor, view: FixedView, by_row: bool) -> list[Tensor]:
+    def run_pass(self, name: str, pass_: Pass, x: Tensor, view: FixedView, by_row: bool) -> list[Tensor]:
         """Run `pass_`, which its name must identify uniquely; returns its output buffers.
 
         by_row: output rows are stored at their row numbers, and stay valid until the round ends.
@@ -153,17 +153,17 @@ class Arena:
 
         def run() -> None:
             with view.cache.at(view.slots, view.keys):
-                outputs = pass_(given, view)
-            for place, output in enumerate(outputs):
-                kept = self.buffer(name, place, output, self.rows + WIDTHS[-1] if by_row else WIDTHS[-1])
+                outputs = pass_(x, view)
+            for index, output in enumerate(outputs):
+                buffer = self.buffer(name, index, output, self.rows + WIDTHS[-1] if by_row else WIDTHS[-1])
                 if by_row:
-                    kept.index_copy_(1, view.rows, output)
+                    buffer.index_copy_(1, view.rows, output)
                 else:
-                    kept[:, : view.width].copy_(output)
+                    buffer[:, : view.width].copy_(output)
             self.outputs[name] = len(outputs)
 
         self.run((name, view.width, view.keys), run)
-        return [self.buffers[name, place] for place in range(self.outputs[name])]
+        return [self.buffers[name, index] for index in range(self.outputs[name])]
 
     def run(self, key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
         """Replay `run`, captured at the first call with this `key`. changed: see `GraphPool.capture`."""
@@ -213,26 +213,26 @@ class GraphedSession(TargetSession):
     def _step(self, token: Tensor) -> Tensor:
         """One token of plain decoding: the host only launches a graph and reads the result."""
         arena, stack = self._arena, self.stack
-        upload, given = arena.upload, arena.buffer("step", -1, token, 1)
-        if token.data_ptr() != given.data_ptr():
-            given.copy_(token)
+        upload, buffer = arena.upload, arena.buffer("step", -1, token, 1)
+        if token.data_ptr() != buffer.data_ptr():
+            buffer.copy_(token)
         if upload.alone_at != self.base:
             upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)
         view = arena.view(1, self.base + 1, self.rest)
 
         def run() -> None:
-            hidden = stack.embed(given[None], view.positions)
+            hidden = stack.embed(buffer[None], view.positions)
             with view.cache.at(view.slots, view.keys):
                 hidden = stack.run(hidden, 0, len(stack.layers), view.rotary, view.masks(), view.cache)
-            given.copy_(likeliest(stack.logits(hidden)[0]))
+            buffer.copy_(likeliest(stack.logits(hidden)[0]))
             upload.base.add_(1)
 
-        arena.run(("step", 1, view.keys), run, changed=(given, upload.base))
+        arena.run(("step", 1, view.keys), run, changed=(buffer, upload.base))
         for cache in (self.first, self.rest):
             cache.length += 1
         self.base += 1
         upload.alone_at = self.base
-        return given
+        return buffer
 
     @property
     def hidden(self) -> Tensor:
@@ -244,10 +244,10 @@ class GraphedSession(TargetSession):
         if not self.base:
             super()._remember(hidden, start)
         else:
-            kept = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
-            kept = kept[:, start : start + hidden.shape[1]]
-            if kept.data_ptr() != hidden.data_ptr():  # of a pass without a graph
-                kept.copy_(hidden)
+            buffer = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
+            buffer = buffer[:, start : start + hidden.shape[1]]
+            if buffer.data_ptr() != hidden.data_ptr():  # of a pass without a graph
+                buffer.copy_(hidden)
 
     def _run(
         self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, logit_count: int | None = None
@@ -259,10 +259,10 @@ class GraphedSession(TargetSession):
         arena, by_row = self._arena, name == "first"
         view = arena.view(next(width for width in WIDTHS if width >= rows), layout.base + layout.stop, cache)
         arena.upload.send(layout, view.width)
-        given = arena.buffer(name, -1, x, WIDTHS[-1])
+        buffer = arena.buffer(name, -1, x, WIDTHS[-1])
         axis = min(x.dim() - 1, 1)  # of the rows: tokens [n], hidden states [1, n, d]
-        given.narrow(axis, 0, rows).copy_(x)
-        outputs = arena.run_pass(name, pass_, given.narrow(axis, 0, view.width), view, by_row)
+        buffer.narrow(axis, 0, rows).copy_(x)
+        outputs = arena.run_pass(name, pass_, buffer.narrow(axis, 0, view.width), view, by_row)
         cache.length += rows
         start = layout.start if by_row else 0
         return tuple(output[:, start : start + rows] for output in outputs)

@@ -54,8 +54,8 @@ class Upload:
         first = max(layout.start, 0)
         if layout.stop > first:
             bits = content[self._head :].reshape(width, self.rows)
-            place = first - layout.start
-            bits[place : place + layout.stop - first] = unpack(layout.ancestors[first:], self.rows)
+            row = first - layout.start
+            bits[row : row + layout.stop - first] = unpack(layout.ancestors[first:], self.rows)
         self._device[:stop].copy_(host[:stop], non_blocking=True)
         if copied is not None:
             copied.record()
@@ -78,16 +78,16 @@ class FixedView:
     @property
     def rows(self) -> Tensor:
         """Row numbers [width]."""
-        return self.upload.start + self._each
+        return self.upload.start + self._indices
 
     @property
     def slots(self) -> Tensor:
         """Cache slots [width]. Padding writes to slots that no pass reads, since masking cannot undo NaN (0 · NaN)."""
         rows = self.rows
-        return torch.where(rows < self.upload.stop, self.upload.base + rows, self.spare + self._each)
+        return torch.where(rows < self.upload.stop, self.upload.base + rows, self.spare + self._indices)
 
     @property
-    def _each(self) -> Tensor:
+    def _indices(self) -> Tensor:
         return torch.arange(self.width, device=self.upload.base.device)
 
     @property
@@ -104,16 +104,16 @@ class FixedView:
         base, depths = self.upload.base, self.upload.depths
         columns = torch.arange(self.keys, device=base.device)
         inside = columns - base
-        place = inside.clamp(0, self.upload.rows - 1)
-        own = self.upload.ancestors[: self.width].index_select(1, place)
-        own = own & (inside >= 0) & (inside < self.upload.rows)
-        visible = own | (columns < torch.minimum(base, self.slots + 1)[:, None])
-        places = torch.where(inside < 0, columns, base + depths[place])
+        round_rows = inside.clamp(0, self.upload.rows - 1)
+        ancestors = self.upload.ancestors[: self.width].index_select(1, round_rows)
+        ancestors = ancestors & (inside >= 0) & (inside < self.upload.rows)
+        visible = ancestors | (columns < torch.minimum(base, self.slots + 1)[:, None])
+        column_positions = torch.where(inside < 0, columns, base + depths[round_rows])
         built: dict[int | None, Mask] = {}
         for window in set(self.layers.windows):
             seen = visible
             if window is not None and window < self.keys:
-                seen = visible & (places > self.positions[0, :, None] - window)
+                seen = visible & (column_positions > self.positions[0, :, None] - window)
             mask = torch.zeros(self.width, self.keys, dtype=self.layers.dtype, device=base.device)
             built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
         return built
@@ -143,7 +143,7 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._place: tuple[Any, Any] | None = None  # handle of the memory pool, stream
+        self._pool_and_stream: tuple[Any, Any] | None = None  # handle of the memory pool, stream
 
     def capture(self, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> torch.cuda.CUDAGraph:
         """`run` captured as a graph. changed: tensors that `run` updates; they are restored before this returns."""
@@ -161,9 +161,9 @@ class GraphPool:
         return self._graphs[-1]
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        if self._place is None:
-            self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        pool, stream = self._place
+        if self._pool_and_stream is None:
+            self._pool_and_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        pool, stream = self._pool_and_stream
         graph = torch.cuda.CUDAGraph()
         # CUDA calls of other threads (a logger, a data loader) neither enter the graph nor invalidate it.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -22,18 +22,18 @@ _SMALLEST = 16  # rows, columns and depth of a matrix product on tensor cores
 @triton.jit
 def _norm_kernel(x, added, weight, summed, normed, eps, size: tl.constexpr, block: tl.constexpr, adds: tl.constexpr):
     row = tl.program_id(0)
-    places = tl.arange(0, block)
-    inside = places < size
+    columns = tl.arange(0, block)
+    inside = columns < size
     kind = x.dtype.element_ty
-    value = tl.load(x + row * size + places, mask=inside, other=0.0)
+    value = tl.load(x + row * size + columns, mask=inside, other=0.0)
     if adds:
-        value = (value.to(tl.float32) + tl.load(added + row * size + places, mask=inside, other=0.0)).to(kind)
-        tl.store(summed + row * size + places, value, mask=inside)
+        value = (value.to(tl.float32) + tl.load(added + row * size + columns, mask=inside, other=0.0)).to(kind)
+        tl.store(summed + row * size + columns, value, mask=inside)
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
     rounded = (wide * scale).to(kind)
-    scaled = rounded.to(tl.float32) * tl.load(weight + places, mask=inside, other=0.0)
-    tl.store(normed + row * size + places, scaled.to(kind), mask=inside)
+    scaled = rounded.to(tl.float32) * tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(normed + row * size + columns, scaled.to(kind), mask=inside)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,8 +56,8 @@ def _launch_norm(
     assert all(tensor.is_contiguous() for tensor in (x, added, weight))
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    given: dict[str, object] = {"size": size, "block": block, "adds": adds, "num_warps": min(16, max(1, block // 256))}
-    _norm_kernel[(x.numel() // size,)](x, added, weight, summed, normed, eps, **given)
+    grid, warps = (x.numel() // size,), min(16, max(1, block // 256))
+    _norm_kernel[grid](x, added, weight, summed, normed, eps, size=size, block=block, adds=adds, num_warps=warps)
 
 
 @triton.jit
@@ -69,24 +69,24 @@ def _place_kernel(
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = width // 2
-    places = tl.arange(0, block)
-    inside = places < half
-    every: tl.constexpr = query_heads + 2 * key_heads
+    columns = tl.arange(0, block)
+    inside = columns < half
+    all_heads: tl.constexpr = query_heads + 2 * key_heads
     kind = heads.dtype.element_ty
-    start = heads + (row * every + head) * width
-    low = tl.load(start + places, mask=inside, other=0.0)
-    high = tl.load(start + half + places, mask=inside, other=0.0)
+    start = heads + (row * all_heads + head) * width
+    low = tl.load(start + columns, mask=inside, other=0.0)
+    high = tl.load(start + half + columns, mask=inside, other=0.0)
     if head < query_heads + key_heads:
         if norms:
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
             squares = tl.sum(wide_low * wide_low, 0) + tl.sum(wide_high * wide_high, 0)
             scale = 1.0 / tl.sqrt(squares / width + eps)
-            scale_low = tl.load(scales + head * width + places, mask=inside, other=0.0).to(tl.float32)
-            scale_high = tl.load(scales + head * width + half + places, mask=inside, other=0.0).to(tl.float32)
+            scale_low = tl.load(scales + head * width + columns, mask=inside, other=0.0).to(tl.float32)
+            scale_high = tl.load(scales + head * width + half + columns, mask=inside, other=0.0).to(tl.float32)
             low = ((wide_low * scale).to(kind).to(tl.float32) * scale_low).to(kind)
             high = ((wide_high * scale).to(kind).to(tl.float32) * scale_high).to(kind)
         if rotates:
-            angle = row * width + places
+            angle = row * width + columns
             cos_low = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
             cos_high = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
             sin_low = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
@@ -103,11 +103,11 @@ def _place_kernel(
             out = keys + (head - query_heads) * key_head_stride + slot * key_slot_stride
         else:
             out = values + (head - query_heads - key_heads) * value_head_stride + slot * value_slot_stride
-    tl.store(out + places, low, mask=inside)
-    tl.store(out + half + places, high, mask=inside)
+    tl.store(out + columns, low, mask=inside)
+    tl.store(out + half + columns, high, mask=inside)
 
 
-def place(
+def rotate_and_store(
     heads: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     scales: Tensor | None,
@@ -122,13 +122,13 @@ def place(
     scales [H + G, D]: weights of the norms of each head; None without norms. slots [Q]; keys, values
     [1, G, capacity, D], contiguous in the last axis.
     """
-    _, queries, every, width = heads.shape
+    _, queries, all_heads, width = heads.shape
     key_heads = keys.shape[1]
-    query_heads = every - 2 * key_heads
+    query_heads = all_heads - 2 * key_heads
     query = heads.new_empty(1, query_heads, queries, width)
     cos, sin = rotary if rotary is not None else (heads, heads)
     assert all(tensor.is_contiguous() for tensor in (heads, cos, sin))
-    _place_kernel[(queries, every)](
+    _place_kernel[(queries, all_heads)](
         heads, cos, sin, heads if scales is None else scales, slots, query, keys, values, eps,
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
         queries, query_heads=query_heads, key_heads=key_heads, width=width, block=triton.next_power_of_2(width // 2),
@@ -140,13 +140,13 @@ def place(
 @triton.jit
 def _gate_kernel(joined, out, size, block: tl.constexpr):
     row = tl.program_id(0)
-    places = tl.program_id(1) * block + tl.arange(0, block)
-    inside = places < size
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < size
     kind = joined.dtype.element_ty
-    gate = tl.load(joined + row * 2 * size + places, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(joined + row * 2 * size + size + places, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(joined + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out + row * size + places, (active * up).to(kind), mask=inside)
+    tl.store(out + row * size + columns, (active * up).to(kind), mask=inside)
 
 
 def gate(joined: Tensor) -> Tensor:
@@ -170,24 +170,24 @@ def _attend_kernel(
     splits = tl.num_programs(1)
     row = part * block + tl.arange(0, block)
     valid = row < rows
-    member, place = row // queries, row % queries
+    member, token = row // queries, row % queries
     across = tl.arange(0, depth)
     real = across < width
-    own = ((key_head * group + member) * queries + place) * width
-    q = tl.load(query + own[:, None] + across[None, :], mask=valid[:, None] & real[None, :], other=0.0)
+    start = ((key_head * group + member) * queries + token) * width
+    q = tl.load(query + start[:, None] + across[None, :], mask=valid[:, None] & real[None, :], other=0.0)
     peak = tl.full([block], float("-inf"), tl.float32)
     total = tl.zeros([block], tl.float32)
     mixed = tl.zeros([block, depth], tl.float32)
     for turn in range(turns):
-        place_of = (split * turns + turn) * step + tl.arange(0, step)
-        seen = place_of < count
+        position = (split * turns + turn) * step + tl.arange(0, step)
+        seen = position < count
         k = tl.load(
-            keys + key_head * key_head_stride + place_of[None, :] * key_stride + across[:, None],
+            keys + key_head * key_head_stride + position[None, :] * key_stride + across[:, None],
             mask=seen[None, :] & real[:, None], other=0.0,
         )  # fmt: skip
         scores = tl.dot(q, k, input_precision="ieee") * scale
         hidden = tl.load(
-            mask + place[:, None] * mask_stride + place_of[None, :], mask=valid[:, None] & seen[None, :], other=0.0
+            mask + token[:, None] * mask_stride + position[None, :], mask=valid[:, None] & seen[None, :], other=0.0
         )
         scores = tl.where(seen[None, :], scores + hidden.to(tl.float32), float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
@@ -195,7 +195,7 @@ def _attend_kernel(
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(
-            values + key_head * value_head_stride + place_of[:, None] * value_stride + across[None, :],
+            values + key_head * value_head_stride + position[:, None] * value_stride + across[None, :],
             mask=seen[:, None] & real[None, :], other=0.0,
         )  # fmt: skip
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -222,8 +222,8 @@ def _join_kernel(
     real = across < width
     parts = tl.load(partial + at[:, None] * width + across[None, :], mask=there[:, None] & real[None, :], other=0.0)
     mixed = tl.sum(parts * weight[:, None], 0) / total
-    head, place = key_head * group + row // queries, row % queries
-    tl.store(out + (place * heads + head) * width + across, mixed.to(out.dtype.element_ty), mask=real)
+    head, token = key_head * group + row // queries, row % queries
+    tl.store(out + (token * heads + head) * width + across, mixed.to(out.dtype.element_ty), mask=real)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -265,5 +265,5 @@ def try_all(device: torch.device | str) -> None:
     summed, _ = add_and_norm(norm(x, x[0, 0], 0.0), gate(torch.cat([x, x], -1)), x[0, 0], 0.0)
     heads, cache = summed.repeat(1, 3, 1)[:, None], torch.zeros(2, 1, 1, 64, 32, device=device)
     slots = torch.zeros(1, dtype=torch.long, device=device)
-    query = place(heads, (x, x), heads[0, 0, :2].contiguous(), 0.0, slots, cache[0], cache[1])
+    query = rotate_and_store(heads, (x, x), heads[0, 0, :2].contiguous(), 0.0, slots, cache[0], cache[1])
     attend(query, cache[0], cache[1], torch.zeros(1, 1, 1, 64, device=device), 1.0)

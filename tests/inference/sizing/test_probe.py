@@ -111,7 +111,7 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
     methods = {"m": replace(METHODS[name], source=source)}
     _, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
     costs, tuning = tunings["m"].costs, tunings["m"]
-    assert (costs.plain, costs.rest) == (0.5, pytest.approx(0.0))
+    assert (costs.plain, costs.overhead) == (0.5, pytest.approx(0.0))
     for width in (2, 4, 8, 16):
         assert costs.verify[width] == pytest.approx(1 + 0.01 * width)
     assert costs.step[1] == pytest.approx(0.101)
@@ -141,7 +141,7 @@ def test_a_pass_for_all_tokens_costs_once(
     methods = {"m": method}
     ready, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
     assert tunings["m"].costs.step[:5] == pytest.approx((0.0,) * 5)
-    assert tunings["m"].costs.rest == pytest.approx(0.1 + 0.001 * parallel)
+    assert tunings["m"].costs.overhead == pytest.approx(0.1 + 0.001 * parallel)
     drafter = new_drafter(ready["m"], drafters, Streams(0), False, tunings["m"])
     rounds = list(speculative(stack, drafter, PROMPT, max_new_tokens=COUNT))
     assert tokens_of(rounds) == text

@@ -116,7 +116,7 @@ def test_trials_by_hand() -> None:
 
 def rate_of_length(shares: Sequence[float], seconds: Costs, length: int) -> float:
     emitted = 1 + sum(math.prod(shares[:k]) for k in range(1, length + 1))
-    return emitted / (length * seconds.step[1] + seconds.verify[length + 1] + seconds.rest)
+    return emitted / (length * seconds.step[1] + seconds.verify[length + 1] + seconds.overhead)
 
 
 @settings(deadline=None)
@@ -149,8 +149,8 @@ def test_the_tree_is_the_most_rewarding_prefix(seed: int, seconds: Costs, nodes:
     sizes = TreeSizes(tuning, nodes, depth)
     tree = tree_of(sizes, source)
     check(tree, source, depth)
-    spent = sum(seconds.step[width] for width in source.calls)
-    trust = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0).shares()
+    spent = seconds.overhead + sum(seconds.step[width] for width in source.calls)
+    trust = Evidence(BANDS, tuning, prior=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0).shares()
 
     def worth(path: Path_) -> float:
         if not path:
@@ -164,7 +164,7 @@ def test_the_tree_is_the_most_rewarding_prefix(seed: int, seconds: Costs, nodes:
     drafted = [path for path in drafted[: sizes.max_nodes] if weight(q, path) > 0]
     worths = [worth(path) for path in drafted]
     if nodes is None:
-        rates = [(1 + sum(worths[:n])) / (spent + seconds.verify[n + 1] + seconds.rest) for n in range(len(worths) + 1)]
+        rates = [(1 + sum(worths[:n])) / (spent + seconds.verify[n + 1]) for n in range(len(worths) + 1)]
         assert rates[len(tree)] == pytest.approx(max(rates[1:]), rel=1e-4)
     else:
         assert len(tree) == min(nodes, len(drafted))
@@ -187,7 +187,7 @@ def test_how_much_of_a_level_is_fed(gains: list[float], worths: list[float], spa
     for rows in range(1, len(gains) + 1):
         merged = sorted([*worths, *gains[:rows]], reverse=True)[: sizes.max_nodes]
         width = min(len(worths) + rows, sizes.max_nodes) + 1
-        rates.append((1 + sum(merged)) / (seconds.step[rows] + seconds.verify[width] + seconds.rest))
+        rates.append((1 + sum(merged)) / (seconds.step[rows] + seconds.verify[width] + seconds.overhead))
     assert rate == pytest.approx(max(rates))
     assert rates[feed - 1] == pytest.approx(rate)
 
@@ -270,7 +270,7 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
     for above, q in zip(parents, steps, strict=True):
         worths.append(min(1.0, q * trust[band(q)]) * (worths[above] if above >= 0 else 1.0))
     count, rate = best_count(worths, 0.1, tuning.costs)
-    none = 1 / (0.1 + tuning.costs.verify[1] + tuning.costs.rest)
+    none = 1 / (0.1 + tuning.costs.verify[1] + tuning.costs.overhead)
     assert sizes.count(parents, probs) == (count if rate > none else 0)
 
 
@@ -378,7 +378,7 @@ def together(
             emitted += accepted + 1
         rows, drafts = sum(drafted) + count, [*filter(None, drafted)]
         spent += max(1.0, rows / 16) if seconds is FULL else 1.0 if not drafts else seconds.verify[min(rows, WIDEST)]
-        spent += (seconds.step[1] * sum(drafts) + seconds.rest * len(drafts)) / count
+        spent += (seconds.step[1] * sum(drafts) + seconds.overhead * len(drafts)) / count
         lengths += drafts
     return emitted / count / spent, len(lengths) / count / rounds, sum(lengths) / max(1, len(lengths))
 
@@ -415,7 +415,7 @@ def test_a_full_batch_drafts_nothing_but_trials(kind: str, monkeypatch: pytest.M
 def tried_and_wasted(gains: Sequence[float]) -> tuple[int, float]:
     """Of texts whose drafts have such gains: the rounds of 500 with a draft, and the time that a wrong one costs."""
     batch, tried = [len(gains), 0], 0
-    shared = Allowance(replace(FREE, rest=0.0), LOSS, lambda: (batch[0], batch[1]))
+    shared = Allowance(replace(FREE, overhead=0.0), LOSS, lambda: (batch[0], batch[1]))
     for batch[1] in range(501):
         drafted = 9 * (batch[1] == 500)
         tried += [*map(shared.opens, gains)][-1]
@@ -458,7 +458,7 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     assert idle.count(*draft) == 15
     batch[0] = 16
     assert idle.search_size() > 15
-    costs = replace(FULL, plain=1.5, own=(0.01, 0.25, 0.5)).of_one(4)
+    costs = replace(FULL, plain=1.5, unshared=(0.01, 0.25, 0.5)).of_one(4)
     assert (costs.step[1], costs.plain) == pytest.approx((0.0125, 0.75))
     assert [costs.verify[width] for width in (1, 4, 8)] == pytest.approx([0.4375, 0.4375, 0.6875])
     shared.observe([1] * 999, 9, 1)

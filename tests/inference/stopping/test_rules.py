@@ -250,10 +250,10 @@ def calibrated(**changes: Any) -> rules.CalibratedThompson:
 
 def test_posterior_moves_from_the_model_to_the_sample() -> None:
     rule = posterior(prior=0.2)
-    assert rule.given(0.9) == pytest.approx((0.9, 0.3**2))  # n = 0: the head alone
+    assert rule.posterior_of(0.9) == pytest.approx((0.9, 0.3**2))  # n = 0: the head alone
     for n in range(1, 200):
         rule.observe(4, 2)
-        mean, variance = rule.given(0.9)
+        mean, variance = rule.posterior_of(0.9)
         weight = 0.6**2 / (n * 0.3**2 + 0.6**2)
         assert mean == pytest.approx(weight * 0.9 + (1 - weight) * rule.estimate)
         assert variance == pytest.approx(0.3**2 * 0.6**2 / (0.6**2 + n * 0.3**2))
@@ -278,12 +278,12 @@ def test_evidence_of_one_kind_alone() -> None:
     """The paper's ablations: the head alone never moves, the sample alone never asks the head."""
     model = posterior(evidence="model", model_sigma=0.3)
     sample = posterior(evidence="sample", sample_sigma=0.6, prior=0.2)
-    assert sample.given(0.9) == (0.2, 0.0)
+    assert sample.posterior_of(0.9) == (0.2, 0.0)
     for rule in (model, sample):
         for _ in range(30):
             rule.observe(4, 2)
-    assert model.given(0.9) == pytest.approx((0.9, 0.3**2))
-    assert sample.given(0.9) == sample.given(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
+    assert model.posterior_of(0.9) == pytest.approx((0.9, 0.3**2))
+    assert sample.posterior_of(0.9) == sample.posterior_of(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
     sample.head = None  # type: ignore[assignment]
     assert draft_length(rules.CalibratedThompson(50, sample.settings, sample.head, random.Random(0))) >= 1
 
@@ -304,7 +304,7 @@ def test_the_mean_alone_decides_without_chance() -> None:
         stop = StopConfig(rule="posterior_mean", model_sigma=0.3, sample_sigma=0.6, prior=0.3, threshold=threshold)
         rule = rules.PosteriorMean(4, stop, head([bias]))
         for _ in range(6):
-            mean = rule.given(1 / (1 + math.exp(-bias)))[0]
+            mean = rule.posterior_of(1 / (1 + math.exp(-bias)))[0]
             assert draft_length(rule) == (1 if mean < threshold else 4)
             rule.observe(4, 1)
     assert mean < 0.65  # both ends were there: the estimate falls to 0.5 of tested tokens

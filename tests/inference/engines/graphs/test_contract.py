@@ -229,9 +229,9 @@ PLANTED = {  # a rule, and what breaks it
         FixedView, "masks", "return built", "return vars(self.upload).setdefault(f'{self.width} {self.keys}', built)",
     ),
     contract.REBOUND: (
-        Arena, "buffer", "if (name, place) not in",
-        "if place < 0:\n        self.before = self.buffers.pop((name, place), None)  # so that the address is another\n"
-        "    if (name, place) not in",
+        Arena, "buffer", "if (name, index) not in",
+        "if index < 0:\n        self.before = self.buffers.pop((name, index), None)  # so that the address is another\n"
+        "    if (name, index) not in",
     ),
     contract.CHANGED: (  # a slot that the host chooses for every pass
         Arena, "view", "return FixedView(self.upload, width, keys, self.limit,",

@@ -197,12 +197,12 @@ def test_graphs_decode_to_the_same_tokens_by_each_kernel(
     prepare(stack, {"early_exit": Calibrated(drafter)})
     keep_contracts(monkeypatch)
     torch_kernels.stand_in(monkeypatch)
-    placed, otherwise = watch(monkeypatch, torch_kernels, "place", 0), watch(monkeypatch, FusedLayer, "_rotate", 1)
+    placed = watch(monkeypatch, torch_kernels, "rotate_and_store", 0)
+    otherwise = watch(monkeypatch, FusedLayer, "_rotate", 1)
     runtime = Graphed(16)
     runtime.prepare(70, [KernelChoice(*attention_shape(stack), 1, 16, kernel)])
     options = {"max_new_tokens": count, "runtime": runtime}
-    source = EarlyExitSource(drafter)
-    tree = ModelDrafter(source, make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+    tree = ModelDrafter(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
     for rounds in (autoregressive(stack, prompt, **options), speculative(stack, tree, prompt, **options)):
         assert tokens_of(rounds) == expected
     if kernel == SPLIT:

@@ -129,7 +129,7 @@ def check_places(
             slots = torch.randperm(capacity, device=DEVICE)[:queries]
             rotary, scale = (cos, sin) if rotates else None, scales if norms else None
             with memory:
-                query = kernels.place(given, rotary, scale, EPS, slots, keys, values)
+                query = kernels.rotate_and_store(given, rotary, scale, EPS, slots, keys, values)
             expected = given[:, :, : heads + key_heads]
             if norms:
                 expected = F.rms_norm(expected, (width,), None, EPS) * scales
@@ -192,18 +192,18 @@ def test_attention_split_over_keys(kernels: ModuleType, dtype: torch.dtype, shap
 # In the source of a kernel: what is there, and what a fault has instead.
 FAULTS = {
     "_norm_kernel": [
-        ("inside = places < size", "inside = places < block"),  # the mask
+        ("inside = columns < size", "inside = columns < block"),  # the mask
         ("normed + row * size", "normed + row * block"),
         ("summed + row * size", "summed"),
         ("added + row * size", "added"),
-        ("weight + places", "weight + row + places"),
+        ("weight + columns", "weight + row + columns"),
         ("/ size + eps", "/ block + eps"),
         ("/ size + eps", "/ size"),
         ("if adds:", "if False:"),
     ],
     "_place_kernel": [
-        ("inside = places < half", "inside = places < block"),
-        ("high = tl.load(start + half + places", "high = tl.load(start + places"),
+        ("inside = columns < half", "inside = columns < block"),
+        ("high = tl.load(start + half + columns", "high = tl.load(start + columns"),
         ("keys + (head - query_heads) * key_head_stride", "keys + (head - query_heads) * value_head_stride"),
         ("slot * key_slot_stride", "slot * value_slot_stride"),
         ("- key_heads) * value_head_stride", "- key_heads) * key_head_stride"),
@@ -211,7 +211,7 @@ FAULTS = {
         ("(head - query_heads - key_heads)", "(head - query_heads)"),
         ("slot = tl.load(slots + row)", "slot = row"),
         ("- turned_low", "+ turned_low"),
-        ("angle = row * width + places", "angle = places"),
+        ("angle = row * width + columns", "angle = columns"),
         ("cos + angle + half", "cos + angle"),
         ("sin + angle + half", "sin + angle"),
         ("scales + head * width + half", "scales + half"),
@@ -222,9 +222,9 @@ FAULTS = {
         ("if rotates:", "if False:"),
     ],
     "_gate_kernel": [
-        ("inside = places < size", "inside = places < 2 * size"),
+        ("inside = columns < size", "inside = columns < 2 * size"),
         ("tl.program_id(1) * block + ", ""),
-        ("+ size + places", "+ places"),
+        ("+ size + columns", "+ columns"),
         ("gate = tl.load(joined + row * 2 * size", "gate = tl.load(joined + row * size"),
         ("out + row * size", "out + row * 2 * size"),
         ("tl.exp(-gate)", "tl.exp(gate)"),
@@ -232,17 +232,17 @@ FAULTS = {
     "_attend_kernel": [
         ("(split * turns + turn) * step", "(split * turns) * step"),  # a turn is lost
         ("(split * turns + turn) * step", "turn * step"),
-        ("seen = place_of < count", "seen = place_of >= 0"),
-        ("seen = place_of < count", "seen = place_of < count - 1"),  # a key
+        ("seen = position < count", "seen = position >= 0"),
+        ("seen = position < count", "seen = position < count - 1"),  # a key
         ("scores + hidden.to(tl.float32), float", "scores, float"),  # the mask
-        ("mask + place[:, None] * mask_stride", "mask + row[:, None] * mask_stride"),
-        ("place[:, None] * mask_stride", "place[:, None] * count"),
-        ("place_of[None, :] * key_stride", "place_of[None, :] * width"),
-        ("place_of[:, None] * value_stride", "place_of[:, None] * key_stride"),
+        ("mask + token[:, None] * mask_stride", "mask + row[:, None] * mask_stride"),
+        ("token[:, None] * mask_stride", "token[:, None] * count"),
+        ("position[None, :] * key_stride", "position[None, :] * width"),
+        ("position[:, None] * value_stride", "position[:, None] * key_stride"),
         ("values + key_head * value_head_stride", "values + key_head * key_head_stride"),
         ("mixed = mixed * shrink[:, None] +", "mixed = mixed +"),
         ("total = total * shrink", "total = total"),
-        ("group + member) * queries + place", "group + place) * queries + member"),
+        ("group + member) * queries + token", "group + token) * queries + member"),
         ("row // queries, row % queries", "row % group, row // group"),
         ("input_precision=\"ieee\") * scale", "input_precision=\"ieee\")"),
         ("valid = row < rows", "valid = row < rows + block"),
@@ -256,7 +256,7 @@ FAULTS = {
         ("other=0.0) * weight, 0)", "other=0.0), 0)"),
         ("(key_head * splits + number)", "(key_head + number)"),
         ("row // queries, row % queries", "row % group, row // group"),
-        ("(place * heads + head)", "(head * queries + place)"),
+        ("(token * heads + head)", "(head * queries + token)"),
         ("real = across < width", "real = across < depth"),
     ],
 }  # fmt: skip
