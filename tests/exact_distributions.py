@@ -23,9 +23,6 @@ Drafter = Callable[[Chance], Draft]
 Verify = Callable[[Sequence[int], Sequence[int], Mapping[int, Rows], Rows, Chance], tuple[list[int], int]]
 
 
-# ----------------------------------------------------------------------------------------------- every branch, exactly
-
-
 @dataclass
 class Branch:
     """A `Chance` that follows `script` and then always takes the first possible branch, noting the others."""
@@ -67,9 +64,6 @@ def distribution_of(run: Callable[[Chance], Hashable]) -> Distribution:
         waiting += branch.others
     assert sum(found.values()) == 1
     return dict(found)
-
-
-# --------------------------------------------------------------------------------------- models, drafts, emitted texts
 
 
 def distribution(weights: Sequence[int]) -> Rows:

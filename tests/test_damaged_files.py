@@ -166,9 +166,6 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
     bench.make_bench(config, setup, load_models(config, setup, drafters), prepared, ids, 1)
 
 
-# ----------------------------------------------------------------------------------------------- models
-
-
 @pytest.mark.slow
 def test_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require_named(folder / TARGET / "config.json", lambda: evaluate_shortly(on_target(folder)), capsys, 20)
@@ -252,8 +249,6 @@ def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require_named(file, read, capsys, 200)
 
 
-# ------------------------------------------------------------------------------------------------- text
-
 PROMPTS = [{"question_id": 1, "category": "c", "turns": ["how", "are"]}, {"task_id": "a/1", "prompt": "def f"},
            {"question": "why"}, {"instruction": "do", "input": "it"}, {"text": "t"}]  # fmt: skip
 
@@ -324,9 +319,6 @@ def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     require_named(file, lambda: read_shape(file), capsys, 150)
 
 
-# ------------------------------------------------------------------------------------------------- runs
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b'"\xff"', b"9" * 5000])
 def test_what_is_no_json_is_refused(content: bytes) -> None:
     refusal("not valid JSON", parse_json, content)
@@ -337,9 +329,6 @@ def test_what_is_sealed_is_not_changed_unnoticed() -> None:
     assert unsealed(whole) == {"tokens": [1, 2], "names": ["a", "b"]}
     for changed in ({**whole, "tokens": [1, 3]}, {**whole, "more": 1}, {"tokens": [1, 2]}, [whole]):
         refusal("sha256", unsealed, changed)
-
-
-# ------------------------------------------------------------------------------------------------- commands
 
 
 @pytest.mark.slow

@@ -212,9 +212,6 @@ def test_the_times_that_a_table_shows_are_of_prompts_that_all_its_rows_with_time
     assert (entry["claims"][0]["values"], entry["claims"][0]["prompts"]) == ([5.0], 3)  # a claim's, of its own rows
 
 
-# ------------------------------------------------------------------------------------------------------- what is kept
-
-
 def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
     from papers.keeping import of_entry, read_kept, write_kept
 

@@ -30,9 +30,6 @@ Counts = dict[str, float]
 Pair = tuple[LayerStack, dict[str, Any]]
 
 
-# ------------------------------------------------------------------------------------------------------------ replaying
-
-
 TREE = StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=4)
 GRAPH = StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0)
 TOP_K = StructureConfig(kind="k_config", widths=(3, 2), draw="top_k")
@@ -158,9 +155,6 @@ def test_a_key_is_of_what_was_chosen() -> None:
     assert chosen(method) == {"source": "small_lm", "stop": {"rule": "beta", "max_draft": 3}}
 
 
-# ------------------------------------------------------------------------------------------------------------- counting
-
-
 def graph_of(tokens: list[int], parents: tuple[int, ...], rows: tuple[int, ...] = ()) -> GraphTree:
     return GraphTree(torch.tensor(tokens), parents, rows or (-1,) * len(parents), drafted=len(parents))
 
@@ -208,9 +202,6 @@ def test_sequoias_tree_is_what_its_dynamic_programme_finds(acceptance: tuple[flo
         assert len(paths) == nodes if depth == 5 else len(paths) <= nodes
         reached = sum(math.prod(acceptance[rank] for rank in path) for path in paths)
         assert reached == pytest.approx(best(nodes, depth))
-
-
-# ----------------------------------------------------------------------------------------------------------- the papers
 
 
 @pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd", "block"])

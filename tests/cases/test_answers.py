@@ -307,9 +307,6 @@ def test_texts_are_continued_by_tokens_too(answer: Any, tmp_path: Path) -> None:
     assert script.said[0][0] == tuple(tokenizer("Two? one? two?")["input_ids"])
 
 
-# ---------------------------------------------------------------------------------------- history, and text in pieces
-
-
 @pytest.fixture(scope="module")
 def loaded(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     target = shutil.copytree(weights, tmp_path_factory.mktemp("loaded") / "qwen2")

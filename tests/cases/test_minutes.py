@@ -58,9 +58,6 @@ class Clock:
         return self.now
 
 
-# ----------------------------------------------------------------------------------------------------- minutes
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Commands that take `seconds` of `clock`, by step, and leave their products; their settings are in `given`."""
@@ -151,9 +148,6 @@ def test_a_plan_says_its_minutes(tiny_models: Path, capsys: pytest.CaptureFixtur
     assert sum(numbers[:5]) == pytest.approx(30, abs=0.2)  # the look, what needs no target, and one way of the rest
 
 
-# ---------------------------------------------------------------------------------------------------- progress
-
-
 def test_time_left_is_one_number_that_falls_until_it_is_far_too_small() -> None:
     estimates = [100.0, 80.0, 90.0, 300.0, 70.0, 79.0, 0.0, None, 360.0, 370.0]
     stage = Stage("outer", left=iter(estimates).__next__)
@@ -209,9 +203,6 @@ def test_no_library_shows_bars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in names})
     assert status_of(auto.main, "auto", "targett=x") == 2
     assert [os.environ[name] for name in names] == ["1", "1"]
-
-
-# --------------------------------------------------------------------------------------------------- templates
 
 
 def test_every_command_with_a_template_has_none() -> None:
@@ -278,9 +269,6 @@ def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: P
     assert given["report"]["template"] == "none"
 
 
-# ---------------------------------------------------------------------------------------------------- training
-
-
 def budget(minutes: float | None, most: int) -> tuple[StepBudget, Clock]:
     clock = Clock()
     made = StepBudget(TimeLimit(minutes, clock=clock), most)
@@ -314,9 +302,6 @@ def test_long_steps_say_which_option_makes_them_shorter(capsys: pytest.CaptureFi
     for seconds, said in ((30.0, True), (180 / ENOUGH / 2, False)):
         stepped(*budget(3.0, 30), seconds)
         assert ("fit.batch_rows" in capsys.readouterr().err) == said
-
-
-# ---------------------------------------------------------------------------------------- messages and directories
 
 
 def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_models: Path) -> None:

@@ -48,8 +48,6 @@ from tests.tiny import save_target
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import FIT, distilling, log, write_corpus
 
-# ------------------------------------------------------------------------------------------------------------ loops
-
 CODE = '''
 def add(one: int, other: int) -> int:
     """The sum."""
@@ -214,9 +212,6 @@ def _evaluation(name: str, made: Sequence[PromptResult]) -> Any:
     return Evaluation(name, {"m": {"method": "m", **FACTS}}, {r.prompt_id: r for r in made})
 
 
-# ------------------------------------------------------------------------------------------------------------ words
-
-
 def test_plain_decoding_that_is_slower_than_generate_is_said(tmp_path: Path) -> None:
     for place, (stock, slower) in enumerate(((1.5, True), (1.0, False), (0.5, False))):
         report, *pages = reported(results([2.0] * 6, stock=stock), tmp_path / str(place))
@@ -268,9 +263,6 @@ def test_a_run_without_rounds_has_no_tau(tmp_path: Path) -> None:
     assert row.split(" | ")[6] == "–"
 
 
-# ------------------------------------------------------------------------------------------------------------ units
-
-
 def test_prompts_of_one_id_are_two_prompts() -> None:
     """As where several processes numbered their own prompts, whose results were joined; turns stay one unit."""
     made = results([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
@@ -281,8 +273,6 @@ def test_prompts_of_one_id_are_two_prompts() -> None:
     turns = [replace(r, category="chat", conversation="1") for r in made]
     assert speedup(turns, "m", AUTOREGRESSIVE, Streams(0))["prompts"] == 1
 
-
-# ----------------------------------------------------------------------------------------------------------- memory
 
 ROWS, WIDTH, TOKENS = 1100, 4, 512
 
@@ -360,9 +350,6 @@ def _formula(kind: str, log_p: torch.Tensor, log_q: torch.Tensor, labels: torch.
         "kl_tv": lambda: share * forward + (1 - share) * (1 - alpha),
     }
     return each[kind]().sum()
-
-
-# ----------------------------------------------------------------------------------------------- trainings
 
 
 @pytest.mark.parametrize(("objective", "name"), [("forward_kl", "tau_analytic"), ("cross_entropy", "tau_text")])

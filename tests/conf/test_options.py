@@ -92,8 +92,6 @@ def test_the_command_prints_it_without_torch_and_whoever_reads_may_leave() -> No
     assert reader.wait() == 0
 
 
-# ---------------------------------------------------------------------- every option of every command
-
 GIVEN = {
     "eesd": ["target=t", "decode_prompts=2"],
     "finetune_drafter": ["target=t", "drafter=pretrained", "drafter.path=x"],

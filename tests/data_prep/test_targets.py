@@ -143,9 +143,6 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, sources: di
     assert (tmp_path / "thesis").read_text() == "mine"
 
 
-# ---------------------------------------------------------------------------------------------------- fetching
-
-
 def make_wheel(path: Path, files: dict[str, bytes], said: int | None = None) -> Path:
     """A wheel of `files`; said: the size that it says the first has, in place of its own."""
     info = f"{WHEEL.removesuffix('-py3-none-any.whl')}.dist-info"

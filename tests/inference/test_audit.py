@@ -87,9 +87,6 @@ def likeliest(logits: Tensor, step: int) -> Tensor:
     return logits.argmax(-1)
 
 
-# ---------------------------------------------------------------------------------------------------- exact statistics
-
-
 def every_token(coin: float) -> tuple[Tensor, Draws]:
     """Every token after every token of the table that can follow it: its probability, and it as a draw."""
     last, token = (TABLE.distributions > 0).nonzero(as_tuple=True)
@@ -179,9 +176,6 @@ def test_the_simulation_needs_more_tokens_for_what_is_less_wrong() -> None:
     assert max(typical, forgotten) < min(tilted, colder)
     columns = [torch.stack([getattr(draws, name) for draws, _ in real], 1) for name in ("u", "tail", "score")]
     assert tokens_needed(Draws(*columns, *real[0][0][3:]), LEVEL, coins) is None  # no fault, so nothing is seen
-
-
-# ---------------------------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -475,9 +469,6 @@ def test_what_rounds_in_half_precision_is_accepted_as_such(path: Path, model: Pr
     for answers in (greedy(decode(half, likeliest)), decode(half, partial(draw, coins=coins))):
         assert faults(half, answers) == ()
     assert faults(model, greedy(decode(half, likeliest)))  # in float32 it is another target's
-
-
-# --------------------------------------------------------------------------------------------------------- the command
 
 
 def write(file: Path, answers: Sequence[ServedAnswer], **more: object) -> str:

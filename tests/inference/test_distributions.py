@@ -198,9 +198,6 @@ def draw(arm: Arm, tokens: int, draws: int) -> list[Text]:
     return [(0, *arm([0], Streams(0, str(prompt), repeat=prompt % 3)).tokens) for prompt in range(count)]
 
 
-# ------------------------------------------------------------------------------------------------------------- χ² test
-
-
 def p_values(texts: Sequence[Text], distribution: Callable[[Text], Sequence[float]]) -> list[float]:
     """How likely tokens deviate from `distribution` of the text before them as much as here, or more, if it is their
     distribution.
@@ -257,7 +254,6 @@ def test_the_tail_of_chi_square() -> None:
         assert chi_square_tail(critical, freedom) == pytest.approx(tail, rel=2e-3)
 
 
-# ----------------------------------------------------------------------------------------------------------------
 # distributions
 
 
@@ -309,7 +305,6 @@ def test_distribution_after_processors_that_read_the_text(name: str) -> None:
     assert p_value(texts, table_distribution(MARKOV), lambda text: text[-1]) < LEVEL  # which is another distribution
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
 # Each is planted into what ships, and must be seen at a fraction of the draws.
 
 Fault = tuple[Any, str, str, str]  # a class or module, its function, and what stands there instead (see `plant`)

@@ -94,9 +94,6 @@ def test_an_early_exit_trains_on_it(target: OpenTarget) -> None:
         assert student(**batch)["loss_sum"] < before
 
 
-# ------------------------------------------------------------------------------------------------- quirks left out
-
-
 QUIRKS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "embedding scale": ("granite", lambda parts: {"scale": 1.0}, "scale"),
     "logit scale": ("cohere", lambda parts: {"logits": type(parts.logits)()}, "logits"),
@@ -154,9 +151,6 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(attention, "_capped", ignoring)
             refusal("differ from its own forward's by", prove_layers, model, "target=ignored")
-
-
-# ------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "recurrent_gemma"])

@@ -143,9 +143,6 @@ class Slow:
             yield r
 
 
-# ------------------------------------------------------------------------------------------------- the answers
-
-
 @pytest.mark.parametrize("sampled", [{}, SAMPLED])
 def test_an_answer_is_the_models_whole_and_in_pieces(client: Any, model: Any, sampled: dict[str, float]) -> None:
     expected = said(model, **sampled)
@@ -371,9 +368,6 @@ def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, tem
     assert (numbers["answers"], numbers["retokenised"], numbers["tokens"]) == (12, 0, 12 * 24)  # none can end early
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("presence_penalty", 0.5),
@@ -534,9 +528,6 @@ def test_what_a_request_asks_for_is_computed_in_no_thread_that_others_wait_for(m
     assert {name: own & waited for name, own in threads.items() if own & waited} == {}
 
 
-# ---------------------------------------------------------------------------------------- the log, and the end
-
-
 def test_a_line_of_the_log_a_request(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(model) as (url, _, client):
         ask(client, stop="\n")
@@ -556,9 +547,6 @@ def test_a_line_of_the_log_a_request(model: Any, capsys: pytest.CaptureFixture[s
         float(words[1]["tau"]) == figures["tau"] == round(15 / (len([*model.rounds(TALK, max_new_tokens=16)]) - 1), 2)
     )
     assert all("seconds" in line for line in words)
-
-
-# ------------------------------------------------------------------------------------- queue, time and who leaves
 
 
 def test_a_full_queue_says_so_and_who_waited_is_answered(model: Any) -> None:
@@ -717,9 +705,6 @@ def test_nothing_is_left_of_clients_that_leave(model: Any) -> None:
                     before = resident()
         assert resident() < 1.05 * before
         assert service.workers.counts["texts"] == 1250
-
-
-# ------------------------------------------------------------------------------------------------------- the page
 
 
 def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(url: str) -> None:

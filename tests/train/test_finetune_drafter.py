@@ -58,8 +58,6 @@ from tests.train.jobs import (
     write_corpus,
 )
 
-# ------------------------------------------------------------------------------------------------ the command
-
 
 @pytest.mark.parametrize(
     "start",
@@ -211,9 +209,6 @@ def test_norms_that_do_not_move_are_warned_of(
     assert "warning: step 4: none of the 3 trained norms has moved, rounded to torch.float32" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------- bad input
-
-
 def test_what_is_started_is_what_was_asked_for(target: Path, small: Path, corpus: DataConfig) -> None:
     settings, tokenizer = load_config(str(target)), load_tokenizer(str(target))
     asked = DrafterConfig(layers=3, hidden=32, heads=4, kv_heads=2, intermediate=48, tied=True)
@@ -256,9 +251,6 @@ def test_resume_with_another_drafter_to_start_from_is_refused(
     (path / "config.json").write_text(described)
     save_target(path, seed=4, num_hidden_layers=2)
     refusal(r"drafter_model\.tensors\.lm_head=", finetune_drafter, replace(run, resume=True))
-
-
-# ---------------------------------------------------------------------------------------------------------- some tokens
 
 
 TOKENS = torch.tensor([3, 7, 40, 41, 99, 100, 256])

@@ -37,9 +37,6 @@ from tests.train.jobs import log
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
 
 
-# ------------------------------------------------------------------------------------------ the same update
-
-
 def _plain_loop(steps=8, batch=8, lr=0.01, **changes):
     """The loop written down: AdamW on the mean loss per supervised token of each batch."""
     model, rows, config = TinyModel(), tiny_rows(), tiny_config(**changes)
@@ -131,9 +128,6 @@ def test_row_order_is_a_function_of_seed_and_epoch():
     assert order[8:24] == [row for step in range(2, 6) for row in step_rows(10, 4, 3, step)]  # across epochs
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
-
-
 def test_only_what_is_trained_is_saved(tmp_path):
     model = TinyModel()
     frozen = model.embedding.weight.clone()
@@ -170,9 +164,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     refusal(r"does not fit the model to train; they differ in head\.bias", fit_tiny, tmp_path, model, resume=True)
 
 
-# ------------------------------------------------------------------------------------------------ bad losses
-
-
 class _Times(TinyModel):
     """A factor of the loss in each forward."""
 
@@ -203,9 +194,6 @@ def test_what_cannot_be_trained_is_said(tmp_path):
     refusal("gradient_checkpointing=true", fit_tiny, tmp_path, gradient_checkpointing=True)
     (tmp_path / "file").write_text("")
     refusal(r"out_dir=.*cannot be written", fit_tiny, tmp_path / "file" / "run")
-
-
-# ------------------------------------------------------------------------------------- evaluation and report
 
 
 def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
@@ -298,9 +286,6 @@ def test_wandb_is_online_where_a_key_is_at_hand(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert WandbConfig(mode="auto").resolved_mode() == "disabled"
     assert WandbConfig(mode="offline").resolved_mode() == "offline"
-
-
-# ----------------------------------------------------------------------------------------------------------- optimizers
 
 
 def test_muon_takes_the_layers_matrices_and_nothing_else():

@@ -159,9 +159,6 @@ def test_random_numbers_are_the_seeds_whatever_was_drawn_before(tmp_path):
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-# -------------------------------------------------------------------------------------------------------------- minutes
-
-
 QUIET = WandbConfig(mode="disabled")
 FIT = FitConfig(
     steps=5000, batch_rows=2, precision="fp32", warmup=0.1, lr=1.0, log_every=1, keep_checkpoints=99, wandb=QUIET

@@ -40,9 +40,6 @@ from tests.train.jobs import FIT, interrupted_at, log, same
 WEIGHTS_FILE = "bigram.safetensors"
 
 
-# ------------------------------------------------------------------------------------------------ what is trained
-
-
 class Bigram(nn.Module):
     """Logits of the next token from an embedding of this one."""
 
@@ -94,9 +91,6 @@ def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
         print(f"saved drafter={config.out_dir}", flush=True)
 
     return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, keeps_best=True)
-
-
-# ------------------------------------------------------------------------------------------------ how it drafts
 
 
 class BigramSource:
@@ -159,9 +153,6 @@ def bigram() -> Iterator[Kind]:
     """The kind, known while a test runs."""
     yield register(Kind("bigram", f"{__name__}:PLUGIN", option="bigram", needs="a directory of train_bigram"))
     KINDS.pop("bigram", None)
-
-
-# ------------------------------------------------------------------------------------------------ what comes of it
 
 
 @pytest.fixture

@@ -46,9 +46,6 @@ with open(given["calls"], "a") as calls:
 """
 
 
-# ---------------------------------------------------------------------------------------------- the real commands
-
-
 def run_here(*words: str) -> str:
     """What the pipeline says; it and its steps run in this process, without the seconds that imports take."""
     config = pipeline(list(words))
@@ -116,9 +113,6 @@ def check_report(out_dir: Path, experiment: str) -> None:
         assert len(figures["speedup"]["ci95"]) == len(figures["speedup"]["vs_transformers_generate"]["ci95"]) == 2
 
 
-# ------------------------------------------------------------------------------------------ before the first step
-
-
 @pytest.mark.parametrize("experiment", typical_where({"demo", "vicuna_7b"}.__contains__, EXPERIMENTS))
 def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experiment: str) -> None:
     words = [f"experiment={experiment}", f"out_dir={tmp_path / 'run'}"]
@@ -146,9 +140,6 @@ def test_no_step_starts_where_a_later_one_could_not(
     with pytest.raises(UserError, match=f"step {step}, before any has run: .*{said}"):
         import_module("outrider.train.pipeline").main.__wrapped__(config)
     assert not (tmp_path / "run").exists()
-
-
-# ------------------------------------------------------------------------------------------ order, skipping, failing
 
 
 class Mission:

@@ -196,9 +196,6 @@ def test_wrong_answers_are_refused_before_a_model_is_loaded(
             by_record(folder, tmp_path / "run", data=data)
 
 
-# ------------------------------------------------------------------------------------------- rows of the target's top-k
-
-
 @pytest.mark.parametrize("chat", [False, True])
 @torch.no_grad()
 def test_cached_rows_say_what_the_target_says(tmp_path: Path, target: Path, chat: bool) -> None:

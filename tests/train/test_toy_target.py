@@ -131,9 +131,6 @@ def test_conversations_are_refused(tmp_path):
     refusal("learns from plain text", toy.train_toy_target, config)
 
 
-# ------------------------------------------------------------------------------------------------- tokenizer
-
-
 def test_tokenizer_round_trips_any_text():
     tokenizer = toy.train_tokenizer(TEXTS, 300)
     assert len(tokenizer) == 300
@@ -143,9 +140,6 @@ def test_tokenizer_round_trips_any_text():
         assert ids[0] == tokenizer.bos_token_id
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
         assert toy.token_bytes(tokenizer)[ids].sum() == len(text.encode())
-
-
-# ----------------------------------------------------------------------------------------------------- model
 
 
 def test_untrained_layers_are_the_identity(tmp_path):

@@ -172,9 +172,6 @@ def test_a_sum_that_is_not_what_one_build_would_be_is_said(
     assert "one corpus is in it more than once" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------- resuming
-
-
 def break_off(config: TrigramConfig, records: int) -> dict[str, int]:
     """Build until a record that is damaged, then mend it; the shards that are there, with their times."""
     corpus = Path(config.data.path[0])
@@ -229,9 +226,6 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
     ]:
         refusal(message, build_table, other)
     assert content(config.out_dir) == before
-
-
-# --------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(("records", "changes", "message"), [

@@ -50,9 +50,6 @@ def test_ranges_are_as_large_as_memory_allows() -> None:
     assert [*ranges(rows, 1)] == [(i, i + 1) for i in range(4)] + [(4, 6), (6, 7)]
 
 
-# ------------------------------------------------------------------------------------------------------------ merging
-
-
 ORDERS, VOCABULARY = (2, 3, 4), 300
 
 
@@ -119,9 +116,6 @@ def test_pruned_to_a_size_no_more_is_left_out_than_must_be(tmp_path: Path) -> No
         sizes = [merged([whole], c, None, tmp_path / f"{size} {c}", 50_000).level_bytes for c in (count, count - 1)]
         assert sizes[0] <= size * 10**6 < sizes[1]
     refusal(r"max_mb=1e-06: expected room", kept_from, whole, 1e-6)
-
-
-# --------------------------------------------------------------------------------------------------------- token shards
 
 
 ROOT = Path(__file__).parents[3]

@@ -45,8 +45,6 @@ def chat(*messages):
     return {"id": "talk.jsonl:1", "messages": list(messages)}
 
 
-# ------------------------------------------------------------------------------------------------- layouts
-
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 LAYOUTS = [
     ("text", "text", {"text": "once"}, "once"),
@@ -123,9 +121,6 @@ def test_blank_text_is_empty(raw):
     assert skipped.value.reason == "empty"
 
 
-# ---------------------------------------------------------------------------------------------------- text
-
-
 def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer):
     for bos in (False, True):
         for text in ("return first", "<s>return first</s>"):
@@ -147,9 +142,6 @@ def test_truncated_text_has_no_end(tokenizer):
     cut, whole = (to_record(r, FileLayout("text", "text"), "f:1") for r in (raw, {**raw, "finish": "end"}))
     cut_ids, whole_ids = (document.ids.tolist() for document in encode([cut, whole], tokenizer, "tokenizer"))
     assert whole_ids == [*cut_ids, tokenizer.eos_token_id]
-
-
-# ----------------------------------------------------------------------------------------------- templates
 
 
 def spoken(document, tokenizer):
@@ -312,9 +304,6 @@ def test_conversations_need_a_chat_template(make_tokenizer):
     refusal(r"has no chat template", render_prompt, ["Hello"], bare, "tokenizer")
 
 
-# ------------------------------------------------------------------------------------------------- prompts
-
-
 def test_prompts_by_template(make_tokenizer):
     tokenizer = make_tokenizer(bos=True)
     plain = render_prompt(["return first"], tokenizer, "none")
@@ -409,9 +398,6 @@ def test_the_work_for_a_long_text_is_bounded() -> None:
 def test_a_lone_surrogate_is_no_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
     for template in ("none", "vicuna", "tokenizer"):
         refusal("surrogate", render_prompt, [text], tokenizer, template)
-
-
-# ------------------------------------------------------------------------------------------------------ streamed text
 
 
 TOKENIZERS = {"bytes": byte_fallback(), "cleans": cleaning(), "merges": tokenizer_of(FAMILIES["qwen3"])}

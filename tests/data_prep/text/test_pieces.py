@@ -121,9 +121,6 @@ def test_training_text_is_the_same_in_pieces(
             np.testing.assert_array_equal(one.supervised, other.supervised)
 
 
-# ------------------------------------------------------------------------------------------------- n-gram tables
-
-
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "bytes", "llama-like"])
 @pytest.mark.slow
 def test_a_table_of_long_texts_is_the_table_of_the_whole(

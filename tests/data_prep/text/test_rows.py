@@ -48,9 +48,6 @@ def data(tmp_path):
     return write
 
 
-# ------------------------------------------------------------------------------------------------- packing
-
-
 def documents_of(lengths, whole):
     number = iter(range(1, 10**6))
     return [Document(np.array([next(number) for _ in range(n)]), np.ones(n, bool), whole) for n in lengths]
@@ -140,9 +137,6 @@ def test_ids_of_a_large_vocabulary_are_kept_whole(data):
     assert rows[0]["input_ids"].tolist() == [100_000, 0, 100_000, 0]
 
 
-# ------------------------------------------------------------------------------------------------- counters
-
-
 def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch):
     records = [talk("Hello", "there")] * 3 + [talk("Hello")] + [talk("Hello" * 50, "there")]
     records += [
@@ -182,9 +176,6 @@ def test_data_without_content_is_an_error(data, tokenizer):
     refusal(expected, load_rows, data([talk("Hello")] * 2), tokenizer, 32, "train")
     refusal(r"seq_len=1: expected at least 2", load_rows, data(TEXTS), tokenizer, 1, "train")
     refusal(r"max_rows=0: expected at least 1", load_rows, data(TEXTS), tokenizer, 32, "train", max_rows=0)
-
-
-# --------------------------------------------------------------------------------------------------- cache
 
 
 def entries(config):
@@ -291,9 +282,6 @@ def test_processes_that_start_together_build_once(data, tokenizer, tmp_path):
     results = [[line for line in output.splitlines() if line.startswith("key")] for output in outputs]
     assert results[0] == results[1] != []
     assert len(entries(config)) == 1
-
-
-# -------------------------------------------------------------------------------------------------------------- mixes
 
 
 @pytest.fixture

@@ -33,9 +33,6 @@ def texts(path, **values):
     return [record["text"] for record in read(path, **values)]
 
 
-# --------------------------------------------------------------------------------------------- local files
-
-
 @pytest.fixture
 def files(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(ROWS))
@@ -116,9 +113,6 @@ def test_no_file_is_an_error(tmp_path):
         refusal(r"^path=.*: no file matches", read, str(path))
 
 
-# --------------------------------------------------------------------------------------------------- split
-
-
 def test_the_split_is_disjoint_complete_and_the_same_for_copies(tmp_path):
     rows = [{"text": f"number {i % 150}"} for i in range(300)]
     (tmp_path / "a.jsonl").write_text(lines(rows))
@@ -151,9 +145,6 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
     hub = {"source": "hub", "path": "a/b"}
     others = [{}, {"revision": "x"}, {"subset": "x"}, {"data_dir": "x"}, {"split": "x"}, {"path": "a/c"}]
     assert len({content_digest(DataConfig(**{**hub, **other})) for other in others}) == len(others)
-
-
-# -------------------------------------------------------------------------------------------------- stdlib
 
 
 def test_the_library_is_megabytes_of_code_and_no_tests():
@@ -216,8 +207,6 @@ def test_undecodable_and_missing_library_files(tmp_path, monkeypatch):
     assert records == [{"id": "good.py", "text": "x = 1\n"}]
     assert counts == {"records": 1, "unreadable": 1}
 
-
-# ----------------------------------------------------------------------------------------------------- hub
 
 MESSAGES = [{"content": "q", "role": "user"}, {"content": "a", "role": "assistant"}]
 HUB = {  # a record of each dataset, with its real columns

@@ -136,9 +136,6 @@ def test_special_tokens_and_template(tmp_path: Path, llama: Path, written: Path)
     assert load_generation_config(str(path)).eos_token_id == [original.tokenizer.eos_token_id, pad]
 
 
-# ---------------------------------------------------------------------------------------------------- refusals
-
-
 def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, written: Path) -> None:
     whole = written.read_bytes()
     path = tmp_path / "cut.gguf"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.draft_models.formats import packed_weights
 from outrider.draft_models.targets.coded import CodedLinear
@@ -103,44 +103,31 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("group", [16, 32, 128])
 @pytest.mark.parametrize(("method", "bits", "symmetric", "acts"), CASES)
 def test_a_packed_model_is_its_decoded_weights(
-    tmp_path: Path, method: str, bits: int, symmetric: bool, acts: bool
+    tmp_path: Path, method: str, bits: int, symmetric: bool, acts: bool, group: int
 ) -> None:
-    packed, plain = (open_target(str(path)) for path in save_packed(tmp_path, method, bits, symmetric, acts))
+    """Multiplied as it is stored where a group's inputs are not apart."""
+    paths = save_packed(tmp_path, method, bits, symmetric, acts, group, hidden_size=256, intermediate_size=256)
+    packed, plain = (open_target(str(path)) for path in paths)
     names = [name for name in plain.files.file_of if name.endswith("_proj.weight")]
     ours, theirs = packed.files.read(packed.files.file_of), plain.files.read(names)
     assert ours.keys() == plain.files.file_of.keys()
     for name in names:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=0)
-    model, other = (target.layers(dtype=torch.float32) for target in (packed, plain))
+        if (rows := packed.files.codes(name)) is not None:
+            assert rows.kind == f"int{bits}" + (" by 128" if (group, bits) == (128, 4) else "")
+            torch.testing.assert_close(rows.decoded(), theirs[name], rtol=1e-6, atol=0)
+        assert (rows is None) == (acts or group == 16)
+    model, other = (target.layers(dtype=torch.float32, coded=True) for target in (packed, plain))
+    assert isinstance(
+        model.get_submodule("model.layers.1.mlp.up_proj"), nn.Linear if acts or group == 16 else CodedLinear
+    )
     prompt = random_prompt(12)
     assert reference_generate(model, prompt, 8) == reference_generate(other, prompt, 8)
     assert packed.layers([0], dtype=torch.bfloat16).dtype == torch.bfloat16
     refusal("quantised as they are stored", packed.require_int8)
-
-
-@pytest.mark.parametrize(("method", "bits", "symmetric", "acts"), CASES)
-@pytest.mark.parametrize("group", [32, 128])
-def test_groups_are_multiplied_as_they_are_stored(
-    tmp_path: Path, method: str, bits: int, symmetric: bool, acts: bool, group: int
-) -> None:
-    packed, plain = (
-        open_target(str(path))
-        for path in save_packed(tmp_path, method, bits, symmetric, acts, group, hidden_size=256, intermediate_size=256)
-    )
-    name = "model.layers.1.mlp.up_proj.weight"
-    rows = packed.files.codes(name)
-    if acts:  # a group's inputs are apart
-        assert rows is None
-        return
-    assert rows is not None
-    assert rows.kind == f"int{bits}" + (" by 128" if (group, bits) == (128, 4) else "")
-    torch.testing.assert_close(rows.decoded(), plain.files.read([name])[name], rtol=1e-6, atol=0)
-    model = packed.layers(dtype=torch.float32, coded=True)
-    assert isinstance(model.get_submodule("model.layers.1.mlp.up_proj"), CodedLinear)
-    prompt, other = random_prompt(12), plain.layers(dtype=torch.float32)
-    assert reference_generate(model, prompt, 8) == reference_generate(other, prompt, 8)
 
 
 @pytest.mark.parametrize("fault", ["zeros", "order"])

@@ -137,9 +137,6 @@ def test_counts_saturate_when_added() -> None:
     assert merge_grams(single(2**31), single(7))[2].tolist() == [2**31 + 7]
 
 
-# -------------------------------------------------------------------------------------------------------- files
-
-
 def test_a_saved_table_opens_as_it_was_mapped_read_only(tmp_path: Path) -> None:
     table = make(random_documents(300))
     table.save(tmp_path / "table")
@@ -227,9 +224,6 @@ def test_the_tokenizer_is_told_by_its_ids() -> None:
 def test_impossible_tables_are_refused(options: dict[str, object], message: str) -> None:
     arguments = {"documents": [[1, 2, 3]], "orders": (3,), "vocabulary": 4, "tokenizer": "t", **options}
     refusal(message, TrigramTable.from_documents, **arguments)
-
-
-# ------------------------------------------------------------------------------------------------------- damaged arrays
 
 
 ROOT = Path(__file__).parents[3]

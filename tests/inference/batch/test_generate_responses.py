@@ -53,8 +53,6 @@ from tests.launched import launched
 from tests.refusals import refusal
 from tests.tiny import byte_tokenizer
 
-# ------------------------------------------------------------------------------------------------ invariance
-
 
 def test_responses_do_not_depend_on_batches_or_shards(make, monkeypatch):
     """Nor on how they are decoded: a target that is not proven to run by layers has padded batches."""
@@ -190,9 +188,6 @@ def test_other_kernels_do_not_go_on(make, monkeypatch):
     generate_responses(config)
     monkeypatch.setattr(responses_module, "has_amx", lambda: False)
     refusal(r'kernels="\w+" \(was "\w+, steps by AMX"\)', generate_responses, replace(config, resume=True))
-
-
-# ------------------------------------------------------------------------------------------------------ time
 
 
 @pytest.fixture
@@ -346,9 +341,6 @@ def test_what_is_answered_in_time_is_of_all_lengths(make):
     assert longest_first == sorted(longest_first, reverse=True)
     assert sorted(lengths(in_time), reverse=True) == longest_first
     assert min(lengths(in_time)[:4]) < longest_first[5] < max(lengths(in_time)[:4])
-
-
-# --------------------------------------------------------------------------------------------------- content
 
 
 def test_plain_text_is_continued_from_its_beginning(make):

@@ -64,9 +64,6 @@ def test_a_row_without_weight_has_no_token() -> None:
         assert invert(weights, uniform)[:, 0].tolist() == [-1, 1, -1, 2 if uniform >= 0.5 else 0]
 
 
-# ---------------------------------------------------------------------------------------------- sums taken in parallel
-
-
 def plant_errors(patch: pytest.MonkeyPatch, size: float) -> None:
     """Running sums with errors of `size`, as from a parallel sum: not even monotone."""
     exact, errors = sampling._running_sums, torch.Generator().manual_seed(0)

@@ -55,8 +55,6 @@ from tests.tiers import as_many
 WITH, WITHOUT, NAIVE = Rejection(replace=True), Rejection(replace=False), Matching()
 
 
-# ------------------------------------------------------------------------------------------------- one node, all rules
-
 SAMPLED = [pytest.param(WITH, id="with"), pytest.param(WITHOUT, id="without"), pytest.param(NAIVE, id="naive")]
 weights = st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any)
 CASES = {
@@ -124,9 +122,6 @@ def test_naive_verification_is_one_sample_from_p(p: list[int], candidates: list[
     for token, mass in enumerate(row):
         expected[(candidates.index(token), None) if token in candidates else (None, token)] += mass
     assert distribution_of(run) == {outcome: mass for outcome, mass in expected.items() if mass}
-
-
-# ---------------------------------------------------------------------------------------------------- trees and chains
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
@@ -213,9 +208,6 @@ def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int
     assert distribution_of_tree == plain(p, length)
 
 
-# -------------------------------------------------------------------------------------- the harness can tell the wrong
-
-
 WRONG = {
     "no residual": (ships(WITH), sampled),
     "no residual, without replacement": (ships(WITHOUT), functools.partial(sampled, replace=False)),
@@ -240,8 +232,6 @@ def test_wrong_rules_are_found_out(monkeypatch: pytest.MonkeyPatch, wrong: str, 
     distance = sum(abs(found.get(t, 0) - w) for t, w in plain(p, length).items()) / 2
     assert distance > Fraction(1, 100)
 
-
-# ----------------------------------------------------------------------------------------------------- blocks
 
 BLOCK_FAULTS = {  # by what stands in the source
     "ratios not bounded": ("min(1, before * ratio)", "before * ratio"),
@@ -322,9 +312,6 @@ def test_wrong_blocks_are_found_out(monkeypatch: pytest.MonkeyPatch, fault: str)
     assert emitted(p, sampled(q, (1, 1, 1), replace=False), block(verify.verify_block), 4) != plain(p, 4)
 
 
-# ------------------------------------------------------------------------------------------------ how much is accepted
-
-
 def acceptance(rule: NodeRule, p: Rows, q: Rows, k: int) -> Fraction:
     """The exact probability that one of k candidates is accepted."""
     draft = sampled(everywhere(q), (k,), replace=rule != WITHOUT)
@@ -354,9 +341,6 @@ def test_the_ordering_is_strict_where_it_can_be() -> None:
     assert acceptance(WITHOUT, p, q, 4) == 1  # all tokens are candidates
     for rule in (WITHOUT, WITH, NAIVE):
         assert acceptance(rule, p, q, 1) < acceptance(rule, p, q, 2) < acceptance(rule, p, q, 3)
-
-
-# ------------------------------------------------------------------------- in tensors, floats and generators
 
 
 @dataclass
@@ -458,9 +442,6 @@ def test_impossible_and_certain_events() -> None:
     assert chance.choose(weights) == 7
     chance._random = SimpleNamespace(random=lambda: 1 - 2.0**-53)
     assert chance.choose(weights) == 30
-
-
-# ------------------------------------------------------------------------------------------- greedily
 
 
 @st.composite

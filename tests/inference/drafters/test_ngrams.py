@@ -160,9 +160,6 @@ def test_the_seed_matters_to_the_search() -> None:
     assert len({*found}) > 1
 
 
-# --------------------------------------------------------------------------------------------------- in the runtime
-
-
 def test_drafts_keep_to_limits() -> None:
     text = np.random.default_rng(4).integers(0, cases.VOCABULARY, 40).tolist()
     for config in cases.CONFIGS.values():
@@ -213,9 +210,6 @@ def test_an_order_that_a_table_lacks_is_refused() -> None:
         make_ngram_drafter(cases.make_table(orders=(2, 3)), NgramConfig(order=4), 0)
 
 
-# -------------------------------------------------------------------------------------------------------- prompt lookup
-
-
 def slow_lookup(text: list[int], max_ngram: int, count: int, min_ngram: int = 1) -> list[int]:
     """The text after the latest earlier occurrence of the longest suffix that has one."""
     for size in range(min(max_ngram, len(text)), min_ngram - 1, -1):
@@ -242,8 +236,6 @@ def test_equals_a_search_of_the_text(prompt: list[int], rounds: list, sizes: tup
         lookup.commit(None, (), [root, *rest])
         text += [root, *rest]
 
-
-# ------------------------------------------------------------------------------------------------- as many as pay
 
 N, PERIOD = 128, 40
 

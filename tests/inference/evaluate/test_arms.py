@@ -175,9 +175,6 @@ def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytes
     assert stopped.tokens == out.tokens[: out.tokens.index(first) + 1]
 
 
-# -------------------------------------------------------------------------------------------------------------- threads
-
-
 @pytest.mark.slow
 def test_the_report_says_how_many(tmp_path: Path, config: Callable[..., EvaluateConfig]) -> None:
     """The number is chosen once, and all arms of all prompts use it."""

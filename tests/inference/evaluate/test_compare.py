@@ -140,9 +140,6 @@ def test_half_precision_and_sampling_are_judged(
             assert "keys of layer 0" in report["lossless"]["judged"]["autoregressive"]["faults"][0]
 
 
-# ------------------------------------------------------------------------------------------------------- texts together
-
-
 AUTO = MethodConfig(stop=StopConfig(max_draft="auto"))
 FOUR = QUESTIONS[:4]  # the second and the fourth have two turns
 

@@ -159,9 +159,6 @@ def test_an_early_exit_beside_it(tmp_path: Path) -> None:
     assert plain + layer < own < 2 * plain + layer
 
 
-# ----------------------------------------------------------------------------------------------- trainings
-
-
 @pytest.mark.slow
 def test_the_papers_own_arithmetic() -> None:
     """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B, 13B with N = 3 1.6 B and 481 M."""
@@ -275,9 +272,6 @@ def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> No
     config = replace(CONFIG, frozen_dtype="float32")  # in 16 bits transformers keeps a few routers in 32
     for objective, train_head in (("cross_entropy", True), ("forward_kl", False)):
         require_allocated(path, replace(config, objective=objective, train_head=train_head))
-
-
-# ------------------------------------------------------------------------------------------ memory that is not enough
 
 
 def test_a_cpu_that_has_not_enough_is_told_so_and_other_errors_stay() -> None:
