@@ -83,7 +83,7 @@ def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[
     return choices, accepted
 
 
-def placed(values: Tensor, keep: Tensor, fill: float) -> Tensor:
+def scatter(values: Tensor, keep: Tensor, fill: float) -> Tensor:
     """Scatter values [n] to the n positions marked by `keep` [B, T]; `fill` elsewhere."""
     return values.new_full(keep.shape, fill).masked_scatter(keep, values)
 

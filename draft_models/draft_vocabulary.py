@@ -46,7 +46,7 @@ def coverage(counts: Tensor, tokens: Tensor) -> float:
     return float(counts[tokens].sum() / counts.sum()) if counts.sum() else 1.0
 
 
-def places(labels: Tensor, tokens: Tensor | None, vocabulary: int) -> Tensor:
+def draft_indices(labels: Tensor, tokens: Tensor | None, vocabulary: int) -> Tensor:
     """Each label's index in `tokens`; IGNORE for labels outside. tokens None: the whole vocabulary."""
     if tokens is None:
         return labels

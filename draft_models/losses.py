@@ -227,9 +227,9 @@ def linear_topk_divergence(
     in `linear_divergence`.
 
     With a draft vocabulary, top_ids are indices into it, and `IGNORE` for tokens outside it (see
-    `draft_models.draft_vocabulary.places`). Those are treated as in `linear_divergence`: they add nothing to overlaps,
-    and the KLs condition p on the others. Their share of the tail is unknown: the whole tail counts as the drafter's
-    other tokens, unless it has none.
+    `draft_models.draft_vocabulary.draft_indices`). Those are treated as in `linear_divergence`: they add nothing to
+    overlaps, and the KLs condition p on the others. Their share of the tail is unknown: the whole tail counts as the
+    drafter's other tokens, unless it has none.
     """
     keep = labels != IGNORE
     logprobs, tails = top_logprobs[keep], tail[keep]

@@ -141,14 +141,14 @@ class TableSession(Session):
         return Length()
 
     def run_draft_layers(
-        self, name: str, pass_: Any, x: Tensor, start: int, cache: Length, wanted: int | None = None
+        self, name: str, pass_: Any, x: Tensor, start: int, cache: Length, logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         view = SimpleNamespace(
             masks=lambda: {None: None},
             positions=None,
             rotary=None,
             cache=cache,
-            wanted=lambda hidden: hidden[:, -(wanted or len(x[0])) :],
+            logit_rows=lambda hidden: hidden[:, -(logit_count or len(x[0])) :],
         )
         cache.length += x.shape[min(x.dim() - 1, 1)]
         return pass_(x, view)

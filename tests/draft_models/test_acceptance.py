@@ -14,7 +14,7 @@ from outrider.draft_models.acceptance import (
     acceptance_by_top_k,
     analytic_tau,
     judge,
-    placed,
+    scatter,
 )
 
 TOKENS, VOCABULARY, WIDTH = 11, 9, 4
@@ -112,4 +112,4 @@ def test_analytic_tau_is_what_all_outcomes_come_to() -> None:
 
 def test_values_are_put_where_they_are_of() -> None:
     keep = torch.tensor([[True, False, True], [False, True, False]])
-    assert placed(torch.tensor([5, 6, 7]), keep, -100).tolist() == [[5, -100, 6], [-100, 7, -100]]
+    assert scatter(torch.tensor([5, 6, 7]), keep, -100).tolist() == [[5, -100, 6], [-100, 7, -100]]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows, places
+from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, draft_indices, fit_rows
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_draft_tokens, save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
@@ -79,7 +79,7 @@ def test_rows_are_cut_or_padded_and_padding_is_never_likeliest(rows: int, tied: 
 
 def test_labels_by_their_place() -> None:
     labels = torch.tensor([[100, 4, 256, IGNORE, 0]])
-    assert places(labels, torch.tensor([0, 4, 100]), VOCABULARY).tolist() == [[2, 1, IGNORE, IGNORE, 0]]
+    assert draft_indices(labels, torch.tensor([0, 4, 100]), VOCABULARY).tolist() == [[2, 1, IGNORE, IGNORE, 0]]
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from outrider.base.errors import warn
 from outrider.base.processes import from_main, say
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
-from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading
@@ -126,7 +126,7 @@ class Eagle3Student(HeadOnTarget):
         """
         states = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
         tokens = self.head.draft_tokens if self.objective == "cross_entropy" else None
-        due = predictions(places(labels, tokens, self.head.reading.vocabulary), documents, self.steps)
+        due = predictions(draft_indices(labels, tokens, self.head.reading.vocabulary), documents, self.steps)
         if self.keep < 1:
             due &= kept_depths(self.keep, self.steps, self.seed, self.step, input_ids)
         guesses = self.guesses(input_ids, positions, documents, states[:, :, :-1].flatten(2), due)
@@ -140,7 +140,7 @@ class Eagle3Student(HeadOnTarget):
         head = self.head
         rows, weight = head.normed(guesses.hidden), head.lm_head.weight
         if self.objective == "cross_entropy":
-            classes = places(labels.flatten()[guesses.labels], head.draft_tokens, head.reading.vocabulary)
+            classes = draft_indices(labels.flatten()[guesses.labels], head.draft_tokens, head.reading.vocabulary)
             return linear_cross_entropy(rows, weight, classes, shares=shares)
         positions, owners = guesses.labels.unique_consecutive(return_inverse=True)
         sides = (rows, weight, *head_product(self.stack.head, target.flatten(0, 1)[positions]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.base.processes import from_main, say
 from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.card import CARD_FILE, TAUS
-from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyExit
 from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
@@ -128,10 +128,10 @@ class EarlyExitStudent(ExitOnFrozenLayers):
         product = head_product(self.drafter.output_head, hidden)
         rule, tokens, vocabulary = self.drafter.rule, self.drafter.draft_tokens, self.drafter.vocabulary
         if self.objective == "cross_entropy":
-            loss = linear_cross_entropy(*product, places(rows.labels, tokens, vocabulary), rule=rule)
+            loss = linear_cross_entropy(*product, draft_indices(rows.labels, tokens, vocabulary), rule=rule)
         elif target is None:
             ids, logprobs, tail = (rows.of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
-            cached = (places(ids, tokens, vocabulary), logprobs, tail)
+            cached = (draft_indices(ids, tokens, vocabulary), logprobs, tail)
             loss = linear_topk_divergence(*product, *cached, rows.labels, self.objective, rule=rule)
         else:
             sides = (*product, *head_product(self.stack.head, rows.of(target)))

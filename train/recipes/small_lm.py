@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from outrider.base.processes import from_main, say
 from outrider.data_prep.text.rows import load_rows
-from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.losses import IGNORE, linear_cross_entropy, linear_topk_divergence
 from outrider.draft_models.small_lm.model import TRAINING_FILE, USE_OF_SOME, use_of
 from outrider.draft_models.targets.attention import stock_name
@@ -124,10 +124,10 @@ class SmallLMStudent(students.SmallLMAndTeacher):
         rule, draft_vocabulary = self.stack.spec.logits, self.stack.draft_vocabulary
         tokens, size = (None, 0) if draft_vocabulary is None else (draft_vocabulary.tokens, draft_vocabulary.vocabulary)
         if self.objective == "cross_entropy":
-            loss = linear_cross_entropy(*self.product(hidden), places(rows.labels, tokens, size), rule=rule)
+            loss = linear_cross_entropy(*self.product(hidden), draft_indices(rows.labels, tokens, size), rule=rule)
         elif self.teacher is None:
             ids, logprobs, tail = (rows.of(top_k[name]) for name in ("top_ids", "top_logprobs", "tail"))
-            cached = (places(ids, tokens, size), logprobs, tail)
+            cached = (draft_indices(ids, tokens, size), logprobs, tail)
             loss = linear_topk_divergence(*self.product(hidden), *cached, rows.labels, self.objective, rule=rule)
         else:
             loss = self.divergence(hidden, rows.of(self.teach(input_ids, positions, documents)), rows.labels)

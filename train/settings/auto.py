@@ -51,8 +51,8 @@ class AutoConfig(RunConfig):
         name = PurePath(self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
 
-    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+    def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `prompts` must also be enough to train on some and to measure others."""
-        super().require_places(wanted, path)
-        if self.prompts is not None and wanted("prompts"):
+        super().require_places(checks, path)
+        if self.prompts is not None and checks("prompts"):
             parted(read_prompts(self.prompts), PromptsConfig.heldout_fraction, self.prompts)
