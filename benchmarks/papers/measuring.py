@@ -225,7 +225,7 @@ class RecordedText(RecordedSelector):
 
     def __init__(self, recorded: Sequence[int], sampler: Sampler | None):
         TokenSelector.__init__(self, sampler, random.Random())  # which is never asked
-        self._recorded, self._place = recorded, 0
+        self._recorded, self._position = recorded, 0
 
 
 class RecordedStates(TargetSession):
