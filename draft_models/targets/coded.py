@@ -74,12 +74,12 @@ def keep_codes(
     codes: name in the file → rows. names: the model's tensors → names in the file. Returns those that are still to be
     read. A tied head has the rows of the embedding; the model's config then ties no more.
     """
-    unread = dict(names)
+    unread, modules = dict(names), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
     tied = model.config.tie_word_embeddings and type(head) is nn.Linear
     for name, source in names.items():
         path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
+        module = modules.get(path)  # a file may hold more than the model
         linear = module if type(module) is nn.Linear else None
         embeds = module is embed and type(module) is nn.Embedding and (tied or not model.config.tie_word_embeddings)
         if last != "weight" or not (linear or embeds) or (rows := codes(source)) is None:

@@ -61,12 +61,12 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     written: list[Sequence[Sequence[int]]] = []
 
     def noted(
-        texts: Sequence[Any], _: object, template: str, *, said: Sequence[Sequence[int]], most: int, where: str
+        texts: Sequence[Any], _: object, template: str, *, answer_ids: Sequence[Sequence[int]], most: int, where: str
     ) -> list[int]:
         assert template == "vicuna"
         assert where == "prompt p"
         seen.append([message["content"] for message in texts])
-        written.append(said)
+        written.append(answer_ids)
         return [byte % 250 for byte in seen[-1][-1].encode()]
 
     monkeypatch.setattr(bench, "render_prompt", noted)
