@@ -107,14 +107,14 @@ class TableSession(Session):
         self.fed.append(tokens)
         return tokens[None, :, None]
 
-    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        return self.feed(tokens, parents)[0], self.model.draft_logits(tokens[-wanted:, None])
+    def extend(self, tokens: Tensor, parents: Sequence[int], logit_count: int) -> tuple[Tensor, Tensor]:
+        return self.feed(tokens, parents)[0], self.model.draft_logits(tokens[-logit_count:, None])
 
     def run_rows(
-        self, name: str, pass_: Any, x: Tensor, parents: Sequence[int], wanted: int | None = None
+        self, name: str, pass_: Any, x: Tensor, parents: Sequence[int], logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         self.feed(x if x.dim() == 1 else x[0, :, 0], parents)
-        return self.run_draft_layers(name, pass_, x, 0, self.first, wanted)
+        return self.run_draft_layers(name, pass_, x, 0, self.first, logit_count)
 
     def aux_hidden(self, rows: Sequence[int]) -> Tensor:
         return self.hidden[:, list(rows)]
