@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.losses import (
     DIVERGENCES,
     IGNORE,
@@ -243,7 +243,7 @@ def test_top_k_over_some_tokens_bucket_by_bucket(kind: str, own: Tensor, k: int)
             total = total + of_some(kind, torch.stack(p)[None], torch.stack(q)[None])
         return total
 
-    some = {**cached, "weight": given["weight"][own], "top_ids": places(cached["top_ids"], own, VOCABULARY)}
+    some = {**cached, "weight": given["weight"][own], "top_ids": draft_indices(cached["top_ids"], own, VOCABULARY)}
     assert_same(values(linear_topk_divergence, some, kind=kind, chunk=4), values(twin, some))
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
 from outrider.draft_models.small_lm.model import load_small_lm
@@ -116,9 +116,9 @@ def divergence(one: Any, few: Tensor | None, said: Tensor, wanted: Tensor, label
     """Of logits [1, K] from the target's [1, V], or from those of its tokens that are known; 0 without a label."""
     every, vocabulary = (torch.eye(logits.shape[-1]) for logits in (said, wanted))
     if one.objective == "cross_entropy":
-        return F.cross_entropy(said, places(label, few, len(vocabulary)), ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(said, draft_indices(label, few, len(vocabulary)), ignore_index=IGNORE, reduction="sum")
     if known:
-        top = (places(known["top_ids"], few, len(vocabulary)), known["top_logprobs"], known["tail"])
+        top = (draft_indices(known["top_ids"], few, len(vocabulary)), known["top_logprobs"], known["tail"])
         return linear_topk_divergence(said, every, *top, label, one.objective)
     return linear_divergence(said, every, wanted, vocabulary, label, one.objective, tokens=few)
 
