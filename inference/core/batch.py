@@ -5,7 +5,6 @@ rows of all these texts: weights are read once, and each row attends to keys of 
 its engine computes for the same row without company.
 """
 
-import ctypes
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -284,13 +283,6 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
     return pass_(x, view)
 
 
-def _end_threads() -> None:
-    """End the threads that OpenMP keeps for this one. While it keeps more threads than there are cores, those of the
-    batch's thread would sleep between two products, and wake too late."""
-    with suppress(AttributeError):  # another OpenMP, or none
-        ctypes.CDLL(None).omp_pause_resource_all(1)
-
-
 class Worker:
     """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do. Further texts
     wait until one ends. Any thread may call the methods."""
@@ -343,7 +335,6 @@ class Worker:
             self._jobs.append(job)
             if not self._busy:
                 self._busy = True
-                _end_threads()
                 Thread(target=self._run).start()
 
     def _run(self) -> None:

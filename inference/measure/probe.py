@@ -122,12 +122,12 @@ def measure(
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
-    alone: list[float] = []
+    plain_seconds: list[float] = []
     for number, r in enumerate(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens))):
-        alone += [r.seconds] if number else []  # without the prefill
-        if len(alone) >= FEWEST and sum(alone) > SLOW:
+        plain_seconds += [r.seconds] if number else []  # without the prefill
+        if len(plain_seconds) >= FEWEST and sum(plain_seconds) > SLOW:
             break
-    plain = typical(alone)
+    plain = typical(plain_seconds)
     beside = plain - typical(passes.laps or [0.0])  # seconds that are no pass
     probe: _Probe | _SizesInTurn
     if shaped := KINDS[method.source].shaped:
@@ -175,15 +175,15 @@ def _cycle(
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
     verified: list[tuple[int, float]] = []
     rests: list[float] = []
-    started, slow = clock(), 0.0
+    started, round_seconds = clock(), 0.0
     for count, r in enumerate(rounds, start=1):
         if probe.counts_empty:  # it runs no model
             probe.laps.append((max(1, r.drafted), r.structure_seconds))
         verified.append((r.drafted + 1, r.verify_seconds))
         rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         cycles, within = divmod(count, probe.turns)
-        seconds, slow = clock() - started, slow + r.seconds
-        if FEWEST <= count <= probe.turns and slow > SLOW:
+        seconds, round_seconds = clock() - started, round_seconds + r.seconds
+        if FEWEST <= count <= probe.turns and round_seconds > SLOW:
             break
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and seconds > SECONDS)):
             break

@@ -70,9 +70,6 @@ class At:
         self.told.append((drafted, accepted))
 
 
-# --- where they stop, and what they see ------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @every_structure
 @given(q=sources, depth=st.integers(1, LIMIT), seed=st.integers(0, 99))
@@ -149,8 +146,6 @@ def test_max_draft_bounds_the_copies_of_a_token_graph() -> None:
     assert depths == {None: 5, 4: 4}
 
 
-# --- no transfer is added --------------------------------------------------------------------------------------------
-
 TO_HOST = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.cpu,
            Tensor.numpy, Tensor.nonzero}  # fmt: skip
 
@@ -181,8 +176,6 @@ def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
     assert transfers(FixedLength(4)) == transfers(never) == (bare, levels)
     assert transfers(Confidence(4, 1e-9))[0] > bare  # power: this one looks
 
-
-# --- with models -----------------------------------------------------------------------------------------------------
 
 make = pytest.fixture(scope="module")(targets)
 

@@ -1,5 +1,6 @@
 """Decoding from Python: the target's own text, by every way to ask for it."""
 
+import gc
 import inspect
 import os
 import re
@@ -24,6 +25,7 @@ from benchmarks.planted_faults import rope_scaled
 from outrider.api import decoder as api
 from outrider.api.model import Model
 from outrider.base.errors import UserError
+from outrider.base.large_imports import import_large
 from outrider.data_prep.text import chat
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.batch import Batch
@@ -435,3 +437,18 @@ def test_a_generation_returns_its_counts(tiny_models: Path) -> None:
     assert "".join(counted()) == model.generate("hello", max_new_tokens=5)
     assert found == [model.last]
     assert (found[0].tokens, found[0].prompt, found[0].ended) == (5, len(model.ids("hello")), False)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_rests_and_passes_over_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    (tmp_path / f"large_{collects}.py").write_text("import gc\nduring = gc.isenabled()\nheld = [[]] * 9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (gc.enable if collects else gc.disable)()
+    try:
+        made = import_large(f"large_{collects}")
+        assert (made.during, gc.isenabled()) == (False, collects)
+        assert not any(each is made.held for each in gc.get_objects())  # frozen
+    finally:
+        gc.enable()

@@ -226,9 +226,6 @@ def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
     assert found.peak_at == f"logits at position {len(subject.references[0].prompt) - 1 + 5}"
 
 
-# --- mismatches of the texts ------------------------------------------------------------------------------------------
-
-
 def deviation_with(model: PreTrainedModel, stack: LayerStack, reference: Reference, own: tuple[int, ...]) -> Judgement:
     forced = Forced(TokenSelector(), reference)
     list(autoregressive(stack, reference.prompt, max_new_tokens=len(reference.text), selector=forced))
@@ -264,9 +261,6 @@ def test_too_many_ties_are_a_fault(subject: Subject) -> None:
     found = forced.deviation(subject.references[0].text)
     assert judge([replace(found, gaps=(1.0,) * 3, own_gaps=1)]).faults == ()
     assert judge([replace(found, gaps=(1.0,) * 30, own_gaps=1)]).faults != ()
-
-
-# --- the reference ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])

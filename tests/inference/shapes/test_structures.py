@@ -98,9 +98,6 @@ def test_processed_probabilities_decide_and_know_their_rows(kind: str) -> None:
         assert rows <= structure.max_rows
 
 
-# --- chain -------------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(q=sources, count=st.integers(1, 6), limit=st.integers(0, 6), sampled=st.booleans())
 def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
@@ -118,9 +115,6 @@ def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
         assert step.logits.exp()[0].tolist() == pytest.approx(list(conditional), abs=1e-6)
         assert hidden == [[drafted - 1]]  # of the row that gave these logits
     assert sorted(tree.q) == (list(range(-1, n - 1)) if sampled else [])
-
-
-# --- k-config ----------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -207,8 +201,6 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
     assert (exhausted == -1).sum(-1).eq(1).all()  # q > 0 for four tokens only
     assert (exhausted[:, -1] == -1).all()
 
-
-# --- fixed shapes ------------------------------------------------------------------------------------------------
 
 shapes = st.builds(
     lambda paths: forms.parse_shape(sorted({path[:i] for path in paths for i in range(1, len(path) + 1)})),
