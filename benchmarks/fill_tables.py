@@ -13,7 +13,7 @@ Every row under the header is replaced, baselines first. The tables of the recor
 table: begin" and "float32 table: end", likewise for each entry. The marks "float32 summary" hold the same tables
 without categories. The marks "fresh dtypes" hold a table of both dtypes, of the entries float32_fresh and
 bfloat16_fresh. The tables of layouts_cpu.json are between "NAME layouts: begin" and "NAME layouts: end", those of
-bench_trainers.py between "5 minutes trainers: begin" and its end. The verdicts on a paper's claims (paper.py) are
+trainers_cpu.json between "5 minutes trainers: begin" and its end. The verdicts on a paper's claims (paper.py) are
 between "gsd tables: begin" and "gsd tables: end", likewise for each paper.
 
 --check writes nothing, and ends with status 1 if anything differs. It compares all that pages have with all JSON files:

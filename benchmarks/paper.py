@@ -19,15 +19,13 @@ every pair of a target and a small LM is an entry.
     python benchmarks/paper.py gsd --judge
 
 makes every figure and verdict of --out again, from the counts that lie beside it in counts/PAPER_LABEL.jsonl.gz. It
-needs no model. --judge --shuffle 100 prints how often the procedure decides where there is nothing to decide: rows
-change places at random in every conversation.
+needs no model.
 """
 
 import argparse
 import hashlib
 import importlib
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,7 +34,7 @@ from typing import Any, get_args
 
 import torch
 from papers.claims import Table
-from papers.judging import described, judge_entry, shuffled
+from papers.judging import described, judge_entry
 from papers.keeping import counts_file, of_entry, read_kept, write_kept
 from papers.loading import load
 from papers.measuring import key_of, measure_all, read_counts, runnable
@@ -62,7 +60,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paper", choices=PAPERS)
     parser.add_argument("--judge", action="store_true", help="only judge again what --out has")
-    parser.add_argument("--shuffle", type=int, metavar="TIMES", help="with --judge: on shuffled labels, per claim")
     parser.add_argument("--target", help="the model that decodes")
     parser.add_argument("--small-lm", help="a small LM for it")
     parser.add_argument("--checkpoint", help="an early exit for it")
@@ -113,7 +110,7 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "shuffle", "num_prompts",
+    free = ("work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "judge", "num_prompts",
             "others")  # fmt: skip
     asked = {key: value for key, value in vars(options).items() if key not in free}
     asked |= {"digests": digests_of(options)}
@@ -241,14 +238,10 @@ def judge_again(options: argparse.Namespace) -> dict[str, Any]:
     given = [name for name in ("target", "transcripts", "tables", "label") if getattr(options, name)]
     require(not given, "judge", True, f"without --{' or --'.join(given)}: it judges all that --out has")
     out = options.out or RESULTS / f"paper_{options.paper}.json"
-    record, verdicts = read_json(out, "results of a paper", AGAIN), Counter[str]()
+    record = read_json(out, "results of a paper", AGAIN)
     for label, entry in record["entries"].items():
         counts = read_kept(counts_file(out, options.paper, label))
         record["entries"][label] = judge_entry(entry, counts)
-        verdicts.update(shuffled(entry, counts, options.shuffle or 0))
-    if options.shuffle:
-        shares = ", ".join(f"{verdict} {count / verdicts.total():.1%}" for verdict, count in sorted(verdicts.items()))
-        print(f"{verdicts.total()} claims with shuffled labels: {shares}")
     write_record(out, record)
     return record
 
@@ -256,7 +249,6 @@ def judge_again(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     given = parse()
     with reported("the same command"):
-        require(given.judge or not given.shuffle, "shuffle", given.shuffle, "--judge")
         if given.judge:
             print(markdown(judge_again(given)))
             return

@@ -137,7 +137,7 @@ def layouts(entry: Mapping[str, Any]) -> str:
 
 
 def trainers(entry: Mapping[str, Any]) -> str:
-    """The arms of bench_trainers.py."""
+    """The arms of trainers_cpu.json."""
     lines = [
         "| trainer | tokens/s learnt from | τ [95 %] | accepted to depth 1–4 | τ − 1 over ours [95 %] | cross-entropy "
         "| peak memory |",

@@ -9,7 +9,7 @@ one degree of freedom less than conversations. If several contrasts could decide
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import NormalDist
 from typing import Any
@@ -295,28 +295,3 @@ def correct(claims: Sequence[dict[str, Any]]) -> None:
     for place, claim in enumerate(run):
         standing = standing and claim["p"] <= LEVEL / (len(run) - place)
         claim["stands"] = standing and claim["verdict"] in DECIDED
-
-
-# ------------------------------------------------------------------------------------------------------ shuffled labels
-
-
-def shuffled(entry: Mapping[str, Any], counts: Kept, times: int) -> Iterator[str]:
-    """Verdicts on claims after the rows of each conversation were exchanged at random: every decision is false.
-
-    Only for claims that order rows by one quantity, without a scale.
-    """
-    draw = np.random.default_rng(0)
-    for table in entry["tables"].values():
-        measured = {row: by_conversation(own) for row, own in by_row(table, entry["asked"], counts).items()}
-        for claim in map(claim_of, table["claims"]):
-            own = [measured.get(term, {}) for term in claim.terms]
-            alike = len({frozenset(each) for each in own}) == 1
-            if claim.kind not in ("rises", "peaks") or claim.scale or not alike or len(own[0]) < MIN_PROMPTS:
-                continue
-            for _ in range(times):
-                mixed: dict[str, dict[str, Counts]] = {term: {} for term in claim.terms}
-                for prompt in own[0]:
-                    for term, place in zip(claim.terms, draw.permutation(len(own)), strict=True):
-                        mixed[term][prompt] = own[place][prompt]
-                if (verdict := judge(claim, dict.fromkeys(claim.terms, ""), mixed)["verdict"]) != NOT_RUN:
-                    yield verdict

@@ -1,8 +1,8 @@
 """`ngrams` on recorded answers, by corpus, and beside other programs. No paper has it, so its claims are ours.
 
-Of two --table the first is counted without the answers of the models that are replayed, the second with them (see
-clean_corpus.py). MT-Bench's questions 81 and 130 are instructions of AlpacaEval too. Other programs (see others.py),
-whose libraries are in the folder --others, draft from the first --table; a corpus is a table of its own.
+Of two --table the first is counted without the answers of the models that are replayed, the second with them.
+MT-Bench's questions 81 and 130 are instructions of AlpacaEval too. Other programs (see others.py), whose libraries are
+in the folder --others, draft from the first --table; a corpus is a table of its own.
 """
 
 from dataclasses import replace

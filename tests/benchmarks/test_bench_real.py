@@ -130,23 +130,3 @@ def test_raw_data_make_the_figures_of_the_results(tmp_path: Path) -> None:
         other, own = copy.deepcopy(record), copy.deepcopy(raw)
         change(other["entries"]["e"], own["e"])
         assert differences({"r": other}, {"r": own}) == ["r.json: e is not what its data say"], changed
-
-
-def test_arms_are_called_as_today_and_those_that_did_not_copy_say_so() -> None:
-    from record_tables import arms_of
-
-    copies = {"eesd_copies": 3, "eesd_survival": None, "opt_tree_auto": None}
-    entry: Any = {"methods": {name: {"copy": copy} for name, copy in copies.items()}, "arms": {**copies, "ngrams": 1}}
-    off = dict.fromkeys(["eesd_survival, `copy=null`", "opt_tree_auto, `copy=null`"])
-    assert arms_of(entry) == {"eesd_survival": 3, **off, "ngrams": 1}
-    entry = {"methods": {"eesd_survival": {"copy": 3}}, "arms": {"eesd_survival": 0, "vanilla_survival": 1}}
-    assert arms_of(entry) == {"eesd_survival": 0, "small_lm_survival, `copy=null`": 1}
-
-
-def test_a_judgement_says_whose_faults_it_found() -> None:
-    from record_tables import judgement
-
-    arms = {name: {"judged": {"prompts": 2, "peak": 1.5, "faults": faults}}
-            for name, faults in (("vanilla", ["off"]), ("gsd", ["off"]), ("eesd", []))}  # fmt: skip
-    assert "off (vanilla, gsd)" in judgement(arms)
-    assert judgement({"vanilla": {"judged": None}}) == ""

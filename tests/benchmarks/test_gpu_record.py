@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,10 +53,3 @@ def test_only_what_did_not_end_well_is_done_again(tmp_path: Path, monkeypatch: p
     gpu_record.record(asked(tmp_path))
     gpu_record.record(asked(tmp_path))
     assert ran == ["tests", "answers", "answers"]
-
-
-def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_record
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refusal("a GPU; or --rehearse", gpu_record.record, asked(tmp_path, rehearse=False, target="x", prompts=["a=b"]))

@@ -1,7 +1,6 @@
 """EESD's tables: which drafter and which calibration head a row has, and the paper's predicted speed-up."""
 
 import json
-import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -29,17 +28,6 @@ def test_table_4_names_what_it_lacks_and_takes_what_is_there(tmp_path: Path) -> 
     taken = {name: Path(row.other).name for name, row in rows.items() if row.other}
     assert taken == {"EESD by the paper's recipe, Beta-TS": "mixed", "– without self-distillation": "open_data"}
     assert not any(rows[name].never for name in taken)
-
-
-def test_table_4_says_how_much_its_drafters_learned_from(tmp_path: Path, tiny_models: Path) -> None:
-    from outrider.draft_models.early_exit.checkpoint import META_FILE
-
-    assert table_4(tmp_path).note == ""
-    shutil.copytree(tiny_models / "early_exit", tmp_path / "mixed")
-    meta = json.loads((tmp_path / "mixed" / META_FILE).read_text())
-    meta["training"] |= {"steps": 7, "seq_len": 224, "fit": {"batch_rows": 16}}
-    (tmp_path / "mixed" / META_FILE).write_text(json.dumps(meta))
-    assert "7 steps of 16 rows of 224 tokens" in table_4(tmp_path).note
 
 
 @pytest.mark.parametrize("said", [{}, {"odds": True}, {"odds": False}])
@@ -71,15 +59,3 @@ def test_the_predicted_speed_up_is_equation_14() -> None:
               "draft_seconds": drafted * draft_seconds}  # fmt: skip
     v_d, r_d, alpha = accepted / drafted, accepted / output, draft_seconds / pass_seconds
     assert quantity("predicted").of(counts) == pytest.approx(v_d / ((alpha - v_d) * r_d + v_d))
-
-
-def test_table_7_has_a_tree_of_the_size_that_costs_choose() -> None:
-    from papers.eesd import FEW, trees
-
-    record = json.loads((Path(__file__).parents[2] / "benchmarks/results/smollm2_mixed.json").read_text())
-    drafted = record["entries"]["bfloat16_mixed"]["arms"]["eesd_tree_auto"]["drafted_tokens_per_round"]
-    assert round(drafted) == FEW
-    sizes = {
-        row.method.structure.nodes for row in trees("", "").rows if row.method and row.method.structure.kind != "chain"
-    }
-    assert sizes == {FEW, 25}

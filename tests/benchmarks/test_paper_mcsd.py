@@ -15,6 +15,7 @@ from outrider.inference.core.verify import Chance, Matching, RandomChance, Rejec
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.exact_distributions import Model, Verify, distribution_of, paths, random_model, sampled, ships
+from tests.tiers import typical_where
 from tests.tiny import open_stack, random_prompt, save_target
 
 RULES = {"without": (False, False), "with": (True, False), "naive": (False, True), "naive, with": (True, True)}
@@ -83,7 +84,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "eos"), [("without", False), ("with", False), ("naive", True)])
+@pytest.mark.parametrize(
+    ("rule", "eos"), typical_where(("without", False).__eq__, [("without", False), ("with", False), ("naive", True)])
+)
 def test_expected_rounds_are_those_of_decoding(
     bench: Callable[..., Any], rule: str, eos: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

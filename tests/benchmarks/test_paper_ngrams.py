@@ -1,12 +1,8 @@
-"""The corpus without test prompts and models' own answers, and what draws from it on recorded answers."""
+"""Tables and other programs draft from a corpus on recorded answers."""
 
-import json
-import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,57 +12,6 @@ from tests.exact_distributions import paths
 
 ROOT = Path(__file__).parents[2]
 PROMPT, TEXT = [f"p{n}" for n in range(30)], [f"t{n}" for n in range(30)]
-
-
-def record(output: list[str], instruction: list[str] = TEXT, generator: str = "other") -> dict[str, str]:
-    return {"generator": generator, "instruction": " ".join(instruction), "output": ", ".join(output).upper()}
-
-
-def test_what_stays_has_no_thirteen_words_of_a_prompt() -> None:
-    """In an answer or in its instruction, whatever stands between them. Twelve may be chance."""
-    from clean_corpus import clean, hashed
-    from fresh_prompts import parts
-
-    asked, short = parts(" ".join(PROMPT)), parts("Who, me?")
-    random = np.random.default_rng(0)
-    for shared in range(8, 20):
-        at = int(random.integers(0, len(PROMPT) - shared))
-        mixed = TEXT[: random.integers(0, 9)] + PROMPT[at : at + shared] + TEXT[20:]
-        for one in (record(mixed), record(TEXT, mixed)):
-            assert len([*clean(hashed([one]), (), asked, Counter())]) == (shared < 13), one
-    given = [record(["who", "me"]), record(TEXT, ["Who", "me"]), record(["who", "me", "too"])]
-    assert len([*clean(hashed(given), (), short, why := Counter())]) == 1
-    assert why == {"to a prompt": 2}
-
-
-def test_no_answer_of_a_model_stays_and_the_order_is_of_the_answers_alone() -> None:
-    from clean_corpus import clean, hashed
-
-    records = [record([*TEXT, f"x{n}"], generator=("Vicuna-7b", "other")[n % 2]) for n in range(20)]
-    kept = [*clean(hashed([*records, *records]), ("vicuna",), set(), why := Counter())]
-    assert sorted(kept) == sorted(one["output"] for one in records[1::2])
-    assert why == {"of a model": 10}
-    assert [*clean(hashed(records[::-1]), ("vicuna",), set(), why)] == kept != [one["output"] for one in records[1::2]]
-
-
-def test_the_command_writes_a_record_for_every_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import clean_corpus
-
-    records = [record([*TEXT, f"x{n}\n"]) for n in range(5)] + [record(PROMPT)]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hello", " ".join(PROMPT)]}))
-    out = tmp_path / "clean.jsonl"
-    given = ["c", str(tmp_path / "corpus.jsonl"), "--prompts", str(tmp_path / "asked.jsonl"), "--out", str(out)]
-    found = []
-    for more in ([], ["--records", "2"]):
-        monkeypatch.setattr(sys, "argv", [*given, *more])
-        clean_corpus.main()
-        found.append([json.loads(line)["text"] for line in out.read_text().split("\n")[:-1]])
-    assert sorted(found[0]) == sorted(one["output"] for one in records[:5])
-    assert found[1] == found[0][:2]
-    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(SystemExit):
-        clean_corpus.main()
 
 
 def test_every_table_is_a_row_and_shared_questions_are_counted_apart() -> None:

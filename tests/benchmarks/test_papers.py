@@ -26,7 +26,6 @@ from outrider.inference.shapes.token_graph import GraphTree
 from tests.refusals import refusal
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
-Counts = dict[str, float]
 Pair = tuple[LayerStack, dict[str, Any]]
 
 
@@ -144,15 +143,6 @@ def test_prompts_are_measured_whole_until_the_time_is_over(pair: Pair, tmp_path:
     (tmp_path / "counts.jsonl").write_text("".join(kept))
     assert found() == {
         "K = 1": {"p0"}, "K = 2": {"p0"}, "K = 1, b only": set()}  # fmt: skip
-
-
-def test_a_key_is_of_what_was_chosen() -> None:
-    """So it stays when there is a new option."""
-    from papers.measuring import chosen
-
-    assert chosen(SamplingConfig()) == {}
-    method = MethodConfig(source="small_lm", stop=StopConfig(rule="beta", max_draft=3))
-    assert chosen(method) == {"source": "small_lm", "stop": {"rule": "beta", "max_draft": 3}}
 
 
 def graph_of(tokens: list[int], parents: tuple[int, ...], rows: tuple[int, ...] = ()) -> GraphTree:

@@ -21,7 +21,6 @@ from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 
 import outrider
-from benchmarks.planted_faults import rope_scaled
 from outrider.api import decoder as api
 from outrider.api.model import Model
 from outrider.base.errors import UserError
@@ -33,6 +32,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig, Verification
 from tests.refusals import refusal
+from tests.support.planted_faults import rope_scaled
 from tests.tiny import LAYERS, save_exit, save_target, unproven
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.planted_faults import rope_scaled
 from outrider.base.errors import UserError
 from outrider.base.settings import RunConfig
 from outrider.data_prep.text.rows import load_rows
@@ -42,6 +41,7 @@ from outrider.train.students.small_lm import drafter_config, start_lm
 from tests.full_disk import largest_file
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
+from tests.support.planted_faults import rope_scaled
 from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.fit_job import TinyModel, tiny_rows

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from benchmarks.planted_faults import rope_scaled
 from outrider import preset
 from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
@@ -27,6 +26,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.sizing.costs import Costs
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, killed_after, refused, tokens
 from tests.inference.priced import costs, price
+from tests.support.planted_faults import rope_scaled
 from tests.tiny import unproven
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.planted_faults import FAULTS, REACHED, planted, rope_scaled
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.model_spec import LogitRule
@@ -46,6 +45,7 @@ from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.engines.cpu.test_by_codes import scaled, swapped, without_minimum
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
+from tests.support.planted_faults import FAULTS, REACHED, planted, rope_scaled
 from tests.tiers import quick_where, typical_where
 from tests.tiny import (
     ARCHITECTURES,
