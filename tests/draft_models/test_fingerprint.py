@@ -26,7 +26,6 @@ from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.loading.targets import open_target_of
 from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_exit, save_target
@@ -193,19 +192,6 @@ def warnings(captured: Any) -> list[str]:
     return [line for line in captured.err.splitlines() if line.startswith("warning: ")]
 
 
-def test_a_relative_target_is_found_from_elsewhere_and_is_no_name_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_target(tmp_path / "models/t")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    save_exit(tmp_path / "runs/exit", Path("models/t"), EXIT)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert open_target_of("../runs/exit", None, None).source == str(tmp_path / "models/t")
-    (tmp_path / "models").rename(tmp_path / "gone")
-    refusal(r"target=\./models/t: no such directory.*give target=", open_target_of, "../runs/exit", None, None)
-
-
 def test_layers_that_were_not_there_are_named_when_they_are(
     trained: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:
@@ -287,21 +273,6 @@ def test_whole_means_every_byte(tmp_path: Path) -> None:
         after = before.clone()
         after[at] = 1
         assert digests(tmp_path, {"model.x.mask": after}, whole=True)[0] != whole
-
-
-def test_digests_are_by_part_and_of_name_type_and_shape_too(tmp_path: Path) -> None:
-    tensors = {"model.embed_tokens.weight": torch.ones(8, 4), "model.layers.10.mlp.weight": torch.ones(8, 4)}
-    tensors |= {"model.layers.1.norm.weight": torch.ones(4), "model.layers.1.norm.mask": torch.ones(4)}
-    tensors |= {"lm_head.weight": torch.tensor(1.0), "model.norm.weight": torch.empty(0)}
-    parts, _ = digests(tmp_path, tensors)
-    assert parts.keys() == {"model.embed_tokens", "model.layers.10", "model.layers.1", "lm_head", "model.norm"}
-    assert len(set(parts.values())) == len(parts)
-    name, part = "model.layers.1.norm.mask", "model.layers.1"
-    for other in (torch.ones(2, 2), torch.ones(4).view(torch.int32), torch.ones(4) + 1e-6):
-        changed, _ = digests(tmp_path, {**tensors, name: other})
-        assert {key for key in parts if parts[key] != changed[key]} == {part}
-    del tensors[name]
-    assert digests(tmp_path, tensors)[0][part] != parts[part]
 
 
 def test_a_large_targets_digests_cost_little(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.base.errors import UserError
 from outrider.data_prep.ngrams import building
-from outrider.data_prep.ngrams.token_shards import Shards
 from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable
+from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
@@ -75,13 +74,6 @@ def test_a_built_table_equals_counting_in_memory(
     assert sorted(path.name for path in Path(config.out_dir).parent.iterdir()) == ["corpus.jsonl", "table"]
 
 
-def test_of_a_launchers_processes_one_builds(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in ("1", "0", "2"):  # none of them fails, whoever comes first
-        monkeypatch.setenv("RANK", rank)
-        build_table(config)
-        assert Path(config.out_dir).exists() == (rank != "1")
-
-
 def test_the_bytes_do_not_depend_on_the_number_of_processes(config: TrigramConfig) -> None:
     build_table(config)
     other = replace(config, workers=2, memory_gb=0.5, out_dir=f"{config.out_dir}2")
@@ -101,12 +93,6 @@ def test_turns_are_documents_of_their_own(config: TrigramConfig) -> None:
     assert successors(table, question[:2])[0].tolist() == [question[2]]
     assert successors(table, question[-1:])[0].tolist() == []  # neither the answer nor the end
     assert successors(table, answer[-1:])[0].tolist() == [encoder.eos]
-
-
-def test_held_out_records_are_left_out(config: TrigramConfig) -> None:
-    config = replace(config, data=replace(config.data, heldout_fraction=0.5))
-    build_table(config)
-    assert 0 < TrigramTable.open(config.out_dir).facts["documents"] < 300
 
 
 def test_a_hugging_face_tokenizer(config: TrigramConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -154,22 +140,6 @@ def test_tables_are_added_up(config: TrigramConfig) -> None:
         build_table(replace(more, suffixes=True, out_dir=f"{config.out_dir}.suffixes"))
     refusal("merge=", build_table, replace(more, resume=True, merge=()))
     refusal("orders", build_table, replace(more, orders=(3,), out_dir=f"{config.out_dir}.3"))
-
-
-def test_a_sum_that_is_not_what_one_build_would_be_is_said(
-    config: TrigramConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of parts that had left out what is rare, and of one corpus twice."""
-    more = with_records(config, [{"text": text} for text in sentences(50, seed=1)])
-    for name, min_count in (("whole", 1), ("frequent", 3)):
-        part = replace(config, out_dir=f"{config.out_dir}.{name}", min_count=min_count)
-        build_table(part)
-        build_table(replace(more, out_dir=f"{part.out_dir}.more", merge=(part.out_dir,)))
-        said = capsys.readouterr().err
-        assert ("built with min_count=3 max_successors=None max_mb=None" in said) == (min_count == 3)
-        assert "more than once" not in said
-    build_table(replace(config, out_dir=f"{config.out_dir}.twice", merge=(f"{config.out_dir}.whole.more",)))
-    assert "one corpus is in it more than once" in capsys.readouterr().err
 
 
 def break_off(config: TrigramConfig, records: int) -> dict[str, int]:
@@ -226,49 +196,6 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
     ]:
         refusal(message, build_table, other)
     assert content(config.out_dir) == before
-
-
-@pytest.mark.parametrize(("records", "changes", "message"), [
-    ([], {}, r"empty corpus: no text in it \(found nothing\)"),
-    ([{"text": "  "}, {"text": ""}], {}, r"empty corpus: .*empty=2"),
-    ([{"text": "hello"}, {"text": 3}], {}, r"records\.jsonl:2: column 'text' holds int"),
-    ([{"text": "hello"}], {"min_count": 99}, "no n-gram of orders .* occurs min_count=99 times"),
-    ([{"text": "hello"}], {"tokenizer": "nowhere/nothing"}, "tokenizer=nowhere/nothing: no usable tokenizer"),
-])  # fmt: skip
-def test_bad_input_is_named_and_leaves_nothing(
-    config: TrigramConfig, records: list[object], changes: dict[str, Any], message: str
-) -> None:
-    config = replace(with_records(config, records), **changes)
-    refusal(message, build_table, config)
-    assert not Path(config.out_dir).exists()
-
-
-def test_a_table_of_another_tokenizer_does_not_merge(config: TrigramConfig, tmp_path: Path) -> None:
-    TrigramTable.from_documents([[1, 2, 3, 4]], config.orders, 300, "another").save(tmp_path / "other")
-    refusal(r"merge=.*another tokenizer", build_table, replace(config, merge=(str(tmp_path / "other"),)))
-
-
-def test_a_damaged_table_does_not_merge(config: TrigramConfig) -> None:
-    """A count that is another one would stay unnoticed in the sum."""
-    build_table(config)
-    file = Path(config.out_dir) / TABLE_FILE
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(UserError, match=r"damaged n-gram table .*another sha256"):
-        build_table(replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both"))
-
-
-def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig) -> None:
-    """With what is merged with it."""
-    build_table(config := replace(config, suffixes=True))
-    table = TrigramTable.open(config.out_dir)
-    shards = Shards([], [], table.suffixes.tokens.dtype, table.facts["tokens"], table.facts["documents"], "")
-    one = building.SORT_BYTES * len(table.suffixes.tokens)
-    building._require_room_to_sort(shards, [], one)
-    building._require_room_to_sort(shards, [table], 2 * one)
-    with pytest.raises(UserError, match=r"memory_gb=.*: expected at least .* for suffixes=true"):
-        building._require_room_to_sort(shards, [table], 2 * one - 1)
 
 
 @pytest.mark.parametrize("size", [4096, 12_000, 40_000])

@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 
-from outrider.base.errors import UserError
 from outrider.data_prep.ngrams import counting
 from outrider.data_prep.ngrams.counting import count_order, kept_from, merged, ranges, runs_of
 from outrider.data_prep.ngrams.token_shards import Passage, Shards, passages, read_shard, tokenise, whole_documents
@@ -140,13 +139,6 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
-def test_a_call_of_tools_without_a_text_is_no_document() -> None:
-    roles = {"user": "q", "assistant": "", "tool": "r"}
-    talk = [{"role": role, "content": text} for role, text in roles.items()] + [{"role": "assistant", "content": "a"}]
-    for text, expected in (("assistant", ["a"]), ("all", ["q", "r", "a"])):
-        assert [one.text for one in passages([{"id": "1", "messages": talk}], text)] == expected
-
-
 def test_answers_in_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
     """Without an end that was not said; other tokens are another corpus."""
     encoder = Encoder(lambda batch: [[1] * len(text) for text in batch], {str(i): i for i in range(9)}, 8, "")
@@ -170,13 +162,6 @@ def test_ids_that_the_model_has_no_row_for_part_a_document(tmp_path: Path) -> No
     assert shards.digest != tokenise(texts, "", None, encoder._replace(rows=None), tmp_path, 1).digest
 
 
-def test_ids_with_gaps_are_kept_whole(tmp_path: Path) -> None:
-    """How many bytes an id takes is decided by the highest one, not by how many there are."""
-    encoder = Encoder(lambda batch: [[2**16] for _ in batch], {"a": 0, "b": 2**16}, None, "")
-    shards = tokenise([Passage("b", ends=False)], "", None, encoder, tmp_path, 1)
-    assert read_shard(shards.paths[0])[0].tolist() == [2**16] == [encoder.vocabulary - 1]
-
-
 def test_documents_over_several_shards_are_whole(tmp_path: Path) -> None:
     """Of no token, of one shard, over two and over many, in shards of three passages."""
     rng = np.random.default_rng(0)
@@ -193,14 +178,6 @@ def test_documents_over_several_shards_are_whole(tmp_path: Path) -> None:
         else:
             documents.append(part)
     assert [document.tolist() for document in whole_documents(shards)] == documents
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_reported(tmp_path: Path, model: str) -> None:
-    """One that cannot open the tokenizer ends as one that was killed."""
-    texts = [Passage("you", ends=False)] * 2
-    with pytest.raises(UserError, match="tokenizer=nowhere: a tokenising process was killed"):
-        tokenise(texts, "nowhere", None, open_encoder(model, None), tmp_path, 2)
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
 import json
 import random
-import re
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,28 +70,9 @@ def test_layouts_are_told_by_their_columns_and_normalised(name, column, raw, exp
         assert [m["role"] for m in record["messages"]] == ["user", "assistant"] * (len(expected) // 2)
 
 
-def test_a_named_column_decides_the_layout_by_its_values():
-    assert find_layout({"answer": "x", "text": "y"}, "auto", "answer", "f:1") == FileLayout("text", "answer")
-    assert find_layout({"turns": ["a", "b"]}, "auto", "turns", "f:1") == FileLayout("turns", "turns")
-    assert find_layout({}, "sharegpt", None, "f:1") == FileLayout("sharegpt", "conversations")
-
-
-def test_benchmark_questions_are_not_taken_for_a_conversation():
-    with pytest.raises(UserError, match=r"f:1: cannot tell the layout from columns question_id, turns; name it"):
-        find_layout({"question_id": 1, "turns": ["first question", "second question"]}, "auto", None, "f:1")
-
-
 def sharegpt(*turns):
     raw = {"conversations": [{"from": role, "value": value} for role, value in turns]}
     return to_record(raw, FileLayout("sharegpt", "conversations"), "f:1")["messages"]
-
-
-def test_all_sharegpt_roles_are_understood_and_an_opening_answer_is_dropped():
-    for user in ("human", "user"):
-        for assistant in ("gpt", "chatgpt", "bing", "assistant"):
-            roles = [m["role"] for m in sharegpt(("system", "s"), (user, "a"), (assistant, "b"))]
-            assert roles == ["system", "user", "assistant"]
-    assert [m["content"] for m in sharegpt(("gpt", "z"), ("human", "a"), ("gpt", "b"))] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +94,6 @@ def test_unusable_conversations_are_skipped_for_a_reason(turns, reason):
     assert skipped.value.reason == reason
 
 
-@pytest.mark.parametrize("raw", [{"text": ""}, {"text": " \n"}, {"text": None}])
-def test_blank_text_is_empty(raw):
-    with pytest.raises(SkipRecordError) as skipped:
-        to_record(raw, FileLayout("text", "text"), "f:1")
-    assert skipped.value.reason == "empty"
-
-
 def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer):
     for bos in (False, True):
         for text in ("return first", "<s>return first</s>"):
@@ -135,13 +108,6 @@ def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer
             assert not document.whole
     (document,) = encode([{"id": "t", "text": "return"}], make_tokenizer(eos=False), "tokenizer")
     assert tokenizer.decode(document.ids) == "return"
-
-
-def test_truncated_text_has_no_end(tokenizer):
-    raw = {"text": "return first", "finish": "length"}
-    cut, whole = (to_record(r, FileLayout("text", "text"), "f:1") for r in (raw, {**raw, "finish": "end"}))
-    cut_ids, whole_ids = (document.ids.tolist() for document in encode([cut, whole], tokenizer, "tokenizer"))
-    assert whole_ids == [*cut_ids, tokenizer.eos_token_id]
 
 
 def spoken(document, tokenizer):
@@ -228,17 +194,6 @@ def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer
     assert spoken(cut, tokenizer) == first + space + answer.rstrip()
 
 
-@pytest.mark.parametrize("trim", [False, True])  # the space before the answer is a token, trimmed to nothing or not
-def test_a_template_without_end_token_keeps_its_line_break_as_the_end(make_tokenizer, trim):
-    tokenizer = make_tokenizer(
-        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}",
-        trim_offsets=trim,
-    )
-    (document,) = encode([chat(QUESTION, ANSWER)], tokenizer, "tokenizer")
-    assert spoken(document, tokenizer) == "How are you?\n"
-
-
 def test_turns_after_the_last_answer_are_left_out(tokenizer, make_tokenizer):
     with_tail, without = encode([chat(*TALK[:3]), chat(*TALK[:2])], tokenizer, "tokenizer")
     assert with_tail.ids.tolist() == without.ids.tolist()
@@ -292,18 +247,6 @@ def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokeni
         refusal(said, encode, [record], tokenizer, "tokenizer")
 
 
-def test_a_template_that_writes_without_end_is_reported(make_tokenizer):
-    tokenizer = make_tokenizer(chat_template="{% for i in range(90000) %}0123456789abcdef{% endfor %}")
-    refusal(r"prompt: the chat template of .* makes 1440000 characters of 2", render_prompt, ["Hi"], tokenizer)
-
-
-def test_conversations_need_a_chat_template(make_tokenizer):
-    bare = make_tokenizer(chat_template=None)
-    with pytest.raises(UserError, match=r"has no chat template, which conversations need; use data.template=vicuna"):
-        encode([chat(QUESTION, ANSWER)], bare, "tokenizer")
-    refusal(r"has no chat template", render_prompt, ["Hello"], bare, "tokenizer")
-
-
 def test_prompts_by_template(make_tokenizer):
     tokenizer = make_tokenizer(bos=True)
     plain = render_prompt(["return first"], tokenizer, "none")
@@ -318,13 +261,6 @@ def test_prompts_by_template(make_tokenizer):
     for template in ("auto", "tokenizer"):
         with pytest.raises(UserError, match=r"has no chat template, .*template=vicuna.*template=none"):
             render_prompt(["return first"], tokenizer, template)
-
-
-def test_prompts_that_cannot_be(tokenizer):
-    with pytest.raises(UserError, match=re.escape("template='alpaca': expected one of auto, tokenizer, vicuna")):
-        render_prompt(["a"], tokenizer, "alpaca")
-    with pytest.raises(ValueError, match="ends with a user turn"):
-        render_prompt(["a", "b"], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -381,23 +317,6 @@ def test_a_text_is_tokenised_as_far_as_shows_that_it_does_not_fit(normalizer: An
         fitting += len(whole) <= most
         assert ids_within(text, tokenizer, None) == whole
     assert fitting or most == 1
-
-
-def test_the_work_for_a_long_text_is_bounded() -> None:
-    real, sizes = _wide_tokenizer(), list[int]()
-
-    def counting(texts: list[str], **options: Any) -> Any:
-        sizes.append(sum(map(len, texts)))
-        return real(texts, **options)
-
-    assert len(ids_within("ab" * 5_000_000, cast(PreTrainedTokenizerFast, counting), 256)) > 256
-    assert 0 < sum(sizes) < 10_000
-
-
-@pytest.mark.parametrize("text", ["\ud800", "a\udc00b"])
-def test_a_lone_surrogate_is_no_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    for template in ("none", "vicuna", "tokenizer"):
-        refusal("surrogate", render_prompt, [text], tokenizer, template)
 
 
 TOKENIZERS = {"bytes": byte_fallback(), "cleans": cleaning(), "merges": tokenizer_of(FAMILIES["qwen3"])}

@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from outrider.data_prep.ngrams.building import build_table
 from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text import documents
-from outrider.data_prep.text.documents import batches, encode, encode_all, spans
+from outrider.data_prep.text.documents import encode, encode_all, spans
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.data_prep.ngrams.corpora import require_same_counts
 from tests.forked import Fork
 from tests.tiny import byte_tokenizer
 
-ROOT = Path(__file__).parents[3]
 WORDS = ["def", "add", "first,", "second.", "return", "(hello)", "how", "don't", "12", "ä", "漢字", "</s>", "x"]
 SEPARATORS = ["\n", "  ", " ", "\n\n", "\n", "\t", " \n    "]
 
@@ -89,19 +88,6 @@ def test_a_place_that_would_change_the_tokens_is_passed_over(
     for name, before, left_out in (("byte-level", "\n", ""), ("llama-like", "w", " ")):
         cuts = pairwise(spans(text, rows_of(tokenizers[name]), 240))
         assert {(text[stop - 1], text[stop:start]) for (_, stop), (start, _) in cuts} == {(before, left_out)}
-
-
-def test_a_text_without_a_place_is_cut_at_the_limit() -> None:
-    tokenizer = byte_tokenizer()
-    (ids,) = encode_all(["x" * 1050], rows_of(tokenizer), 100)
-    assert ids == tokenizer("x" * 1050)["input_ids"]
-    assert spans("x" * 250, rows_of(tokenizer), 100) == [(0, 100), (100, 200), (200, 250)]
-
-
-def test_batches_end_where_they_are_full() -> None:
-    assert list(batches([3, 1, 5, 1, 1, 1, 9], lambda size: size, 4)) == [[3, 1], [5], [1, 1, 1], [9]]
-    assert list(batches([3, 1, 5], lambda size: size, 100, 2)) == [[3, 1], [5]]
-    assert list(batches([], lambda size: size, 1)) == []
 
 
 def test_training_text_is_the_same_in_pieces(

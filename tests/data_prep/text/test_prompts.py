@@ -65,23 +65,6 @@ def test_layouts_are_told_by_their_columns(tmp_path, layout):
     assert read_prompts(write(tmp_path / "p.jsonl", [row])) == [expected]
 
 
-def test_a_json_list_of_texts_and_inline_texts_are_completed(tmp_path):
-    (tmp_path / "p.json").write_text(json.dumps(["Translate a.\nOutput: ", "Translate b.\nOutput: "]))
-    assert read_prompts(str(tmp_path / "p.json"))[1] == Prompt("2", "text", ("Translate b.\nOutput: ",), False)
-    assert read_prompts(["a", "b"]) == [
-        Prompt("inline:1", "inline", ("a",), False),
-        Prompt("inline:2", "inline", ("b",), False),
-    ]
-
-
-def test_prompts_of_one_id_are_told_apart(tmp_path):
-    rows = [{"question_id": i, "turns": [text]} for i, text in ((1, "a"), (2, "b"), (1, "c"), (1, "d"))]
-    assert [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))] == ["1", "2", "1#2", "1#3"]
-    rows = [{"question_id": name, "turns": [text]} for name, text in (("1", "a"), ("1", "b"), ("1#2", "c"))]
-    ids = [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))]
-    assert ids == ["1", "1#3", "1#2"]  # the file's own name is not taken from the one that has it
-
-
 @pytest.mark.parametrize(
     "given",
     [("a", "a", "a#2"), ("a#2", "a", "a"), ("a", "a#2", "a", "a", "a#3"), ("a+", "a/turn1"), ("a/turn2", "a+"),
@@ -114,12 +97,6 @@ def test_a_limit_is_spread_and_balanced(tmp_path):
     order = [p.id for p in read_prompts(path)]
     assert [p.id for p in chosen] == sorted((p.id for p in chosen), key=order.index)
     assert len(read_prompts(path, limit=1000)) == 62
-
-
-def test_prompts_that_are_not_there_are_named():
-    refusal(r"prompts=missing.jsonl: no such file; give a JSONL, JSON or parquet file", read_prompts, "missing.jsonl")
-    refusal("no prompt in it", read_prompts, [])
-    refusal("^limit=0: expected at least 1", read_prompts, ["a"], limit=0)
 
 
 def fetched(cache, name, *rows):
@@ -164,12 +141,6 @@ def test_a_benchmark_is_parted_for_training(cache):
     fetched(cache, "mt_bench", *({"question_id": i, "prompt": [f"a{i}"]} for i in range(30)))
     write_prompts(PromptsConfig(file="mt_bench", out_dir="prompts"))
     assert [len(read_prompts(f"prompts/{split}.jsonl")) for split in ("train", "heldout")] == [18, 12]
-
-
-def test_a_name_that_is_neither_file_nor_benchmark(cache):
-    config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, prompts="mtbench")
-    with pytest.raises(UserError, match=r"^prompts=mtbench: no such .*or one of mt_bench, .*or python_stdlib"):
-        config.require_places(lambda key: key == "prompts")
 
 
 def test_library_prompts_are_beginnings_of_heldout_files():

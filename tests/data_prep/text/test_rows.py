@@ -8,23 +8,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from outrider.base.errors import UserError
-from outrider.commands import CONF_DIR, build, register
 from outrider.data_prep.text.documents import Document
-from outrider.data_prep.text.rows import COUNTS, interleave, load_rows, pack, rows_taken
+from outrider.data_prep.text.rows import interleave, load_rows, pack, rows_taken
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.losses import IGNORE
-from outrider.train.settings.drafters import EesdConfig
 from tests.forked import Fork
 from tests.full_disk import largest_file
-from tests.refusals import refusal
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
 
@@ -77,11 +71,6 @@ def test_conversations_stay_whole_and_each_is_packed_once(lengths, seq_len, wind
         assert all(a + b > seq_len for a, b in pairwise(filled))
 
 
-def test_a_conversation_takes_the_fullest_row_that_holds_it():
-    packed = list(pack(documents_of([6, 5, 4, 3, 2], whole=True), 10))
-    assert [[len(segment.ids) for segment in segments] for segments in packed] == [[6, 4], [5, 3, 2]]
-
-
 def check_row(item, seq_len):
     """The contract of an item, by the slow and obvious definition."""
     ids, labels, positions, documents = (
@@ -130,33 +119,6 @@ def test_rows_of_conversations_supervise_the_answers(data, tokenizer):
     assert rows.counts["clipped"] == rows.counts["unsupervised"] == 0
 
 
-def test_ids_of_a_large_vocabulary_are_kept_whole(data):
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "far": 100_000}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    rows = load_rows(data([{"text": "far near far"}]), PreTrainedTokenizerFast(tokenizer_object=backend), 4, "train")
-    assert rows[0]["input_ids"].tolist() == [100_000, 0, 100_000, 0]
-
-
-def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch):
-    records = [talk("Hello", "there")] * 3 + [talk("Hello")] + [talk("Hello" * 50, "there")]
-    records += [
-        talk("Hello", "there " * 60),
-        {"messages": []},
-        talk("a", "b") | {"messages": [{"role": "x"}]},
-    ]
-    records.append({"messages": [{"role": "tool", "content": "x"}]})
-    rows = load_rows(data(records), tokenizer, 40, "train")
-    said = capsys.readouterr()
-    (line,) = [line for line in said.out.splitlines() if " records=" in line]
-    assert ".jsonl:7: no turn has a text" in said.err
-    expected = {"records": 6, "clipped": 2, "empty": 1, "unsupervised": 2, "malformed": 2, "dropped_rows": 0}
-    assert expected.items() <= rows.counts.items()
-    assert line == "data source=local split=train " + " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)
-    monkeypatch.setenv("RANK", "1")
-    load_rows(data(records), tokenizer, 40, "train")
-    assert " records=" not in capsys.readouterr().out
-
-
 def test_a_row_without_a_label_is_dropped(data, make_tokenizer):
     tokenizer = make_tokenizer(eos=False)
     (letter,) = tokenizer("x")["input_ids"]
@@ -164,18 +126,6 @@ def test_a_row_without_a_label_is_dropped(data, make_tokenizer):
     assert rows.counts["dropped_rows"] == 2  # of four and of one single-token documents
     assert len(rows) == 1
     assert rows[0]["labels"].tolist() == [letter] * 3 + [IGNORE]
-
-
-def test_data_without_content_is_an_error(data, tokenizer):
-    for records in ([], [{"text": " "}]):
-        with pytest.raises(UserError, match=r"data source=local path=.*data.jsonl: empty dataset: no usable train"):
-            load_rows(data(records), tokenizer, 32, "train")
-    with pytest.raises(UserError, match=r"empty dataset: no usable heldout record .*raise heldout_fraction"):
-        load_rows(data(TEXTS), tokenizer, 32, "heldout")
-    expected = r"no token of the train split is supervised \(found records=2, unsupervised=2\)"
-    refusal(expected, load_rows, data([talk("Hello")] * 2), tokenizer, 32, "train")
-    refusal(r"seq_len=1: expected at least 2", load_rows, data(TEXTS), tokenizer, 1, "train")
-    refusal(r"max_rows=0: expected at least 1", load_rows, data(TEXTS), tokenizer, 32, "train", max_rows=0)
 
 
 def entries(config):
@@ -228,12 +178,6 @@ def test_the_key_is_all_that_determines_the_content(data, make_tokenizer):
     ]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]
-
-
-def test_a_failed_build_leaves_nothing(data, tokenizer):
-    config = data([*TEXTS, {"body": "no text"}])
-    refusal(r"data\.jsonl:41: no column 'text'", load_rows, config, tokenizer, 32, "train")
-    assert entries(config) == []
 
 
 def test_a_cache_that_cannot_be_written_is_named(data, tokenizer, tmp_path):
@@ -343,16 +287,6 @@ def test_sources_have_their_shares_of_the_supervised_tokens(mix, tokenizer, weig
     assert first == pytest.approx(len(talks) / 2, abs=1)  # they take turns
 
 
-def test_a_weight_of_zero_is_the_other_source_alone(mix, tokenizer):
-    config = mix((0.0, 1.0))
-    rows = load_rows(config, tokenizer, 128, "train")
-    assert ids_of(rows) == ids_of(load_rows(alone(mix(), "texts"), tokenizer, 128, "train"))
-    assert sum(1 for _ in read_records(config, "train")) == 300
-    missing = MixPart(source="local", path="/nowhere", weight=0.0)
-    config = DataConfig(**{**vars(config), "mix": {**config.mix, "talks": missing}})
-    assert len(load_rows(config, tokenizer, 128, "train")) == len(rows)  # not even looked for
-
-
 def test_the_rows_are_a_function_of_sources_and_weights(mix, tokenizer, tmp_path):
     rows = load_rows(mix(), tokenizer, 128, "train")
     again = load_rows(mix(cache_dir=str(tmp_path / "other")), tokenizer, 128, "train")
@@ -366,18 +300,6 @@ def test_the_rows_are_a_function_of_sources_and_weights(mix, tokenizer, tmp_path
     with (tmp_path / "talks.jsonl").open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
     assert load_rows(mix(), tokenizer, 128, "train").key not in keys
-
-
-def test_sources_are_cached_for_themselves_and_counted_in_print(mix, tokenizer, capsys):
-    load_rows(alone(mix(), "texts"), tokenizer, 128, "train")
-    assert "tokenising into" in capsys.readouterr().out
-    rows = load_rows(mix(), tokenizer, 128, "train")
-    out = capsys.readouterr().out
-    assert out.count("tokenising into") == 1
-    (line,) = [line for line in out.splitlines() if line.startswith("data mix split=train")]
-    assert f"rows={len(rows)}" in line
-    assert "talks " in line
-    assert "texts " in line
 
 
 def test_each_source_has_its_own_heldout_records(mix, tokenizer):
@@ -415,22 +337,3 @@ def test_shares_never_exceed_what_there_is_and_exhaust_one_source(available, mea
     for source in range(count):
         own = order[order[:, 0] == source, 1]
         assert own.tolist() == [i * available[source] // taken[source] for i in range(taken[source])]  # evenly spread
-
-
-def composed(*overrides):
-    register("eesd", EesdConfig)
-    with initialize_config_dir(str(CONF_DIR), version_base=None):
-        return build(EesdConfig, compose("eesd", overrides=["target=t", *overrides])).data
-
-
-def test_self_distillation_and_its_ablation_are_configs():
-    data = composed("data=self_distillation")
-    assert [(name, weight) for name, weight, _ in data.parts()] == [("generated", 0.5), ("open", 0.5)]
-    assert data.mix["generated"].path == ("runs/generate_responses/responses-*.jsonl",)
-    other = composed("data=self_distillation", "data@data.mix.open=sharegpt", "data.mix.open.weight=2")
-    assert (other.mix["open"].template, other.mix["open"].weight) == ("vicuna", 2.0)
-    without = composed("experiment=eesd/without_self_distillation")
-    assert [name for name, _, _ in without.parts()] == ["open"]
-    assert without.mix["open"] == data.mix["open"]
-    with pytest.raises(UserError, match=r"^data\.mix\.open\.weight=-1: expected a number greater than or equal to 0"):
-        composed("data=self_distillation", "data.mix.open.weight=-1")

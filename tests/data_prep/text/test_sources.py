@@ -13,8 +13,7 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import content_digest, is_heldout, python_stdlib_files, read_records
-from tests.refusals import refusal
+from outrider.data_prep.text.sources import content_digest, is_heldout, read_records
 
 GROUP = Path(__file__).parents[3] / "conf" / "data"
 ROWS = [{"text": f"line {i}"} for i in range(3)]
@@ -51,16 +50,6 @@ def test_every_format_gives_the_same_records(files, name):
     assert [record["id"] for record in records] == [f"{files / name}:{i}" for i in (1, 2, 3)]
 
 
-def test_text_files_and_strings_are_records(tmp_path):
-    (tmp_path / "one.txt").write_text("one file\none record\n")
-    (tmp_path / "two.json").write_text(json.dumps(["a", "b"]))
-    (tmp_path / "object.json").write_text(json.dumps({"text": "alone"}))
-    assert texts(str(tmp_path / "one.txt")) == ["one file\none record\n"]
-    assert texts(str(tmp_path / "two.json")) == ["a", "b"]
-    assert texts(str(tmp_path / "object.json")) == ["alone"]
-    assert read(str(tmp_path / "one.txt"))[0]["id"] == str(tmp_path / "one.txt")
-
-
 def test_directories_globs_and_lists(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("b")
@@ -82,35 +71,6 @@ def test_a_directory_of_responses_means_the_responses_alone(tmp_path):
     assert len(resolve_paths([str(tmp_path)])) == 4  # any directory, so far
     (tmp_path / "run.json").write_text("{}")
     assert texts(str(tmp_path)) == ["a", "b"]
-
-
-def test_layouts_are_detected_file_by_file(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text(lines([{"instruction": "q", "output": "a"}]))
-    (tmp_path / "b.jsonl").write_text(lines([{"content": "x = 1"}] * 2))
-    records = read(str(tmp_path))
-    assert [set(record) for record in records] == [{"id", "messages"}, {"id", "text"}, {"id", "text"}]
-    printed = capsys.readouterr().out
-    assert f"data layout=alpaca column=output detected in {tmp_path / 'a.jsonl'}:1" in printed
-    assert f"data layout=code column=content detected in {tmp_path / 'b.jsonl'}:1" in printed
-
-
-def test_max_records_counts_what_is_read(files):
-    found = texts([str(files / "a.jsonl"), str(files / "a.json")], max_records=4)
-    assert found == ["line 0", "line 1", "line 2", "line 0"]
-
-
-def test_bad_records_are_counted(tmp_path):
-    good = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    rows = [{"messages": good}, {"messages": []}, {"messages": good[:1] * 2}]
-    (tmp_path / "a.jsonl").write_text(lines(rows))
-    counts = Counts()
-    assert len(read(str(tmp_path / "a.jsonl"), counts=counts)) == 1
-    assert counts == {"records": 1, "empty": 1, "malformed": 1}
-
-
-def test_no_file_is_an_error(tmp_path):
-    for path in (tmp_path / "none.jsonl", tmp_path / "*.jsonl", tmp_path):
-        refusal(r"^path=.*: no file matches", read, str(path))
 
 
 def test_the_split_is_disjoint_complete_and_the_same_for_copies(tmp_path):
@@ -145,16 +105,6 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
     hub = {"source": "hub", "path": "a/b"}
     others = [{}, {"revision": "x"}, {"subset": "x"}, {"data_dir": "x"}, {"split": "x"}, {"path": "a/c"}]
     assert len({content_digest(DataConfig(**{**hub, **other})) for other in others}) == len(others)
-
-
-def test_the_library_is_megabytes_of_code_and_no_tests():
-    files = python_stdlib_files()
-    names = [name for name, _ in files]
-    assert names == sorted(names)
-    assert {"ast.py", "json/decoder.py"} <= set(names)
-    folders = {part for name in names for part in name.split("/")[:-1]}
-    assert not folders & {"test", "tests", "idle_test", "site-packages", "encodings"}
-    assert sum(path.stat().st_size for _, path in files) > 5e6
 
 
 def test_the_library_is_split_by_file():
@@ -193,19 +143,6 @@ def test_packages_come_after_the_library_without_copies(tmp_path, monkeypatch):
             for p in (False, True)
         )
         assert alone == {name for name in both if not name.startswith("site-packages/")}
-
-
-def test_undecodable_and_missing_library_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    refusal(r"no Python source under .*use source=local", python_stdlib_files)
-    (tmp_path / "good.py").write_text("x = 1\n")
-    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "no.py").write_text("x = 2\n")
-    counts = Counts()
-    records = list(read_records(DataConfig(heldout_fraction=0), "train", counts))
-    assert records == [{"id": "good.py", "text": "x = 1\n"}]
-    assert counts == {"records": 1, "unreadable": 1}
 
 
 MESSAGES = [{"content": "q", "role": "user"}, {"content": "a", "role": "assistant"}]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head
@@ -148,20 +147,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "another width": ("eagle", {"target_hidden_size": 32}, "hidden=16: expected target_hidden=32, or an embedding"),
     "another vocabulary": ("eagle", {"vocab_size": 41}, "with vocab_size=41 .vocab_size., this one has vocab_size=40"),
     "a tap beyond": ("speculators", {TAPS: [0, 4, 9]}, r"boundaries \[0, 4, 9\], but expected are 0 to 8"),
-    "taps in disorder": ("speculators", {TAPS: [4, 0, 8]}, "expected boundaries in ascending order"),
-    "taps of no number": ("speculators", {TAPS: [True, 4, 8]}, "expected a list of layers"),
     "taps at odds": ("specforge", {TAPS: [0, 3, 6]}, r"eagle_config.*=\[0, 3, 6\] means boundaries \[1, 4, 7\]"),
-    "other taps at odds": ("specforge", eagle_config(layer_ids=[0, 3, 6]), r"config\.layer_ids=\[0, 3, 6\] means"),
-    "a tap that is no number": ("specforge", eagle_config(layer_ids=["low"]), "layer_ids=.*expected a list of layers"),
     "switches at odds": ("specforge", eagle_config(norm_output=False), "norm_output=True at the top, False in"),
-    "no taps": ("specforge", eagle_config(use_aux_hidden_state=False), "use_aux_hidden_state=False: a head without"),
     "parallel": ("specforge", eagle_config(parallel_draft_step=4), "several tokens drafted at once"),
-    "another kind": ("speculators", {"speculators_model_type": "mtp"}, "'mtp': expected 'eagle3'"),
     "another layer": ("eagle", {"model_type": "gpt2"}, "model_type='gpt2': a head has layers of one of llama, qwen3"),
     "an unsteady rope": ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-    "an unknown rope": ("eagle", {"rope_scaling": {"rope_type": "spiral"}}, "'spiral'.*: describe no rotary embedding"),
     "no last norm": ("specforge", eagle_config(use_last_layernorm=False), "expected false where final_norm is false"),
-    "a width of words": ("eagle", {"hidden_size": "wide"}, "describes no layer"),
 }
 
 
@@ -179,13 +170,6 @@ def test_a_switch_that_is_left_out_is_seen_in_the_tensors(tmp_path: Path, dialec
     said = open_head(write_head(tmp_path / "said", facts, head_weights(facts)), TARGET)
     again = open_head(write_head(tmp_path, replace(facts, config=config), head_weights(facts)), TARGET)
     assert again.reading == said.reading
-
-
-def test_the_activation_is_that_of_the_config(tmp_path: Path) -> None:
-    facts = DIALECTS["specforge"]
-    where = write_head(tmp_path, facts, head_weights(facts), hidden_act="gelu")
-    found: Any = open_head(where, TARGET).load(torch.float32).layers[0]
-    assert type(found.mlp.act_fn) is type(ACT2FN["gelu"])
 
 
 def test_aux_hidden_states_by_the_names_of_servers(tmp_path: Path) -> None:

@@ -6,20 +6,16 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from outrider.base.errors import UserError
-from outrider.base.files import user_cache
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import RECORD_FILE, as_described, described, was_quantised
 from outrider.draft_models.formats.gguf_model import GgufModel
 from outrider.draft_models.targets.fingerprint import deciding_config
 from outrider.draft_models.targets.model_files import load_generation_config
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.draft_models.formats.test_torch_files import as_bin, save_fp8
 from tests.gguf_files import write_gguf
 from tests.refusals import refusal
@@ -86,15 +82,6 @@ def test_the_second_start_looks_at_no_byte(kept: Path, llama: Path, tmp_path: Pa
     assert as_described(str(path)) == before
 
 
-def test_changed_content_is_another_model(kept: Path, llama: Path, tmp_path: Path) -> None:
-    path = write_gguf(llama, tmp_path / "model.gguf")
-    before = open_target(str(path)).fingerprint
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert open_target(str(path)).fingerprint.tensors != before.tensors
-
-
 @pytest.mark.parametrize("file", ["config.json", "merges.txt", "pytorch_model.bin"])
 def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Path, file: str) -> None:
     """Its content, and its name."""
@@ -157,37 +144,6 @@ def test_config_and_tokenizer_are_read_without_fetching_weights(kept: Path, fetc
     assert [name for name in fetches if name.endswith((".bin", ".safetensors"))]
 
 
-HUB_ERRORS = [
-    httpx.ReadError("cut off"), OfflineModeIsEnabled("offline"),
-    HfHubHTTPError("500", response=httpx.Response(500, request=httpx.Request("HEAD", "https://huggingface.co"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("error", HUB_ERRORS, ids=lambda error: type(error).__name__)
-def test_no_error_of_the_hub_is_a_traceback(
-    kept: Path, fetches: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """What is on this machine is read; of anything else the error says what could not be had."""
-
-    def fail(*_: object, local_files_only: bool = False, **__: object) -> bool:
-        if local_files_only:
-            return True
-        raise error
-
-    monkeypatch.setattr(convert, "has_file", fail)
-    assert as_described("someone/bin") == ("someone/bin", None)  # it has safetensors as far as is known here
-    monkeypatch.setattr(convert, "cached_file", fail)
-    convert._on_hub.cache_clear()
-    for read in (as_described, open_target, open_tensors):
-        refusal(r"someone/bin: config\.json cannot be fetched \(", read, "someone/bin")
-
-
-def test_safetensors_need_no_description(kept: Path, llama: Path, tmp_path: Path) -> None:
-    for source in (str(llama), str(tmp_path / "nowhere"), "someone/nowhere"):
-        assert as_described(source, "main") == (source, "main")
-    assert not kept.exists()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=repr)
 def test_a_description_that_ends_early_leaves_nothing(kept: Path, written: Path, error: BaseException) -> None:
     """Whether it is interrupted or the disk fills."""
@@ -221,21 +177,3 @@ def test_one_that_is_written_meanwhile_is_kept(kept: Path, written: Path, monkey
     monkeypatch.setattr(convert, "describe", describe_twice)
     assert described(original) == made[1]
     assert [*kept.iterdir()] == [made[1]]
-
-
-def test_a_place_that_cannot_be_written_is_named(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
-    refusal(r"OUTRIDER_CACHE=.*cannot be written \(Not a directory\); .* choose another", as_described, str(written))
-
-
-def test_what_earlier_versions_kept_is_named(
-    kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (kept / "known").mkdir(parents=True)
-    as_described(str(written))
-    assert f"which nothing reads any more: rm -r {kept}" in capsys.readouterr().err
-    monkeypatch.delenv("OUTRIDER_CACHE")
-    assert convert.cache_folder() == user_cache() / "targets"

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 from outrider.base.errors import UserError
 from outrider.data_prep.settings import ConvertConfig
 from outrider.data_prep.targets import convert_target
-from outrider.draft_models.formats.torch_files import Stored, open_pickled, unscaled
+from outrider.draft_models.formats.torch_files import open_pickled
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
-from tests.forked import Fork
 from tests.pairwise import all_pairs, each_value
 from tests.refusals import refusal
 from tests.tiers import typical_where
@@ -127,12 +126,6 @@ def test_a_tensor_is_its_values_however_it_lies_in_memory(tmp_path: Path, tensor
     assert torch.equal(read[0].float(), read[1].float())
 
 
-def test_safetensors_come_first(tmp_path: Path) -> None:
-    source = save_target(tmp_path / "source")
-    (source / "pytorch_model.bin").write_bytes(b"never looked at")
-    assert set(open_tensors(str(source)).file_of.values()) == {"model.safetensors"}
-
-
 class Ran:
     """What a pickle may do as it is read."""
 
@@ -153,17 +146,6 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ([torch.zeros(2)], "expected a mapping of names to dense tensors, found no mapping"),
-    ({"step": 3}, "found 'step': int"),
-    ({"a": torch.zeros(2).to_sparse()}, "found 'a': torch.float32"),
-    ({"a": torch.zeros(2, dtype=torch.complex64)}, "found 'a': torch.complex64"),
-])  # fmt: skip
-def test_what_holds_no_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    refusal(rf"pytorch_model\.bin: {message}|pytorch_model\.bin: .*{message}", open_tensors, str(tmp_path))
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_damaged_file_is_refused(tmp_path: Path, legacy: bool) -> None:
     file = tmp_path / "pytorch_model.bin"
@@ -172,36 +154,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, legacy: bool) -> None:
     for size in (0, 1, 50, len(whole) // 2, len(whole) - 9):
         file.write_bytes(whole[:size])
         refusal(r"pytorch_model\.bin: (not a readable|torch's weights-only loader)", open_tensors, str(tmp_path))
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin", 3)
-    (path / "pytorch_model-00002-of-00003.bin").unlink()
-    refusal(r"pytorch_model-00002-of-00003\.bin is named in pytorch_model\.bin\.index\.js", open_tensors, str(path))
-
-
-@pytest.mark.slow
-def test_by_its_name_on_the_hub(tmp_path: Path) -> None:
-    """As it lies in the Hub's cache, without a network."""
-    source = save_target(tmp_path / "source", tied=True)
-    folder = tmp_path / "home" / "hub" / "models--me--model"
-    (folder / "snapshots").mkdir(parents=True)
-    as_bin(source, folder / "snapshots" / "0123", 3)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("0123")
-    code = (
-        "import json, os, torch\n"
-        "from huggingface_hub import constants\n"
-        "constants.HF_HUB_CACHE = os.environ['HF_HUB_CACHE']\n"
-        "from outrider.draft_models.targets.model_files import load_causal_lm\n"
-        "from outrider.draft_models.targets.open_target import open_target\n"
-        "load_causal_lm('me/model', dtype=torch.float32)\n"
-        "print(json.dumps(open_target('me/model').fingerprint.tensors))\n"
-    )
-    run = Fork(["-c", code], env={"HF_HUB_CACHE": str(tmp_path / "home" / "hub")})
-    out, err = run.communicate()
-    assert run.returncode == 0, err
-    assert json.loads(out.splitlines()[-1]) == open_target(str(source)).fingerprint.tensors
 
 
 BLOCK = (48, 40)  # neither divides the tiny targets' matrices
@@ -284,18 +236,6 @@ def test_a_copy_of_fp8_weights_is_plain(tmp_path: Path, modelopt: bool) -> None:
     assert open_target(str(tmp_path / "out")).layers([0], dtype=torch.float32) is not None
 
 
-def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    parts = (torch.ones(size).to(torch.float8_e4m3fn) for size in ((96, 96), (2, 2)))
-    with pytest.raises(UserError, match=r"x: scales of shape \[2, 2\]: expected \[2, 3\]"):
-        unscaled(*(Stored(one.dtype, one.shape, one.clone) for one in parts), BLOCK, "x")
-    small, _ = save_fp8(tmp_path, "llama")
-    set_config(small, quantization_config={**FP8, "weight_block_size": "all"})
-    refusal(r"quantization_config\.weight_block_size='all' in config\.json: expected rows", open_tensors, str(small))
-    set_config(small, quantization_config=None)
-    files = open_tensors(str(small))
-    refusal(r"weights stored as codes \(F8_E4M3\), and no description", lambda: dict(files.stored(files.file_of)))
-
-
 @pytest.mark.parametrize(("settings", "name"), [
     ({"quant_method": "gptq", "bits": 3}, "gptq"),
     ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "awq"),
@@ -332,11 +272,6 @@ def test_codes_are_left_to_a_method_that_transformers_knows(tmp_path: Path) -> N
     for other in ({"quant_method": "modelopt", "quant_algo": "INT8_SQ"}, {"bits": 8}, {"quant_method": []}):
         files = open_tensors(str(set_config(path, quantization_config=other)))
         refusal(r"up_proj\.weight: weights stored as codes \(I8\)", dict, files.stored(files.file_of))
-
-
-def test_without_settings_it_is_no_quantised_one(tmp_path: Path) -> None:
-    path = set_config(save_target(tmp_path / "target"), quantization_config=None)
-    assert open_target(str(path)).layers([0], dtype=torch.float32) is not None
 
 
 @pytest.mark.parametrize("kind", ["U16", "F8_E8M0"])

@@ -15,13 +15,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY, Grams, merge_grams, mix
 from outrider.draft_models.ngrams.table import ARRAYS, TABLE_FILE, TrigramTable, table_digest
-from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
-from tests.full_disk import largest_file
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table
 from tests.kept_code import kept_folder
 from tests.ngram_reading import successors
@@ -149,13 +146,6 @@ def test_a_saved_table_opens_as_it_was_mapped_read_only(tmp_path: Path) -> None:
     refusal("holds an n-gram table already", table.save, tmp_path / "table")
 
 
-def test_an_empty_level_is_saved_and_opened(tmp_path: Path) -> None:
-    make([[1, 2]]).save(tmp_path / "table")
-    opened = TrigramTable.open(tmp_path / "table")
-    assert successors(opened, [1])[0].tolist() == [2]
-    assert successors(opened, [1, 2, 3])[0].size == 0
-
-
 def truncate(table: Path) -> None:
     content = (table / TABLE_FILE).read_bytes()
     (table / TABLE_FILE).write_bytes(content[:-4])
@@ -200,20 +190,6 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[Path], Non
     make(random_documents(300)).save(tmp_path / "table")
     damage(tmp_path / "table")
     refusal(message, TrigramTable.open, tmp_path / "table")
-
-
-def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
-    with largest_file(4096), pytest.raises(UserError, match="table: cannot be written"):
-        make(random_documents(300)).save(tmp_path / "table")
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_tokenizer_is_told_by_its_ids() -> None:
-    digest = vocabulary_digest({"a": 0, "b": 1})
-    assert digest == vocabulary_digest({"b": 1, "a": 0}) != vocabulary_digest({"a": 1, "b": 0})
-    table = TrigramTable.from_documents([], (3,), 2, digest)
-    table.require_tokenizer(digest, "here")
-    refusal(r"here: .*another tokenizer", table.require_tokenizer, vocabulary_digest({"a": 0}), "here")
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig
 
 from outrider.base.errors import UserError
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.targets.model_files import load_causal_lm, load_layers
-from outrider.draft_models.targets.open_target import load_config, pick_device, pick_dtype
+from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.train.recipes.toy import packed_mask
@@ -75,14 +74,6 @@ def test_bytes_read_are_those_of_the_named_tensors(
         assert not any(p.requires_grad or p.is_meta for p in model.parameters())
 
 
-def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
-    path = save_target(tmp_path, shard="40KB")
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.more.weight"] = next(iter(index["weight_map"].values()))
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refusal(r"no tensor 'model\.more\.weight'", load_causal_lm, str(path))
-
-
 @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "a/../../elsewhere.safetensors", "absolute", 3, None])
 def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object) -> None:
     """Not even to a file that is there and holds the tensor."""
@@ -95,30 +86,6 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object)
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     for load in (open_tensors, lambda source: load_causal_lm(source, None)):
         refusal(rf"weight_map\.{re.escape(name)}=.*expected a \.safetensors file in its", load, str(path))
-
-
-def test_a_device_by_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams and graphs are made on that one."""
-    current: list[torch.device] = []
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name in ("cuda:1", "cuda", "cpu"):
-        assert pick_device(name) == torch.device(name)
-    assert current == [torch.device("cuda:1")]
-
-
-def test_a_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere() -> None:
-    for config, own in ((LlamaConfig(dtype="bfloat16"), torch.bfloat16), (LlamaConfig(), torch.float32)):
-        assert pick_dtype("auto", config, torch.device("cpu")) == torch.float32
-        assert pick_dtype("auto", config, torch.device("cuda")) == own
-        assert pick_dtype("float16", config, torch.device("cpu")) == torch.float16
-
-
-def test_the_fast_dtype_is_what_the_processor_has_instructions_for() -> None:
-    supported = torch.cpu._is_avx512_bf16_supported()
-    found = pick_dtype("fast", LlamaConfig(dtype="float16"), torch.device("cpu"))
-    assert found == (torch.bfloat16 if supported else torch.float32)
-    assert pick_dtype("fast", LlamaConfig(dtype="float16"), torch.device("cuda")) == torch.float16
 
 
 def test_code_that_comes_with_a_target_is_not_run(tmp_path: Path) -> None:
@@ -159,9 +126,3 @@ def test_a_checkpoint_without_the_causal_lm_around_it(tmp_path: Path, architectu
     assert again.lm_head.weight is again.get_input_embeddings().weight
     name = next(name for name in whole.file_of if "layers.2." in name)
     assert files.digest([name]) == whole.digest([name])
-
-
-@pytest.mark.parametrize("exit_layer", [0, LAYERS, LAYERS + 3])
-def test_exit_layer_out_of_range(tmp_path: Path, exit_layer: int) -> None:
-    config = load_config(str(save_target(tmp_path)))
-    refusal(f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < 4", exit_layers, config, exit_layer)
