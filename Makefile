@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENGINES := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install engines other-ngrams kernels demo demo-real smollm2 test cases test-all test-fast test-gpu test-kernels gpu-record lint format clean
+.PHONY: help install engines other-ngrams kernels demo demo-real smollm2 test test-all test-fast test-gpu test-kernels gpu-record lint format clean
 .NOTPARALLEL:
 
 help: ## this list (the default)
@@ -34,9 +34,6 @@ kernels: $(STAMP) ## compile the CPU kernels once, so that test workers do not e
 
 test: $(STAMP) ## every subject, mechanism and planted fault; of what repeats for further models the typical ones
 	$(RUN)python -m pytest -n auto --dist worksteal -m "not thorough and not engine"
-
-cases: $(STAMP) ## reported faults, each tried again on tiny models; part of `make test`
-	$(RUN)python -m pytest -n auto --dist worksteal tests/cases
 
 test-all: $(STAMP) ## all models and combinations too: before a release, or after a change of what runs a target
 	$(RUN)python -m pytest -n auto --dist worksteal

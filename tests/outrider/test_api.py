@@ -1,14 +1,11 @@
 """Decoding from Python: the target's own text, by every way to ask for it."""
 
-import gc
 import inspect
-import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,6 @@ import outrider
 from outrider.api import decoder as api
 from outrider.api.model import Model
 from outrider.base.errors import UserError
-from outrider.base.large_imports import import_large
 from outrider.data_prep.text import chat
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.batch import Batch
@@ -90,18 +86,6 @@ tell()"""
         outrider.lode  # noqa: B018
 
 
-def test_a_script_beside_a_folder_called_outrider_imports_the_package(tmp_path: Path) -> None:
-    """As in the directory that a clone lies in; `pip install -e .` has said where the package is."""
-    (tmp_path / "outrider").mkdir()
-    script = tmp_path / "mine.py"
-    script.write_text("import outrider\nprint(outrider.__file__, outrider.UserError)")
-    elsewhere = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    run = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=elsewhere, capture_output=True, text=True, check=False
-    )
-    assert run.stdout == f"{ROOT / 'outrider/__init__.py'} <class 'outrider.base.errors.UserError'>\n", run.stderr
-
-
 @pytest.mark.parametrize(
     "options",
     [{"max_new_tokens": 40}, {"max_new_tokens": 30, "repetition_penalty": 1.3}, {"max_new_tokens": 1}],
@@ -130,24 +114,6 @@ def test_a_fault_of_the_runtime_shows(folder: Path, model: Any) -> None:
         faulty = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu"))
         assert faulty.generate(PROMPT, max_new_tokens=40) != expected
         assert faulty.report([PROMPT], max_new_tokens=40)["verdict"] == "target differs"
-
-
-@pytest.mark.parametrize("method", ["eesd_auto", "early_exit/opt_tree"])
-@pytest.mark.slow
-def test_sizes_that_are_measured(folder: Path, model: Any, method: str) -> None:
-    """They are, once, after the first prompt; the text is the same."""
-    loaded = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu", method=method, runtime="graphed"))
-    texts = [loaded.generate(PROMPT, max_new_tokens=20) for _ in range(2)]
-    assert texts == [model.generate(PROMPT, max_new_tokens=20)] * 2
-
-
-def test_a_stop_string_ends_the_text(model: Any) -> None:
-    whole = model.generate(PROMPT, max_new_tokens=40)
-    stop = whole[8:10]
-    options = {"max_new_tokens": 40, "stop_strings": [stop]}
-    text = model.generate(PROMPT, **options)
-    assert text == by_transformers(model, PROMPT, do_sample=False, **options)
-    assert len(text) < len(whole)
 
 
 def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -> None:
@@ -354,17 +320,6 @@ def test_an_option_is_read_or_refused_by_its_name(model: Any, name: str) -> None
         refusal(rf"{asked.__name__}\(max_neww_tok=…\): no such option", asked, "x", max_neww_tok=3)
 
 
-@pytest.mark.parametrize("name", [*[*inspect.signature(outrider.load).parameters][1:], "metod", "cls"])
-def test_so_is_one_of_loading(folder: Path, name: str) -> None:
-    for odd in ([1], {"a": 1}, 1.5, object()):
-        refusal(name, outrider.load, str(folder / TARGET), **{"device": "cpu", name: odd})
-
-
-@pytest.mark.parametrize("odd", [*ODD, [["a", 3]], [[]]], ids=lambda value: repr(value).split(" at ")[0])
-def test_a_report_is_of_texts(model: Any, odd: Any) -> None:
-    refusal("prompts", model.report, odd)
-
-
 @pytest.mark.slow
 def test_a_stream_that_is_left_unfinished_ends_with_the_process(folder: Path) -> None:
     code = f"""
@@ -425,30 +380,3 @@ def test_a_prompt_that_takes_long_delays_nobody(tiny_models: Path, monkeypatch: 
     for prompt in ("x" * 10**7, [{"role": "user", "content": "x" * 10**7}], ["a", "x" * 10**7]):
         refusal(r"context|template", model.generate, prompt, max_new_tokens=4)
     assert max(sizes) < 10**6
-
-
-def test_a_generation_returns_its_counts(tiny_models: Path) -> None:
-    model = outrider.load(str(tiny_models / TARGET), device="cpu")
-
-    def counted() -> Iterator[str]:
-        found.append((yield from model.stream("hello", max_new_tokens=5)))
-
-    found: list[Any] = []
-    assert "".join(counted()) == model.generate("hello", max_new_tokens=5)
-    assert found == [model.last]
-    assert (found[0].tokens, found[0].prompt, found[0].ended) == (5, len(model.ids("hello")), False)
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_the_collector_rests_and_passes_over_an_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool
-) -> None:
-    (tmp_path / f"large_{collects}.py").write_text("import gc\nduring = gc.isenabled()\nheld = [[]] * 9\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (gc.enable if collects else gc.disable)()
-    try:
-        made = import_large(f"large_{collects}")
-        assert (made.during, gc.isenabled()) == (False, collects)
-        assert not any(each is made.held for each in gc.get_objects())  # frozen
-    finally:
-        gc.enable()

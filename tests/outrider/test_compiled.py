@@ -5,10 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
 import pytest
-
-from outrider.base.compiled import _clock, kept
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -35,24 +32,6 @@ def entry(address):
 print(outer(3), repr(numba.config.CACHE_DIR))
 print("over", file=sys.stderr)
 """
-
-
-def test_numbas_own_setting_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = numba.config.CACHE_DIR
-    assert kept(lambda x: x + 1)(1) == 2
-    assert before == numba.config.CACHE_DIR
-
-
-def test_the_users_own_functions_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours are, also where theirs need them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = _clock.seconds
-    assert numba.njit(lambda x: x + 1)(1) == 2
-    assert _clock.seconds == before
-    ours = kept(lambda x: x + 2)
-    assert numba.njit(lambda x: ours(x) + 1)(1) == 4
-    assert _clock.seconds > before
 
 
 @pytest.mark.slow

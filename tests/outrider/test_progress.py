@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.base import progress
-from outrider.base.progress import Stage, command, counted, hide_stages
+from outrider.base.progress import Stage, command, counted
 
 
 class Terminal(io.StringIO):
@@ -73,17 +72,6 @@ def test_all_stages_are_named_by_a_thread(impatient: None) -> None:
         assert until(err, "progress: outer; ")
 
 
-def test_a_command_that_waits_shows_no_progress_but_that_of_later_stages(impatient: None) -> None:
-    err = io.StringIO()
-    with redirect_stderr(err), command("serve"):
-        assert until(err, "progress: serve; ")
-        hide_stages()
-        assert progress._bar is None
-        with Stage("later"):
-            assert until(err, "progress: later; ")
-        assert progress._bar is None
-
-
 def test_lines_are_said_after_silence_only_and_not_among_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -116,39 +104,6 @@ def test_whatever_ends_a_command_ends_what_is_said_of_it(error: type[BaseExcepti
     assert (progress._stages, progress._bar) == ([], None)
 
 
-def test_only_the_main_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    out = io.StringIO()
-    with redirect_stdout(out), command("some"):
-        print("half a line", end="")
-        assert (progress._bar, out.getvalue()) == (None, "half a line")
-
-
-def test_a_reader_that_has_gone_ends_nothing(impatient: None) -> None:
-    for err in (io.StringIO(), Terminal()):
-        with redirect_stderr(err), Stage("some"):
-            err.close()
-            refresh()
-
-
-def test_threads_of_a_server_load_at_the_same_time(impatient: None) -> None:
-    err, begun = io.StringIO(), threading.Barrier(3)
-
-    def load(name: str) -> None:
-        with Stage(name):
-            begun.wait()
-            assert until(err, f"{name}")
-
-    with redirect_stderr(err):
-        threads = [threading.Thread(target=load, args=(name,)) for name in ("first", "second")]
-        for thread in threads:
-            thread.start()
-        begun.wait()
-        for thread in threads:
-            thread.join()
-    assert (progress._stages, progress._bar) == ([], None)
-
-
 def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
     screen = Terminal()
     with redirect_stdout(screen), redirect_stderr(screen), command("some"), Stage("inner", 4, "items") as stage:
@@ -165,28 +120,6 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
         assert until(screen, "inner 2/4 items")
     assert screen.getvalue().endswith("\r")  # nothing is left of it
     assert "progress:" not in screen.getvalue()
-
-
-def test_a_logger_may_put_its_own_write_around_a_streams() -> None:
-    """As W&B does to keep what is printed; the bar is there meanwhile."""
-    out, heard = io.StringIO(), list[str]()
-    with redirect_stderr(out), command("training"):
-        write = sys.stderr.write
-        sys.stderr.write = lambda text: heard.append(text) or write(text)  # type: ignore[method-assign,func-returns-value]
-        print("a line", file=sys.stderr)
-    print("another", file=out)
-    assert "".join(heard) == "a line\n"
-    assert out.getvalue() == "a line\nanother\n"
-
-
-def test_on_a_terminal_without_a_size_there_are_lines(impatient: None) -> None:
-    """As `script` and some containers make them: nothing that is drawn there would be seen."""
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "w") as screen, redirect_stderr(screen), Stage("some"):
-        assert screen.isatty()
-        refresh()
-        assert os.read(ours, 1000).startswith(b"progress: some; 0 s so far")
-    os.close(ours)
 
 
 @pytest.mark.slow

@@ -61,17 +61,6 @@ def test_a_refusal_names_the_run_and_a_killed_one_is_taken_over(
     assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE}
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"process": 1}', "\udcff"])
-def test_a_damaged_note_of_the_holder_is_no_trouble(tmp_path: Path, content: str) -> None:
-    with only_run(tmp_path, "results"):
-        (tmp_path / HOLDER_FILE).write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(UserError, match="another run is writing results there: a process that"):  # noqa: SIM117
-            with only_run(tmp_path, "results"):
-                pass
-    with only_run(tmp_path, "results"):
-        pass
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSYS, "Not implemented"), NotImplementedError("none")], ids=repr)
 def test_what_cannot_be_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Also where there is no flock at all: a file in its place would outlive a killed run."""

@@ -13,9 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, patch
@@ -40,10 +39,9 @@ from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app, records, workers
 from outrider.server.records import ChatRequest, TextRequest
 from outrider.server.replies import Reply
-from outrider.server.workers import Answers, Job, Piece, write
+from outrider.server.workers import Job, Piece, write
 from tests.inference.core.test_stop_strings import BASE, BYTES, spelled
 from tests.inference.evaluate.test_page import Page
-from tests.refusals import refusal
 from tests.tiny import save_target
 
 TEMPLATE = "{{ style }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -122,11 +120,6 @@ def until_true(holds: Callable[[], bool]) -> None:
     raise AssertionError("it does not come true")
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 class Slow:
     """`model`, each of whose rounds waits until `go` is set. begun: texts that have been begun."""
 
@@ -192,18 +185,6 @@ def test_several_choices_and_clients_have_texts_of_their_own(client: Any, model:
         assert [*pool.map(lambda one: joined(ask(client, stream=True, **one)), asked)] == [*seeds, *seeds]
     completed = client.completions.create(model="tiny", prompt=["a"] * 3, n=2, max_tokens=16, **SAMPLED)
     assert [one.text for one in completed.choices] == [said(model, "a", **{**SAMPLED, "seed": 5 + i}) for i in range(6)]
-
-
-def test_requests_without_a_seed_differ_after_a_restart_unless_the_server_has_one(model: Any) -> None:
-    texts = []
-    for options in ({}, {}, {"seed": 3}, {"seed": 3}):
-        with serving(model, **options) as (_, _, client):
-            texts.append([text_of(ask(client, temperature=5.0)) for _ in range(2)])
-    assert len({text for pair in texts[:3] for text in pair}) == 6
-    assert texts[2] == texts[3]
-    chosen = ServeConfig(target="t")
-    object.__setattr__(chosen, "typed_keys", frozenset(["seed"]))  # seed=0 on a command line
-    assert app.Service(model, chosen)._seeds.getrandbits(31) == random.Random(0).getrandbits(31)
 
 
 def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any, target: Path, tmp_path: Path) -> None:
@@ -279,51 +260,6 @@ def test_stop_strings_with_special_tokens_and_those_that_begin_in_the_prompt(chu
 
 
 LEFT, END = UserError("gone"), Piece("", reason="stop")
-
-
-@pytest.mark.parametrize(("error", "writes"), [(None, 2), (LEFT, 1)])
-def test_pieces_that_are_there_are_sent_together(model: Any, error: UserError | None, writes: int) -> None:
-    """And all of them, whatever ends the answer."""
-    job = Job((1,), GREEDY, 9, (), None, 0, True, None)
-
-    async def written() -> list[str]:
-        answers, service = Answers(2, 9.0), app.Service(model, ServeConfig(target="t"))
-        reply = Reply(ChatRequest(messages=[]), [job, job], "tiny", str)
-        for index, piece in enumerate([Piece("a", (5,)), Piece("b", (6,)), Piece("c", reason="stop"), END]):
-            if piece is not END or error is None:
-                answers.put((reply.chunk(index % 2, piece), piece.reason is not None))
-        if error is not None:
-            answers.put(error)
-        return [event async for event in app._events(service._read(reply, answers, {}), reply, answers)]
-
-    events = asyncio.run(written())
-    lines = "".join(events).split("\n\n")[:-1]
-    contents = [json.loads(line[6:])["choices"][0]["delta"]["content"] for line in lines[:3]]
-    assert (contents, len(lines), len(events)) == (["a", "b", "c"], 5 if error is None else 4, writes)
-
-
-def test_a_reader_is_told_of_the_time_also_while_pieces_come() -> None:
-    records: list[str] = []
-
-    async def read() -> None:
-        with patch.object(asyncio.get_running_loop(), "time", lambda: float(len(records))):  # one a second
-            answers = Answers(1, 100)
-            answers.put(("a", False))
-            async for record in answers.read():
-                assert len(records) < 105
-                records.append(record)
-                answers.put((record, False))
-                await asyncio.sleep(0)
-
-    refusal("timeout=100", asyncio.run, read())
-    assert len(records) > 99
-
-
-def test_what_requests_replace_in_the_targets_settings_is_read_once(model: Any) -> None:
-    with patch.object(decoder, "inherit", side_effect=decoder.inherit) as read, patch.object(model, "_inherited", {}):
-        for number in range(3):
-            said(model, repetition_penalty=1 + number, stop_strings=[f"{number}, which it never says"])
-    assert read.call_count == 1
 
 
 def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:
@@ -490,15 +426,6 @@ def test_a_foreign_page_can_neither_read_nor_ask(model: Any, headers: dict[str, 
     service.workers.close()
 
 
-def test_all_of_a_machines_addresses_are_hosts_but_not_origins() -> None:
-    front = app.Front(AsyncMock(), ServeConfig(target="t", host="0.0.0.0"))
-    for host in ("10.0.0.9:80", "[fe80::1]", socket.gethostname(), "localhost"):
-        assert front._admit("GET", {"host": host}) == {}
-    for headers in ({"host": "evil.example"}, {"host": "10.0.0.9", "origin": "http://6.6.6.6"}):
-        with pytest.raises(UserError, match=r"Host|Origin"):
-            front._admit("GET", headers)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_request_asks_for_is_computed_in_no_thread_that_others_wait_for(model: Any, stream: bool) -> None:
     """Neither in the event loop nor in the batch's thread, however much it is."""
@@ -526,27 +453,6 @@ def test_what_a_request_asks_for_is_computed_in_no_thread_that_others_wait_for(m
     assert len(waited) > 1
     assert {*threads} >= {"dumps", "decode", "ids", "read", "StopStrings", "shown_end", "_scores"}
     assert {name: own & waited for name, own in threads.items() if own & waited} == {}
-
-
-def test_a_line_of_the_log_a_request(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(model) as (url, _, client):
-        ask(client, stop="\n")
-        model.generate(TALK, max_new_tokens=16, stop_strings=["\n"])
-        joined(ask(client, stream=True))
-        httpx.get(f"{url}/health%0aGET?key=secret")
-        figures = httpx.get(f"{url}/v1/models").json()["data"][0]["measured"]
-    lines = capsys.readouterr().out.splitlines()
-    words = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
-    assert [line.split(" seconds=")[0] for line in lines[2:]] == [
-        "GET /health%0aGET status=404",
-        "GET /v1/models status=200",
-    ]
-    assert lines[0].startswith("POST /v1/chat/completions status=200 prompt_tokens=")
-    assert (words[0]["tokens"], words[1]["tokens"]) == (str(model.last.tokens), "16")
-    assert (
-        float(words[1]["tau"]) == figures["tau"] == round(15 / (len([*model.rounds(TALK, max_new_tokens=16)]) - 1), 2)
-    )
-    assert all("seconds" in line for line in words)
 
 
 def test_a_full_queue_says_so_and_who_waited_is_answered(model: Any) -> None:
@@ -656,55 +562,6 @@ def test_at_the_end_clients_are_told_that_their_answers_are_given_up(
             assert b"503" in half.recv(99)
     assert len(service.workers.open) == 0
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(target: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        refusal(f"port={port}", app.serve, ServeConfig(target="/nowhere", port=port))
-
-
-@pytest.mark.thorough
-def test_nothing_is_left_of_clients_that_leave(model: Any) -> None:
-    """1,000 requests of 32 clients: streams, choices, stop strings, log-probabilities; a third of them cut off."""
-    with serving(model, batch=4, queue=64) as (url, service, _):
-        expected = {seed: said(model, **{**SAMPLED, "seed": seed}) for seed in range(7)}
-        more = [
-            {"n": 2},
-            {"stop": ["zz", "never said"]},
-            {"logprobs": True, "top_logprobs": 5},
-            {"return_token_ids": True},
-        ]
-
-        def one(number: int) -> None:  # httpx would hold more memory with each of its clients
-            stream = number % 2 == 0 or number % 3 == 0
-            body = {
-                "messages": TALK,
-                "max_tokens": 16,
-                **SAMPLED,
-                "seed": number % 7,
-                "stream": stream,
-                **more[number % 4],
-            }
-            with closing(HTTPConnection(url.removeprefix("http://"), timeout=120)) as connection:
-                connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
-                with connection.getresponse() as lines:
-                    if number % 3 == 0:
-                        lines.readline()
-                        return
-                    records = [json.loads(line[6 * stream :]) for line in lines if b"choices" in line]
-            choices = [choice for record in records for choice in record["choices"] if choice["index"] == 0]
-            text = "".join(choice["delta" if stream else "message"]["content"] for choice in choices)
-            assert text == expected[number % 7]
-
-        with ThreadPoolExecutor(32) as pool:
-            for start in range(0, 1000, 100):
-                [*pool.map(one, range(start, start + 100))]
-                until_true(lambda: len(service.workers.open) == 0)
-                if start == 100:
-                    before = resident()
-        assert resident() < 1.05 * before
-        assert service.workers.counts["texts"] == 1250
 
 
 def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(url: str) -> None:

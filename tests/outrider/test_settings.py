@@ -64,11 +64,6 @@ def test_what_a_type_excludes_is_refused_from_python_and_from_yaml(given: dict[s
     assert str(read.value) == f"a.b.{message}"
 
 
-@pytest.mark.parametrize("rate", [float("inf"), float("nan"), "1", None])
-def test_a_number_is_finite(rate: Any) -> None:
-    refusal(r"^rate=.*: expected a (finite|valid) number", Outer, rate=rate)
-
-
 def test_items_are_checked_too() -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kind": "wide", "widths": (2, 0)}, r"widths\[1\]=0"), ({"ends": (0.0, 0.0)}, r"ends\[1\]=0\.0"),

@@ -25,9 +25,9 @@ from outrider.data_prep.text.messages import SkipRecordError
 from outrider.data_prep.text.records import Counts, FileLayout, Read, Written, find_layout, to_record
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.vocabulary import for_rows
-from tests.cases.chat_families import FAMILIES, byte_fallback, cleaning, tokenizer_of
 from tests.inference.core.test_stop_strings import BASE, KINDS
 from tests.refusals import refusal
+from tests.support.chat_families import FAMILIES, byte_fallback, cleaning, tokenizer_of
 from tests.tiers import as_many
 
 QUESTION, ANSWER = {"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "How are you?"}

@@ -59,7 +59,7 @@ def test_another_architecture_says_what_is_read_and_the_way_out(tmp_path: Path, 
 
 
 def test_the_page_names_every_architecture() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     page = (root / "docs" / "getting-started.md").read_text()
     assert all(f"`{name}`" in page for name in FAMILIES)
     assert f"[{len(FAMILIES)} architectures]" in (root / "README.md").read_text()

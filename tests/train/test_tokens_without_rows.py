@@ -1,7 +1,6 @@
 """What can be known before the first minute, in every command: tokens, sizes, templates, prompts, files."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from outrider.base.errors import UserError
 from outrider.commands import config_for
 from outrider.data_prep.ngrams.building import build_table
 from outrider.data_prep.settings import TrigramConfig
-from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.ngrams.table import TrigramTable
@@ -30,12 +28,10 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
-from outrider.train import auto_choice
 from outrider.train.auto_run import run_auto
 from outrider.train.exporting import export_drafter
 from outrider.train.pipeline_run import fitted
 from outrider.train.pipeline_settings import PipelineConfig
-from outrider.train.recipes.calibration import calibrate
 from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import train_early_exit
 from outrider.train.recipes.small_lm import finetune_drafter
@@ -220,21 +216,6 @@ def test_a_record_that_the_template_refuses_is_left_out(tmp_path: Path, capsys: 
     finetune_drafter(jobs.finetuning(target, data, tmp_path / "out", seq_len=128))
 
 
-def test_where_it_refuses_all_of_them_its_own_words_say_why(tmp_path: Path) -> None:
-    target = save(tmp_path / "target", NO_SYSTEM)
-    talks = [{"messages": [*SYSTEM["messages"][:2], {"role": "assistant", "content": f"{i}"}]} for i in range(20)]
-    data = write(tmp_path / "chat.jsonl", talks)
-    runs: list[Callable[[], None]] = [
-        *(lambda run=run: run(target, data, tmp_path / "out") for run in TRAININGS.values()),  # type: ignore[misc]
-        lambda: generate_responses(responding(target, data, tmp_path / "answers")),
-    ]
-    for run in runs:
-        with pytest.raises(UserError, match=r"chat\.jsonl:\d+.*no system here") as raised:
-            run()
-        assert "vicuna" not in str(raised.value)
-    refusal("no system here", outrider.load, str(target), conversations="be kind")
-
-
 def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
     """And yours are not: the steps refuse them."""
     target = save(tmp_path / "target", max_position_embeddings=100)
@@ -262,29 +243,6 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
         for config in (ask, replace(ask, plan=True)):
             refusal(said, run_auto, config, config_for)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("minutes", [0.01, 3.4, -1.0, float("nan")])
-def test_minutes_that_are_never_enough_are_refused_before_anything_is_answered(minutes: float) -> None:
-    with pytest.raises(UserError, match="minutes=nan: expected" if math.isnan(minutes) else r"minutes=.*3\.5"):
-        AutoConfig(target="org/model", minutes=minutes)
-    assert auto_choice._QUICK + auto_choice._FEWEST == 3.5
-
-
-def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "p.jsonl", [{"prompt": f"p{i}"} for i in range(3)])
-    assert len(read_prompts(str(tmp_path / "p.jsonl"), limit=1000)) == 3
-    assert "num_prompts=1000" in capsys.readouterr().out
-    jobs.save_for_calibration(tmp_path)
-    texts = (tmp_path / "text.jsonl").read_text().splitlines()
-    (tmp_path / "text.jsonl").write_text("\n".join(texts[:30]))
-    calibrate(jobs.calibrating(tmp_path, tmp_path / "out", prompts=900, heldout_prompts=800, new_tokens=3))
-    said = capsys.readouterr().out
-    assert "not 900" in said
-    assert "not 800" in said
-    given = tmp_path / "target", jobs.write_corpus(tmp_path), tmp_path / "small"
-    finetune_drafter(jobs.finetuning(*given, decode_prompts=99))
-    assert "decode_prompts=99" in capsys.readouterr().out
 
 
 def test_calibrate_holds_out_what_its_drafter_has_not_learned_from(

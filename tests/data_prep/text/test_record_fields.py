@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from outrider.base import errors
-from outrider.data_prep.ngrams.token_shards import passages
 from outrider.data_prep.text import documents, messages, records
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.rows import load_rows
-from outrider.data_prep.text.sources import read_records
 from outrider.inference.measure.replay import Vocabulary, recordings
-from tests.cases.chat_families import FAMILIES, Family, tokenizer_of
-from tests.cases.test_answers import Said, learned
-from tests.cases.test_inputs import data_of, jsonl
+from tests.data_prep.text.test_inputs import data_of, jsonl
+from tests.inference.batch.test_written_tokens import Said, learned
+from tests.support.chat_families import FAMILIES, Family, tokenizer_of
 
 Pairs = list[tuple[str, str]]
 SYSTEM = "Be brief."
@@ -189,35 +187,6 @@ def test_a_field_is_read_or_named_with_its_place_and_count(
         assert bool(warnings) == bool(words)
         assert re.search(words, warnings)
         assert not words or f"{path}:" in warnings
-
-
-def test_a_table_counts_thoughts_and_no_answer_that_is_not_learned(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(jsonl([{"messages": TWO[:3] + answer(reasoning=THOUGHT)[1:]}]))
-    (passage,) = passages(read_records(data_of(tmp_path / "a.jsonl"), "train"), "assistant")
-    assert passage.text == f"{THOUGHT}\nSeven."
-
-
-def test_prompts_that_cannot_be_asked_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A text to continue beside a system's text, tools; a column that is not read; and what a text file is."""
-    rows = [
-        {"prompt": "Once", "system": SYSTEM},
-        {"messages": answer(), "tools": [TOOL]},
-        {"question": "q", "passage": "p"},
-        {"prompt": "Once", "tools": "[ ]", "turns": None},
-        {"instruction": "Even?", "input": 0, "text": "8", "id": None},
-    ]
-    errors.warn_once.cache_clear()
-    (tmp_path / "p.jsonl").write_text(jsonl(rows))
-    read = [(prompt.id, *prompt.turns) for prompt in read_prompts(str(tmp_path / "p.jsonl"))]
-    assert read == [("3", "q"), ("4", "Once"), ("5", "Even?\n\n0")]
-    said = capsys.readouterr().err
-    assert "malformed=2" in said
-    assert "'system' stands beside a text to continue" in said
-    assert "not read: column 'passage'" in said
-    assert "not read: column 'text'" in said
-    (tmp_path / "p.txt").write_text("Who?\nWhy?\n" * 10)
-    assert not read_prompts(str(tmp_path / "p.txt"))[0].chat
-    assert "a text file is one prompt" in capsys.readouterr().out
 
 
 def test_a_prompts_system_text_is_read_before_every_turn(tmp_path: Path) -> None:

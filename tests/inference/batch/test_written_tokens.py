@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastapi.testclient import TestClient
 from tokenizers import normalizers
 
 import outrider
@@ -35,12 +34,9 @@ from outrider.inference.batch import responder
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, Task
-from outrider.inference.core.rounds import Round
-from outrider.inference.settings.tools import ServeConfig
-from outrider.server.app import Service, make_app
-from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.inference.batch.responding import ALONE
 from tests.refusals import refusal
+from tests.support.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.tiny import save_target
 
 BUDGET = 150
@@ -154,14 +150,6 @@ def test_so_is_what_is_counted(answer: Any, name: str) -> None:
         assert all(one.text and not one.ids for one in others)
 
 
-def test_no_end_is_invented_where_a_cut_answer_is_only_text(answer: Any) -> None:
-    tokenizer, data, _ = answer("qwen2", [["one?"], ["cut?"]])
-    encoder = open_encoder(str(Path(data.path[0]).parents[1] / "qwen2"))
-    ends = {one.text.endswith("xxx"): one.ends for one in passages(read_records(data, "train"), "assistant")}
-    assert ends == {False: True, True: False}
-    assert encoder.eos == tokenizer.eos_token_id
-
-
 def test_the_space_that_begins_an_answer_is_part_of_its_text(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tokenizer whose decoding leaves it out: the template gives the tokens back with it, in the next turn too."""
     family = Family("{% for m in messages %}{{ m.content }}{% if m.role != 'user' %}</s>{% endif %}{% endfor %}", (),
@@ -174,7 +162,7 @@ def test_the_space_that_begins_an_answer_is_part_of_its_text(answer: Any, monkey
         tokenizer.chat_template = family.template
         return tokenizer
 
-    monkeypatch.setattr("tests.cases.test_answers.tokenizer_of", spaced)
+    monkeypatch.setattr("tests.inference.batch.test_written_tokens.tokenizer_of", spaced)
     monkeypatch.setattr(Scripted, "_spelt", lambda self, piece: self.tokenizer(" " + piece)["input_ids"])
     tokenizer, data, script = answer("spaced", [["two?", "another?"]])
     assert learned(data, tokenizer) == sorted(script.said)
@@ -246,19 +234,6 @@ def test_an_edited_text_is_what_is_learned_and_it_is_said(answer: Any, capsys: A
     said = capsys.readouterr().err
     assert said.count("is not the one that was written") == 1
     assert file.name in said
-
-
-def test_so_is_an_edited_system_message(answer: Any, capsys: Any) -> None:
-    """The target's tokens after it are those that it wrote after another."""
-    tokenizer, data, _ = answer("qwen2", [["one?"]])
-    errors.warn_once.cache_clear()
-    (file,) = Path(data.path[0]).parent.glob("responses-*.jsonl")
-    raw = json.loads(file.read_text())
-    raw["messages"].insert(0, {"role": "system", "content": "Be brief."})
-    file.write_text(json.dumps(raw) + "\n")
-    ((before, _),) = learned(data, tokenizer)
-    assert "Be brief." in tokenizer.decode(list(before))
-    assert "is not the one that was written" in capsys.readouterr().err
 
 
 def test_records_of_other_origin_and_older_answers_are_read_through_the_template(answer: Any) -> None:
@@ -339,35 +314,6 @@ def test_a_later_turn_is_asked_after_the_tokens_of_the_earlier_ones(loaded: Any)
         refusal("ids", loaded.ids, talk_of("Seven", ids=odd))
 
 
-def test_an_end_token_that_is_no_special_one_is_not_shown(weights: Path, tmp_path: Path) -> None:
-    """Nor does it stand twice in what is asked next, by the Python API."""
-    target = shutil.copytree(weights, tmp_path / "target")
-    family = FAMILIES["qwen2"]
-    plain = tokenizer_of(family._replace(special=family.special[:1], plain=family.special[1:]))
-    plain.init_kwargs.pop("eos_token", None)
-    saved = type(plain)(tokenizer_object=plain.backend_tokenizer)  # an eos_token would be a special one
-    saved.chat_template = family.template
-    saved.save_pretrained(target)
-    (end,) = saved("<|im_end|>")["input_ids"]
-    assert saved.decode([end], skip_special_tokens=True)
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    model = outrider.load(str(target), device="cpu")
-    ids = [*saved("Seven")["input_ids"], end]
-    rounds = [Round(tuple(ids[:1]), 0, 0, 0, 0.0), Round(tuple(ids[1:]), 0, 0, 0, 0.0)]
-    asked = []
-    model._decode = lambda prompt, *_: asked.append(prompt) or iter(rounds)  # type: ignore[method-assign]
-    text = model.generate(talk_of("")[:1])
-    assert (text, list(model.last.ids), model.last.ended) == ("Seven", ids, True)
-    model.generate(talk_of(text, ids=ids))
-    assert saved.decode(asked[1]).count("Seven<|im_end|>\n") == 1
-
-
-def test_the_text_of_channels_is_that_of_the_last(answer: Any) -> None:
-    _, data, _ = answer("gpt_oss", [["two?", "another?"]])
-    (record,) = read_records(data, "train")
-    assert [m["content"] for m in record["messages"]] == ["two?", "Seven.", "another?", "Eleven."]
-
-
 @pytest.mark.parametrize(
     "make", [byte_fallback, cleaning, lambda: tokenizer_of(FAMILIES["qwen2"])], ids=["b", "c", "q"]
 )
@@ -380,19 +326,6 @@ def test_generated_text_is_the_tokenizers_decoding(weights: Path, tmp_path: Path
         ids = list(model.last.ids)
         assert "".join(pieces) == model.tokenizer.decode(ids, skip_special_tokens=True)
         assert all(pieces)
-
-
-def test_a_text_of_half_characters_is_read_again_in_its_tokens(loaded: Any) -> None:
-    """Whatever was written, as long as the text has all of it: special tokens are not in it."""
-    kept = 0
-    before = loaded.ids(talk_of("")[:1])
-    for seed in range(8):
-        text = loaded.generate(talk_of("")[:1], max_new_tokens=20, do_sample=True, temperature=3.0, seed=seed)
-        ids = list(loaded.last.ids)
-        if loaded.tokenizer.decode(ids) == text:
-            assert loaded.ids(talk_of(text, ids=ids))[: len(before) + len(ids)] == [*before, *ids]
-            kept += text.count("\ufffd") > 0
-    assert kept
 
 
 ODD = "a lone \ud800 surrogate"
@@ -408,11 +341,3 @@ def test_what_is_no_text_is_refused(loaded: Any, weights: Path, tmp_path: Path) 
     for key in ("prompt", "text"):
         file.write_text(json.dumps({"prompt": "a", "text": "b", key: ODD}) + "\n")
         refusal(r"answers\.jsonl:1: .*surrogate", read_answers, str(file), target)
-
-
-def test_the_server_refuses_it_too(loaded: Any) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": ODD}]})
-    client = TestClient(make_app(Service(loaded, ServeConfig(target="t"))), raise_server_exceptions=False)
-    for said in (body, body[:-1] + ', "stream": true}'):
-        answer = client.post("/v1/chat/completions", content=said, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400, answer.text

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import outrider
-from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import open_head
@@ -252,13 +250,6 @@ def test_what_fits_is_one_model_for_us_and_for_transformers(
         assert capsys.readouterr().err.count("the names of its tensors begin with") == 1
 
 
-def test_the_text_is_that_of_the_model_without_its_wrapper(plain: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(plain, tmp_path / "model"))
-    under("module._orig_mod.")(path)
-    one, other = (outrider.load(str(each), device="cpu", dtype="float32") for each in (path, plain))
-    assert one.generate("to be", max_new_tokens=12) == other.generate("to be", max_new_tokens=12)
-
-
 def test_a_missing_file_of_other_layers_is_no_matter_to_an_early_exit(plain: Path, tmp_path: Path) -> None:
     """It trains on the first layers; whoever needs the rest is refused."""
     path = save_target(tmp_path / "model", shard="40KB")
@@ -313,13 +304,6 @@ def test_what_transformers_passes_over_is_told_once(plain: Path, tmp_path: Path,
     assert f"small_lm={path}: {unread}: not read" in capsys.readouterr().err
 
 
-def test_layers_beyond_those_of_the_config_are_told(plain: Path, tmp_path: Path, capsys: Any) -> None:
-    path = Path(shutil.copytree(plain, tmp_path / "model"))
-    described(path, num_hidden_layers=LAYERS - 1)
-    first_layers(str(path))
-    assert f"model.layers.{LAYERS - 1}.input_layernorm.weight" in capsys.readouterr().err
-
-
 def test_weights_that_are_no_numbers_are_called_that(plain: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(plain, tmp_path / "model"))
     altered(path, lambda state: state | {LAST: state[LAST] * torch.nan})
@@ -344,14 +328,6 @@ def test_a_tensor_of_ours_that_is_not_transformers_own_is_refused(
     monkeypatch.setattr(TensorFiles, "_read", off)
     for load in ("train, calibrate", "eesd", "evaluate-checkpoint", "small_lm", "outrider.load", "finetune-drafter"):
         refusal(f"{name} is another tensor than the one that transformers loads", LOADERS[load], str(plain))
-
-
-@pytest.mark.usefixtures("large")
-def test_of_a_large_target_the_shapes_of_all_layers_are_known(plain: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(plain, tmp_path / "model"))
-    first_layers(str(path))
-    without(LAST)(path)
-    refusal(LAST, first_layers, str(path))
 
 
 def spoilt(folder: Path, name: str, tensors: State) -> None:
@@ -383,17 +359,6 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
         refusal("expected 3 ascending token ids below 260", read_draft_vocabulary, str(tmp_path), None, config)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float64])
-def test_an_early_exit_of_codes_is_refused(plain: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    """The codes of a quantisation, with the digest that they then have."""
-    target = open_target(str(plain))
-    save_exit(tmp_path, plain, 1)
-    state = load_file(tmp_path / WEIGHTS_FILE)
-    spoilt(tmp_path, WEIGHTS_FILE, state | {"head.weight": state["head.weight"].to(dtype)})
-    with pytest.raises(UserError, match=rf"head\.weight.*{dtype}"):
-        from_pretrained(tmp_path, load_config(str(plain)), target.fingerprint, dtype=FLOAT)
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_head_of_codes_is_refused(tmp_path: Path, dialect: str, dtype: torch.dtype) -> None:
@@ -403,15 +368,3 @@ def test_a_head_of_codes_is_refused(tmp_path: Path, dialect: str, dtype: torch.d
     weights[name] = weights[name].to(dtype)
     source = write_head(tmp_path / "head", facts, weights)
     refusal("stored as codes", lambda: open_head(source, TARGET).load(FLOAT))
-
-
-@pytest.mark.parametrize("key", ["eagle_config", "architectures", "eagle_aux_hidden_state_layer_ids", "rope_scaling"])
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_heads_configuration_of_another_type_is_refused_or_harmless(tmp_path: Path, dialect: str, key: str) -> None:
-    facts = DIALECTS[dialect]
-    for value in ([1], ["x"], [[]], "x", 5, -1, 2.5, True, {"x": 1}, [None]):
-        source = write_head(tmp_path / "head", facts, head_weights(facts), **{key: value})
-        with suppress(UserError):
-            open_head(source, TARGET).load(FLOAT)
-    (tmp_path / "head" / "config.json").write_text("[1]")
-    refusal("head", lambda: open_head(source, TARGET).load(FLOAT))

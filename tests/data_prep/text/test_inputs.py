@@ -7,10 +7,8 @@ import gzip
 import io
 import json
 import lzma
-import os
 import re
 import shlex
-import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -27,14 +25,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.base.errors import UserError
-from outrider.base.run_dirs import check_identity
 from outrider.base.words import option
 from outrider.cli import print_anything, say
-from outrider.commands import config_for, reported
-from outrider.commands.evaluating import with_methods
+from outrider.commands import config_for
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.data_files import resolve_paths
-from outrider.data_prep.text.prompts import parted, read_prompts
+from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.records import turn_key
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
@@ -43,17 +39,16 @@ from outrider.draft_models.card import serving, write_card
 from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.batch.generate import run_identity
 from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.loading.rehearsal import read_some
 from outrider.train.auto_choice import Choice, Look, pipeline_of
-from outrider.train.pipeline_run import job_of, words_of
-from outrider.train.pipeline_settings import STEPS, PipelineConfig
+from outrider.train.pipeline_run import job_of
+from outrider.train.pipeline_settings import STEPS
 from outrider.train.settings.auto import TRAINED, AutoConfig
-from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.conf.test_configs import COMMANDS
 from tests.refusals import refusal
 from tests.tiers import as_many
-from tests.tiny import byte_tokenizer, save_target
+from tests.tiny import byte_tokenizer
 
 ODD = "=,()[]{}$'\"#%~\\ \n\té-*?:&;|@!`<>+.01ae"
 TEXTS = st.text(st.sampled_from(ODD), min_size=1, max_size=12) | st.text(
@@ -89,14 +84,6 @@ def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: 
     assert built["report"].small_lm == f"{out_dir}/small_lm"
     assert built["responses"].data.path == (f"{out_dir}/prompts/train.jsonl",)
     assert built["eesd"].data.path == (f"{out_dir}/responses/responses-*.jsonl",)
-
-
-def test_a_place_in_a_list_is_one_text() -> None:
-    step = {"a": ["{out_dir}/x", "{target}/y", "z"], "c": "{out_dir}/y z"}
-    config = PipelineConfig(steps={"trigrams": step}, target="t,1", out_dir="o'(")
-    placed = config.arguments("trigrams")
-    assert (placed["a"], placed["c"]) == (["o'(/x", "t,1/y", "z"], "o'(/y z")
-    assert words_of(placed)[1:3] == [r"a=['o\'(/x','t,1/y',z]", r"c='o\'(/y z'"]
 
 
 @pytest.mark.parametrize("name", ["a=b(c", "a,b", "runs/a b,'c',d", "a,\nb"])
@@ -154,12 +141,6 @@ def test_what_can_be_no_files_name_is_refused_as_any_that_is_not_there(
     ):
         with pytest.raises(UserError):
             ask()
-
-
-def test_an_output_directory_of_too_long_a_name_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"), reported():
-        (tmp_path / LONG).mkdir()
-    assert "name too long" in capsys.readouterr().err
 
 
 TALKS = [
@@ -248,12 +229,6 @@ def test_data_is_read_in_the_form_it_has(tmp_path: Path, name: str) -> None:
     assert [record["messages"] for record in read(tmp_path / name)] == [one["messages"] for one in TALKS]
 
 
-def test_packed_text_is_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress("é\r\nb".encode("utf-16")))
-    (tmp_path / "a.tsv").write_text('text\tn\n"a\nb"\t1\nc\t2\n')
-    assert [record["text"] for record in read(tmp_path)] == ["a\nb", "c", "é\r\nb"]
-
-
 def test_what_describes_a_folder_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clone = tmp_path / "clone"
     (clone / "data").mkdir(parents=True)
@@ -302,14 +277,6 @@ def test_what_cannot_be_used_is_told_with_its_place(
         refusal(f"{alone}:1: ", read_some, type("Settings", (), {"data": data_of(alone)}), lambda _: True)
 
 
-def test_a_text_of_another_encoding_is_told_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_text("text " * 20)
-    (tmp_path / "in/b.txt").write_bytes(b"a\ncaf\xe9")
-    rows_of(tmp_path / "in")
-    assert f"{tmp_path}/in/b.txt:2: byte 4 is 0xe9" in capsys.readouterr().err
-
-
 def tool_talk(i: int, arguments: object = '{"town": "Ulm"}') -> dict[str, object]:
     call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     return {
@@ -332,15 +299,6 @@ def test_calls_of_tools_are_rendered_by_a_template_that_has_them(tmp_path: Path,
     assert text.startswith('[{"type": "function"')
     supervised = byte_tokenizer().decode(row["labels"][row["labels"] >= 0])
     assert supervised == "get_weather(Ulm)</s>11 degrees.</s>"
-
-
-def test_calls_of_tools_that_a_template_leaves_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mixed, alone = tmp_path / "mixed.jsonl", tmp_path / "alone.jsonl"
-    mixed.write_text(jsonl([tool_talk(0), *TALKS]))
-    alone.write_text(jsonl([tool_talk(0, "no JSON"), tool_talk(1)]))
-    assert rows_of(mixed).counts["records"] == len(TALKS)
-    assert "mixed.jsonl:1: the template leaves 'get_weather' of tool_calls out" in capsys.readouterr().err
-    refusal(r"malformed=1.*refused=1.*alone\.jsonl:1: turn 2", rows_of, alone)
 
 
 def test_held_out_prompts_share_no_first_turn_with_the_others(tmp_path: Path) -> None:
@@ -373,26 +331,6 @@ def test_one_turn_in_two_spellings_of_unicode_is_one_turn() -> None:
         assert len({turn_key(one) for one in spellings}) == 1
 
 
-def test_of_a_users_prompts_some_are_left_to_train_on(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text(jsonl([{"turns": [f"Q {i}?"]} for i in range(25)]))
-    found = parted(read_prompts(str(tmp_path / "p.jsonl")), 0.9999, "p")
-    assert (len(found["train"]), len(found["heldout"])) == (1, 24)
-
-
-def test_a_run_whose_prompts_were_held_out_otherwise_is_refused(tmp_path: Path) -> None:
-    target = open_target(str(save_target(tmp_path / "target")), by_layers=False)
-    words = ["target=t", "data=local", "data.path=p", f"out_dir={tmp_path}"]
-    made, whole = (
-        run_identity(
-            compose_and_build("generate_responses", [*words, f"data.heldout_fraction={share}"]), target, "float32"
-        )
-        for share in (0.1, 0)
-    )
-    earlier = {key: value for key, value in made.items() if key != "heldout_by"}
-    refusal('heldout_by="first turn"', check_identity, json.loads(json.dumps(earlier)), made, tmp_path)
-    assert "heldout_by" not in whole
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_of_any_encoding_prints_anything(encoding: str) -> None:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
@@ -406,39 +344,9 @@ def test_a_terminal_of_any_encoding_prints_anything(encoding: str) -> None:
         assert printed == whole or encoding != "utf-8"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["evaluate-checkpoint", "--help"], ["evaluate-checkpoint", "target=é"]])
-def test_commands_run_in_a_terminal_of_ascii(words: list[str]) -> None:
-    environment = {"LC_ALL": "POSIX", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "outrider.cli", *words]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, check=False, timeout=100)
-    assert b"Traceback" not in done.stderr
-    assert done.returncode == (2 if "target=é" in words else 0)
-    assert done.stdout.isascii()
-
-
-def test_a_drafter_in_an_odd_place_chooses_its_method(tmp_path: Path) -> None:
-    """Before Hydra reads the words."""
-    folder = tmp_path / "it's ${a}=\\"
-    folder.mkdir()
-    (folder / "table.safetensors").write_text("{}")
-    words = with_methods(["target=t", option("checkpoint", folder)])
-    assert words[-1] == "method=[ngrams]"
-    assert with_methods(["target=t", "checkpoint=null"])[-1] == "method=[prompt_lookup]"
-
-
-@pytest.mark.parametrize("name", ["~nobody-here/a.jsonl", "~nobody-here.jsonl"])
-def test_a_home_that_nobody_has_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(name).parent.mkdir(exist_ok=True)
-    Path(name).write_text(jsonl([{"turns": ["q"]}]))
-    assert len(read_prompts(name)) == 1
-    assert resolve_paths([name]) == [Path(name)]
-
-
 def test_files_are_read_and_written_as_utf_8() -> None:
     """Whatever the locale: every text that is opened has its encoding named."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for path in (path for folder in ("outrider", "train", "data_prep", "inference", "draft_models", "conf")
                  for path in (root / folder).rglob("*.py")):  # fmt: skip
         for call in (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)):

@@ -3,9 +3,7 @@
 Times are of clocks that the tests turn.
 """
 
-import ast
 import json
-import os
 import re
 import shutil
 import sys
@@ -13,7 +11,6 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -25,24 +22,18 @@ from outrider.cli import COMMANDS
 from outrider.commands import config_for
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.documents import encode
-from outrider.draft_models.card import write_card
-from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
 from outrider.inference.batch.tasks import Todo, read_tasks
 from outrider.inference.loading.rehearsal import read_some
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.inference.report.wording import busy_sentences, measure_again
 from outrider.train import auto
 from outrider.train.auto_choice import Choice, Look, choose, describe, pipeline_of
 from outrider.train.auto_run import run_auto
-from outrider.train.core.time_budget import ENOUGH, StepBudget
 from outrider.train.pipeline_run import Job, _tee, job_of, run_pipeline
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import AutoConfig
-from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import compose_and_build
-from tests.test_shape import sources
 from tests.tiny import byte_tokenizer
 from tests.typed import status_of
 
@@ -187,40 +178,6 @@ def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
     assert progress._below == ""
 
 
-def test_what_is_relayed_stands_behind_the_own_stages() -> None:
-    try:
-        with Stage("step 4/4 report"):
-            assert progress.relayed("\x1eprogress\tmeasuring 3/12 prompts\t9 s\n")
-            said = progress._say_all(progress._stages)
-            assert said == "step 4/4 report > measuring 3/12 prompts; left: 9 s"
-            assert not progress.relayed("a line of the command\n")
-    finally:
-        progress.relayed("")
-
-
-def test_no_library_shows_bars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-    monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in names})
-    assert status_of(auto.main, "auto", "targett=x") == 2
-    assert [os.environ[name] for name in names] == ["1", "1"]
-
-
-def test_every_command_with_a_template_has_none() -> None:
-    """Where it is called template, data.template or that of a part of a mix."""
-    found = {}
-    for name, one in COMMANDS.items():
-        hints = get_type_hints(one.load_settings())
-        data = hints.get("data")
-        options = {"template": hints.get("template"), "data.template": data and get_type_hints(data).get("template")}
-        for key, kind in options.items():
-            if kind is not None:
-                found[name, key] = set(kind.__args__)
-    assert all({"tokenizer", "none", "vicuna"} <= choices for choices in found.values())
-    commands = {name for name, _ in found}
-    assert {"auto", "eesd", "build_trigrams", "generate_responses", "calibrate"} <= commands
-    assert {"evaluate_checkpoint", "audit", "finetune_drafter", "eagle3"} <= commands
-
-
 def test_with_none_a_prompt_is_its_text_and_the_answer_continues_it(tmp_path: Path) -> None:
     """Where it is asked, where it is trained on, and where it is decoded."""
     tokenizer, question = byte_tokenizer(), "The first prime is"
@@ -269,41 +226,6 @@ def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: P
     assert given["report"]["template"] == "none"
 
 
-def budget(minutes: float | None, most: int) -> tuple[StepBudget, Clock]:
-    clock = Clock()
-    made = StepBudget(TimeLimit(minutes, clock=clock), most)
-    made.begin()
-    return made, clock
-
-
-def stepped(made: StepBudget, clock: Clock, seconds: float) -> StepBudget:
-    done = 0
-    while done < made.total:
-        clock.now += seconds
-        done += 1
-        made.decide(done)
-    return made
-
-
-def test_a_training_says_what_ended_it() -> None:
-    epochs, steps = FitConfig(epochs=4, batch_rows=8), FitConfig(steps=40, batch_rows=8)
-    few = stepped(*budget(3.0, 6), 1.0).ended_by(epochs, 12)
-    assert "epochs=4 of 12 rows ended it after 6 steps" in few
-    assert "minutes=3 were not needed" in few
-    assert "far too few" in few
-    many = stepped(*budget(None, 40), 1.0)
-    assert many.ended_by(steps, 80) == "steps=40 ended it after 40 steps"
-    assert "few" not in many.ended_by(epochs, 80)
-    cut = stepped(*budget(1.0, 400), 1.0).ended_by(epochs, 800)
-    assert re.search(r"minutes=1 ended it after \d+ of 400 steps", cut)
-
-
-def test_long_steps_say_which_option_makes_them_shorter(capsys: pytest.CaptureFixture[str]) -> None:
-    for seconds, said in ((30.0, True), (180 / ENOUGH / 2, False)):
-        stepped(*budget(3.0, 30), seconds)
-        assert ("fit.batch_rows" in capsys.readouterr().err) == said
-
-
 def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_models: Path) -> None:
     """A refusal of any command; what was there before stays."""
     folder = tmp_path / "new"
@@ -318,46 +240,3 @@ def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_mo
             command = import_module(f"outrider.{COMMANDS[name].module}").main
             assert (status_of(command, name, *words, f"out_dir={folder}"), folder.exists()) == (2, there)
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_a_busy_machine_is_told_what_to_do() -> None:
-    (busy,) = busy_sentences({"device": "cpu", "load": {"busy": "The machine was busy: so."}})
-    assert "threads=1" in busy
-    words = ["target=a b", "method=[ngrams]", "out_dir=runs/one", "minutes=3", "resume=true"]
-    again = measure_again(words, Path("runs/one"))
-    assert again.endswith(
-        "evaluate-checkpoint 'target=a b' 'method=[ngrams]' out_dir=runs/one-again minutes=3 resume=false"
-    )
-
-
-def test_a_checkpoint_of_another_kind_is_named_once_and_as_given(tmp_path: Path, tiny_models: Path) -> None:
-    table = str(tiny_models / "table")
-    words = [f"target={tiny_models / TARGET}", f"checkpoint={table}", "method=eesd_survival"]
-    with pytest.raises(UserError) as raised:
-        compose_and_build("evaluate_checkpoint", words)
-    assert "None" not in str(raised.value)
-    assert table in str(raised.value)
-
-
-def test_a_card_has_the_paths_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs/eesd").mkdir(parents=True)
-    write_card(Path("runs/eesd"), USE, "models/mine", {})
-    assert "checkpoint=runs/eesd target=models/mine" in Path("runs/eesd/README.md").read_text()
-
-
-def strings(tree: ast.Module) -> list[str]:
-    """All texts of a module but its docstrings."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    documents = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, kinds) and node.body
-                 and isinstance(node.body[0], ast.Expr)}  # fmt: skip
-    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documents)
-    return [text.value for text in texts if isinstance(text.value, str)]
-
-
-def test_messages_name_commands_as_the_pages_do() -> None:
-    """`outrider eesd`, not the file of it."""
-    scripts = "|".join(re.escape(Path(one.script).name) for one in COMMANDS.values() if "__main__" not in one.script)
-    for module, file in sources().items():
-        for text in strings(ast.parse(file.read_text())):
-            assert not (" " in text and re.search(rf"/({scripts})\b", text)), (module, text)

@@ -1,0 +1,165 @@
+"""Texts that end in a cycle: they are counted, named in every form of a report, and decide nothing."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.random import default_rng
+
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.lossless import Deviation
+from outrider.inference.measure.results import PromptResult
+from outrider.inference.measure.speed import speedup
+from outrider.inference.measure.statistics import LEAST, looped
+from outrider.inference.report.page import make_page
+from outrider.inference.report.report import build_report, write_reports
+from outrider.inference.report.wording import recommendation
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
+
+CODE = '''
+def add(one: int, other: int) -> int:
+    """The sum."""
+    if one is None:
+        return other
+    if other is None:
+        return one
+    return one + other
+
+
+def test_add() -> None:
+    assert add(1, 2) == 3
+    assert add(2, 2) == 4
+    assert add(2, 3) == 5
+    assert add(3, 3) == 6
+'''
+LIST = "".join(f"{number}. The {name} is checked, and its log is kept.\n" for number, name in enumerate(
+    ("disk", "fan", "board", "cable", "switch", "clock", "pump", "door"), 1))  # fmt: skip
+TABLE = "| name | state | load |\n|---|---|---|\n" + "".join(f"| node{n} | up | {n * 7 % 10} |\n" for n in range(9))
+QUOTED = 2 * "SELECT name, state FROM nodes WHERE load > 3 ORDER BY name;\n"
+SAID = "The query asks for the nodes that are under load, by name. It reads one table, and needs no index on it.\n"
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    """Its words and spaces as tokens."""
+    known: dict[str, int] = {}
+    return tuple(known.setdefault(word, len(known)) for word in re.findall(r"\w+|\s+|[^\w\s]", text))
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 8, 13, 31, 64, 90])
+@pytest.mark.parametrize("before", [0, 7, 150])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_text_that_ends_in_a_cycle_loops(period: int, before: int, ended: bool) -> None:
+    times = max(3, math.ceil(LEAST / period))
+    drawn = default_rng(period).permutation(10_000).tolist()
+    cycle = drawn[before : before + period]
+    text = (*drawn[:before], *cycle * times, *cycle[: period // 2], *([10_001] if ended else []))
+    assert period * times <= looped(text) <= period * times + period // 2 + (before > 0)
+    assert not looped((*drawn[:before], *cycle * 2, *cycle[: period - 1])) or period == 1
+
+
+@pytest.mark.parametrize("read", [tokens, lambda text: tuple(text.encode())], ids=["words", "bytes"])
+@pytest.mark.parametrize("text", [CODE, LIST, TABLE, SAID + QUOTED, QUOTED + SAID, SAID + CODE + SAID])
+def test_code_lists_tables_and_quotations_do_not(text: str, read: Callable[[str], tuple[int, ...]]) -> None:
+    assert not looped(read(text))
+
+
+def test_a_short_repetition_inside_a_text_does_not() -> None:
+    assert not looped((*range(60), *[99] * 20, *range(100, 160)))
+    assert looped((*range(20), *[99] * 60, *range(100, 130)))  # it is most of the text
+
+
+def generation(text: Sequence[int], seconds: float, drafted: int = 4) -> Generation:
+    rounds = tuple(Round((token,), drafted, 0, drafted, *(seconds / 100,) * 4) for token in text[1:])
+    return Generation(tuple(text), 0.5, seconds, rounds)
+
+
+def results(speeds: Sequence[float], loops: Sequence[int] = (), stock: float = 1.0) -> list[PromptResult]:
+    """A prompt for each speed-up of the method "m"; those in `loops` have texts that loop. stock: of generate."""
+    made = []
+    for place, speed in enumerate(speeds):
+        text = (1, 2, 3) * 8 if place in loops else tuple(range(place, place + 24))
+        arms = {AUTOREGRESSIVE: generation(text, 1.0, 0), TRANSFORMERS: generation(text, 1 / stock, 0)}
+        category = ("code", "chat")[place % 2]
+        made.append(
+            PromptResult(f"p{place}", category, (place,), {**arms, "m": generation(text, 1 / speed)}, TRANSFORMERS)
+        )
+    return made
+
+
+FACTS = {
+    "target": "models/my-target", "model": "my-target", "drafter": "runs/auto/table", "dtype": "float32",
+    "computes_in": "float32", "device": "cpu", "max_new_tokens": 24, "processes": 1, "temperature": 0.0,
+    "sampling": asdict(SamplingConfig()),
+    "settings": asdict(MethodConfig()), "kernels": {"1024×640 in bfloat16": "plain"},
+}  # fmt: skip
+
+
+def reported(made: Sequence[PromptResult], folder: Path, **facts: Any) -> tuple[dict[str, Any], str, str]:
+    """The report of "m" as JSON, Markdown and page, as they are written."""
+    report = build_report("m", made, FACTS | facts, seed=0)
+    texts = {(r.prompt_id, arm): "" for r in made for arm in r.generations}
+    write_reports(folder, [report], made, texts, partial(make_page, [report], made, str))
+    written = [(folder / f"report.{kind}").read_text() for kind in ("json", "md", "html")]
+    return json.loads(written[0]), written[1], written[2]
+
+
+def test_loops_are_counted_alike_everywhere_and_decide_nothing(tmp_path: Path) -> None:
+    """Five texts at the speed of plain decoding, and three loops at ten times that."""
+    report, table, page = reported(results([1.0] * 5 + [10.0] * 3, loops=(5, 6, 7)), tmp_path)
+    assert report["loops"] == {"texts": 8, "looping": 3, "share": 0.375}
+    assert {name: part["loops"]["looping"] for name, part in report["by_category"].items()} == {"chat": 2, "code": 1}
+    assert "3 of 8 texts repeat themselves" in table
+    assert "3 of 8 texts repeat themselves" in page
+    assert "2 of 4 texts repeat themselves" in page  # of the category
+    assert report["speedup"]["prompts"] == 8
+    assert report["speedup_without_loops"] == {"median": 1.0, "ci95": [1.0, 1.0], "prompts": 5}
+    assert "1.00× [1.00, 1.00]" in table
+    assert "1.00× [1.00, 1.00]" in page
+    assert report["verdict"] == "undecided"
+    assert "fastest" not in recommendation([report])
+
+
+def test_nothing_is_recommended_from_loops_alone(tmp_path: Path) -> None:
+    """As a base model's under a chat template, of which a look-up was 5.8 times as fast."""
+    report, table, page = reported(results([5.0, 5.8, 4.0, 31.2, 6.0], loops=range(5)), tmp_path)
+    assert report["verdict"] == "undecided"
+    assert report["speedup"]["median"] == pytest.approx(5.8)
+    assert report["speedup_without_loops"]["median"] is None
+    for said in (table, page, recommendation([report])):
+        assert "undecided: 5 of 5 texts repeat themselves" in said
+        assert "base model" in said
+        assert "template=none" in said
+    left, *_ = reported(results([5.0] * 7, loops=(0, 1, 2)), tmp_path / "more")
+    assert recommendation([left]).startswith("undecided: 3 of 7 texts")
+
+
+def test_ties_of_plain_decoding_are_noted_as_those_of_a_method(tmp_path: Path) -> None:
+    made = results([2.0] * 6)
+    odd, rounded = made[0], Deviation(8, (0.0, 0.0, 0.0), 2.0, 1, 5, own_gaps=2)
+    arms = {AUTOREGRESSIVE: replace(odd.generations[AUTOREGRESSIVE], tokens=(9,) * 5 + tuple(range(19)))}
+    made[0] = replace(odd, generations={**odd.generations, **arms})
+    made = [replace(r, deviations={"m": rounded, AUTOREGRESSIVE: rounded}) for r in made]
+    report, table, page = reported(made, tmp_path, dtype="bfloat16", computes_in="bfloat16")
+    assert report["lossless"]["autoregressive_excused_ties"] == 1
+    for said in (table, page):
+        assert "5/6 (+1 ties)" in said
+        assert "0 of 48 (transformers: 12)" in said
+
+
+def test_prompts_of_one_id_are_two_prompts() -> None:
+    """As where several processes numbered their own prompts, whose results were joined; turns stay one unit."""
+    made = results([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    alike = [replace(r, prompt_id="p") for r in made]
+    assert speedup(alike, "m", AUTOREGRESSIVE, Streams(0)) == speedup(made, "m", AUTOREGRESSIVE, Streams(0))
+    assert build_report("m", alike, FACTS, seed=0)["prompts"] == 6
+    assert len({r.unit for r in (replace(r, category=r.prompt_id, conversation="1") for r in made)}) == 6
+    turns = [replace(r, category="chat", conversation="1") for r in made]
+    assert speedup(turns, "m", AUTOREGRESSIVE, Streams(0))["prompts"] == 1
