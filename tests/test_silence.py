@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 
 import outrider
-from outrider import cli
 from outrider.base import progress
+from outrider.commands import main_of
 from outrider.draft_models.targets.settings import EARLY_EXIT, TARGET
 
 LINES = 2  # of progress that are expected while a function is slow
@@ -91,7 +91,7 @@ def ears(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def run(monkeypatch: pytest.MonkeyPatch, ears: Ears, command: str, *options: str) -> None:
     monkeypatch.setattr(sys, "argv", [command, *options])
     with redirect_stdout(ears), redirect_stderr(ears):
-        import_module(f"outrider.{cli.COMMANDS[command].module}").main()
+        main_of(command)()
 
 
 DEBUG = ["debug=true", "out_dir=out"]

@@ -127,13 +127,29 @@ def script(name: str, run: str, *, complete: Callable[[Sequence[str]], list[str]
     return entry(name, COMMANDS[name].load_settings(), complete=complete)(call)
 
 
+def main_of(name: str) -> Callable[[], None]:
+    """The command `name`: it checks its options, then imports what it does and calls it with them (see `Command`)."""
+    listing = COMMANDS[name]
+    if ":" in listing.runs:
+        return script(name, f"outrider.{listing.runs}")
+    main: Callable[[], None] = import_module(f"outrider.{listing.module}").main
+    return main
+
+
+def run_script(name: str) -> typing.NoReturn:
+    """Run the command `name` and end the process. A file that is the command begins with it where it runs as a script:
+    so the options are checked before the file's own imports, which take seconds."""
+    main_of(name)()
+    sys.exit()
+
+
 def config_for(script: str, words: Sequence[str]) -> Any:
     """The config with which the entry script `script`, such as "train/eesd.py", would run given the options `words`.
 
     Raises `UserError`.
     """
     (listing,) = (entry for entry in COMMANDS.values() if entry.script == script)
-    import_module(f"outrider.{listing.module}")
+    main_of(listing.name)
     schema, complete = _ENTRIES[listing.name]
     overrides = complete(words)
     try:

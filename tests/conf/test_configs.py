@@ -1,6 +1,5 @@
 """Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
 
-import importlib
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY
-from outrider.commands import CONF_DIR, build, config_for, look_for_places, register, reported
+from outrider.commands import CONF_DIR, build, config_for, look_for_places, main_of, register, reported
 from outrider.commands.interrupts import Terminated, continuing
 from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
@@ -332,8 +331,7 @@ def test_a_command_without_options_shows_its_usual_lines(
     assert 1 <= len(used) == len(lines) <= 3
     for overrides in used:
         as_typed(command, overrides)
-    main = importlib.import_module(f"outrider.{cli.COMMANDS[command].module}").main
-    assert status_of(main, command, "--help") == 0
+    assert status_of(main_of(command), command, "--help") == 0
     text = capsys.readouterr().out
     assert text.startswith("\n".join(lines))
     first, _, others = text.partition("The others:\n")
@@ -344,7 +342,7 @@ def test_a_command_without_options_shows_its_usual_lines(
     usual = "target|checkpoint|prompts|minutes|out_dir|resume"
     assert {*keys[len(typed) :]} <= {*usual.split("|")}
     assert len(keys) == 5 or not re.search(f"^({usual})=", others, re.MULTILINE)
-    assert status_of(main, command) == 2
+    assert status_of(main_of(command), command) == 2
     assert capsys.readouterr().err.splitlines() == [*lines, "any option starts it; --help has all"]
 
 

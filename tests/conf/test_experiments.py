@@ -1,6 +1,5 @@
 """Every experiment composes without a further word, and its command runs it with debug=true."""
 
-import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from outrider.base.errors import UserError
 from outrider.base.wandb_config import WandbConfig
-from outrider.commands import CONF_DIR, build, has_gpu
+from outrider.commands import CONF_DIR, build, has_gpu, main_of
 from outrider.commands.options import compose_defaults
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import TARGET
@@ -45,8 +44,7 @@ def composed(name: str, *overrides: str) -> Any:
 
 def run(command: str, config: Any) -> None:
     """What the command does with its config, in this process."""
-    entry = importlib.import_module("outrider." + COMMANDS[command][1].removesuffix(".py").replace("/", "."))
-    entry.main.__wrapped__(config)
+    main_of(command).__wrapped__(config)
 
 
 def test_an_experiment_is_in_the_folder_of_its_command() -> None:

@@ -175,7 +175,7 @@ def options_of(config: Any) -> list[str]:
 
 def command(name: str, config: Any, out_dir: Path) -> list[str]:
     """For `sharded_job.run_command`: the training command of that name, as `config` has it but into `out_dir`."""
-    return [f"outrider.train.{name}", *options_of(replace(config, out_dir=str(out_dir)))]
+    return [name, *options_of(replace(config, out_dir=str(out_dir)))]
 
 
 def _overrides(prefix: str, value: Any) -> Iterator[str]:

@@ -3,7 +3,6 @@
 See test_sharding.py. All in one process, since starting it takes longer than all of its trainings.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
+from outrider.commands import main_of
 from outrider.train.core import sharding
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import trained_parameters
@@ -69,7 +69,7 @@ def adjust_launcher() -> None:
     AcceleratorState.__init__ = with_gpus
 
 
-def run_command(module: str, *overrides: str) -> None:
+def run_command(name: str, *overrides: str) -> None:
     """A command's entry, with these words on its command line.
 
     As in a process of its own: transformers hears of ZeRO-3 when the training begins, after the models were loaded, and
@@ -77,8 +77,8 @@ def run_command(module: str, *overrides: str) -> None:
     """
     unset_hf_deepspeed_config()
     AcceleratorState._reset_state()
-    sys.argv = [module, *overrides]
-    importlib.import_module(module).main()
+    sys.argv = [name, *overrides]
+    main_of(name)()
 
 
 def main(folder: str, alone: str = "") -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,8 +17,7 @@ import pytest
 from outrider.base import progress
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY, Stage
-from outrider.cli import COMMANDS
-from outrider.commands import config_for
+from outrider.commands import config_for, main_of
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.documents import encode
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
@@ -237,6 +235,6 @@ def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_mo
         for there in (False, True):
             if there:
                 folder.mkdir()
-            command = import_module(f"outrider.{COMMANDS[name].module}").main
+            command = main_of(name)
             assert (status_of(command, name, *words, f"out_dir={folder}"), folder.exists()) == (2, there)
             shutil.rmtree(folder, ignore_errors=True)

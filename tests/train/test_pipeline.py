@@ -20,7 +20,7 @@ from outrider.base.errors import UserError
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import only_run
 from outrider.base.settings import Settings
-from outrider.commands import config_for
+from outrider.commands import config_for, main_of
 from outrider.draft_models.targets.settings import TARGET
 from outrider.train.pipeline_run import Job, jobs_of, run_pipeline, step_stage, words_of
 from outrider.train.pipeline_settings import HERE, STEPS, Options, PipelineConfig, PipelineStep
@@ -60,7 +60,7 @@ def said_by(run: Callable[[], object]) -> str:
         script = Path(command[1]).relative_to(ROOT).with_suffix("")
         with log.open("a") as file, redirect_stdout(file), redirect_stderr(file), patch("sys.argv", command[1:]):
             print("$", *command)
-            import_module(".".join(script.parts)).main()
+            main_of(script.name)()
         return 0
 
     with patch("outrider.train.pipeline_run._tee", call), redirect_stdout(said):

@@ -19,8 +19,8 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.losses import IGNORE
 from outrider.inference.measure.statistics import LEAST, TIMES
+from outrider.train import toy_target as toy
 from outrider.train.parts.drafter import export
-from outrider.train.recipes import toy
 from outrider.train.settings.fit import FitConfig
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 from tests.refusals import refusal

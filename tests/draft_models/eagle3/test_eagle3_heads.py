@@ -16,7 +16,7 @@ from outrider.draft_models.eagle3.model import Eagle3, Steps, join
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.settings import ReadingChanges, Written
 from outrider.draft_models.targets.target import Band
-from outrider.train.recipes.toy import packed_mask
+from outrider.train.toy_target import packed_mask
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
 from tests.refusals import refusal
 

@@ -18,7 +18,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.train.recipes.toy import packed_mask
+from outrider.train.toy_target import packed_mask
 from tests.families import save_family
 from tests.forked import Fork
 from tests.memory import Largest

@@ -15,7 +15,7 @@ from outrider.draft_models.targets.model_files import load_causal_lm, load_layer
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
-from outrider.train.recipes.toy import packed_mask
+from outrider.train.toy_target import packed_mask
 from tests.pairwise import each_value
 from tests.refusals import refusal
 from tests.tiers import typical_where
