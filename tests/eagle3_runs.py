@@ -10,8 +10,8 @@ from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.target_session import Runtime
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.loading.targets import prepare
 from outrider.inference.shapes.factory import make_structure
@@ -41,7 +41,7 @@ def require_same_texts(
     runtime = Graphed(16)
     runtime.prepare(40, ())
     for each in (Runtime(), runtime):
-        source, method = Eagle3Source(head), method_of(STRUCTURES[structure], 3)
+        source, method = Eagle3DraftModel(head), method_of(STRUCTURES[structure], 3)
         for turn, (length, count) in enumerate(TURNS):
             before = runtime.captures
             drafter = ModelDrafter(source, make_structure(method, Streams(0)))

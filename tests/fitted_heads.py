@@ -11,7 +11,7 @@ from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import ROOT
-from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 
 STEPS = 3  # of a draft that are fitted
 SURE = 4.0  # how far the logit of a token that is right is above the others
@@ -66,7 +66,7 @@ def hidden_of(stack: LayerStack, head: Eagle3, text: Sequence[int], drafted: Seq
     """What the head gives [H] after the committed `text` and each token of the path `drafted`, root first."""
     session = TargetSession(stack, 0, len(text) + len(drafted) + 1)
     session.aux_layers = head.reading.taps
-    source = Eagle3Source(head)
+    source = Eagle3DraftModel(head)
     session.prefill(text)
     source.begin(session)
     session.commit(range(len(text)))

@@ -17,11 +17,13 @@ from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.core.rounds import Round
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import source_of
-from outrider.inference.drafters.shaped import ModelDrafter, copies_of
-from outrider.inference.drafters.skip_layers import SkipLayersSource
-from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource
+from outrider.inference.drafters.draft_model import OnePass
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.drafters.early_exit.drafter import draft_model_of
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
 from outrider.train.parts.drafter import export
@@ -99,12 +101,12 @@ class Target:
     def source(self, kind: str, noise: float = 0.15) -> Any:
         """A new draft model of this kind."""
         if kind == "small_lm, one pass":
-            return ParallelSource(self.small("small_lm"), VOCABULARY - 1, 3)
+            return OnePass(SmallLMPasses(self.small("small_lm")), VOCABULARY - 1, 3)
         if kind.startswith("small_lm"):
-            return SmallLMSource(self.small(kind))
+            return SmallLMDraftModel(self.small(kind))
         if kind == "skip_layers":
-            return SkipLayersSource([LAYERS - 1])
-        return Eagle3Source(self.head) if kind == "eagle3" else source_of(self.exit(kind, noise))
+            return SkipLayersDraftModel([LAYERS - 1])
+        return Eagle3DraftModel(self.head) if kind == "eagle3" else draft_model_of(self.exit(kind, noise))
 
     def drafter(self, kind: str, method: MethodConfig, seed: int = 0, *, drawn: bool = False) -> ModelDrafter:
         structure = make_structure(method, Streams(seed), drawn)

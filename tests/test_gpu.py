@@ -25,9 +25,10 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import synchronized_clock
 from outrider.inference.core.rows import RoundRows
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.graphs import cuda_graphs
 from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention_shape
 from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
@@ -68,7 +69,7 @@ def drafted(stack: LayerStack, drafter: Drafter, length: int, count: int, **opti
 
 
 def chain_of(drafter: EarlyExit) -> Drafter:
-    return ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4)))
+    return ModelDrafter(EarlyExitDraftModel(drafter), Chain(FixedLength(4)))
 
 
 @pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
@@ -99,7 +100,7 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
     runtime = cuda_graphs.Graphed(16)
     chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
     runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
-    for source in (EarlyExitSource(drafter), SmallLMSource(small)):
+    for source in (EarlyExitDraftModel(drafter), SmallLMDraftModel(small)):
         for turn, (length, count) in enumerate(((20, 48), (20, 48), (9, 30))):
             expected, before = plain(stack, length, count), runtime.captures
             drafter = ModelDrafter(source, make_structure(method, Streams(0)))
@@ -123,7 +124,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
     runtime = cuda_graphs.Graphed()
 
     def draft(length: int, count: int) -> None:
-        own = ModelDrafter(EarlyExitSource(drafter), make_structure(method, Streams(0)))
+        own = ModelDrafter(EarlyExitDraftModel(drafter), make_structure(method, Streams(0)))
         drafted(stack, own, length, count, runtime=runtime)
 
     draft(20, 8)

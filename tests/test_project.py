@@ -14,7 +14,6 @@ from outrider.base.run_dirs import FOLDERS
 from outrider.cli import COMMANDS
 
 LATER = {  # files whose strings name modules above them, and why
-    Path("inference/settings/kinds.py"): "a kind's module, with torch, is loaded when a drafter of it is",
     Path("outrider/base/errors.py"): "a message is bounded and freed of secrets when there is one",
     Path("inference/core/ops.py"): "the compiled engine is imported where a CPU runs it",
     Path("outrider/__init__.py"): "load, with torch, is imported when it is asked for",

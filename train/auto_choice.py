@@ -3,17 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from outrider.base.errors import require
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.measure.statistics import MIN_PROMPTS
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.pipeline_run import fitted
 from outrider.train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig
-from outrider.train.settings.auto import TRAINED, AutoConfig
+from outrider.train.settings.auto import TRAINABLE, AutoConfig
 
 Device = Literal["cpu", "cuda"]
 # Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548
@@ -23,8 +23,8 @@ ENOUGH_TOKENS = 300_000
 # an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json); on a GPU the head guesses best in
 # equal time (drafters_trainings_cuda.json).
 ORDER: Mapping[Device, tuple[str, ...]] = {
-    device: tuple(name for rank, name in sorted((KINDS[name].worth.get(device, 0), name) for name in TRAINED) if rank)
-    for device in get_args(Device)
+    "cpu": (EARLY_EXIT.name, SMALL_LM.name),
+    "cuda": (EAGLE3.name, EARLY_EXIT.name, SMALL_LM.name),
 }
 LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
 _SHORTEST, _LONGEST = 64, 256  # tokens of a measured text, which is as long as the target's answers between these
@@ -61,16 +61,16 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     of_data = {f"data.{key}": value for key, value in template.items()}
     training = {**_ANSWERS, **of_data, **_TRAINING, **heldout}
-    trained: dict[str | None, dict[str, object]] = {
-        EARLY_EXIT.step: {
+    trained: dict[str, dict[str, object]] = {
+        EARLY_EXIT.name: {
             "objective": "forward_kl", "train_head": False, "eval_rows": 16, "fit.epochs": 3, "fit.batch_rows": 2,
             **_SHORT, **size,
         },
-        SMALL_LM.step: {
+        SMALL_LM.name: {
             "drafter": "tiny", "drafter.layers": 2, "drafter.hidden": 256, "drafter.intermediate": 704,
             "drafter.tied": True, "objective": "forward_kl", "fit.epochs": 4, "fit.batch_rows": 4, **_SHORT, **size,
         },
-        EAGLE3.step: {
+        EAGLE3.name: {
             "seq_len": 1024, "eval_rows": 32, "eval_batch_rows": 16, "fit.epochs": 40, "fit.batch_rows": 16,
             "fit.lr": 0.002, "fit.warmup": 0.02, "fit.max_grad_norm": 1.0, "fit.eval_every": 500,
         },
@@ -82,10 +82,10 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
             "max_new_tokens": 160, "temperature": 0.7, "top_k_logits": 16, "batch_size": look.rows,
             "shard_size": 2 * look.rows, **of_data,
         },
-        **{str(step): {**training, **trained[step]} for step in (KINDS[kind].step for kind in choice.kinds)},
+        **{TRAINABLE[kind].step: {**training, **trained[kind]} for kind in choice.kinds},
         "trigrams": {**_ANSWERS, **of_data, "orders": [2, 3, 4]},
         "report": {
-            "method": [*(method for kind in choice.kinds for method in KINDS[kind].measured), *_ALWAYS],
+            "method": [*(method for kind in choice.kinds for method in TRAINABLE[kind].methods), *_ALWAYS],
             "target": TARGET, "prompts": f"{HERE}/prompts/heldout.jsonl", "dtype": "fast", "num_prompts": 12,
             "card": True, "max_new_tokens": look.length(choice.kinds, choice.minutes.get("report", 0.0)), **template,
         },
@@ -139,7 +139,7 @@ class Look:
         A text alone is faster than its share of a batch's tokens a second, and slower than the whole batch.
         """
         a_minute = self.in_a_minute / math.sqrt(max(1, min(self.rows, self.prompts)))
-        arms = 2 + len(_ALWAYS) + sum(len(KINDS[kind].measured) for kind in kinds)  # two decode plainly
+        arms = 2 + len(_ALWAYS) + sum(len(TRAINABLE[kind].methods) for kind in kinds)  # two decode plainly
         return _REPORT_LOADS * self.loading + MIN_PROMPTS * arms * tokens / a_minute
 
     def length(self, kinds: Sequence[str], minutes: float) -> int:
@@ -177,7 +177,7 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
     if config.train != "auto":
         return _with_minutes(config, look, config.train, {})
     fits = [kind for kind in ORDER[look.device] if kind not in unfit]
-    slow = [kind for kind in TRAINED if kind not in ORDER[look.device]]
+    slow = [kind for kind in TRAINABLE if kind not in ORDER[look.device]]
     reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow} | {**unfit}
     answers, training, _ = _WITH_TRAINING
     before = look.untimed(fits[:1])  # which the first drafter needs as well
@@ -204,7 +204,7 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: M
     answering = min(answering, answers * timed, max(0.0, (1 - training) * timed - least))
     looked = look.answered * look.answer_tokens / look.in_a_minute
     minutes = {"responses": answering + looked, "report": (1 - training) * timed - answering}
-    minutes |= {str(KINDS[kind].step): training * timed / len(kinds) for kind in kinds}
+    minutes |= {TRAINABLE[kind].step: training * timed / len(kinds) for kind in kinds}
     return Choice(kinds, why, minutes)
 
 

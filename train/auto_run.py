@@ -33,13 +33,13 @@ from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP
 from outrider.inference.settings.method import preset
 from outrider.train import auto_choice, pipeline_run
 from outrider.train.auto_choice import Choice, Device, Look, pipeline_of
 from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, words_of
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
-from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig
+from outrider.train.settings.auto import PACKAGED, TRAINABLE, AutoConfig
 
 _LONGER = {"max_new_tokens": 256, "num_prompts": None}
 _OWN_SIZE = {*_LONGER, TIME, "card", "resume"}  # options of the report that a longer one does not have
@@ -47,7 +47,7 @@ RECORD, LOG = "auto.json", "auto.log"
 _EXPORTS = 0.5  # minutes after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
-_EXPORTED = tuple(kind.step for kind in KINDS.values() if kind.step is not None)  # steps whose products engines take
+_EXPORTED = (*(kind.step for kind in TRAINABLE.values()), "trigrams")  # steps whose products engines take
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
     try:
         open_target(config.target, by_layers=True)
     except UserError as error:
-        unfit = {name: str(error) for name in TRAINED if KINDS[name].layers}
+        unfit = {name: str(error) for name in TRAINABLE if KINDS[name].layers}
         for kind in () if config.train == "auto" else config.train:
             require(kind not in unfit, "train", kind, f"another kind: {error}")
         return unfit
@@ -210,7 +210,7 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
     """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
     out_dir = folder / "export" / name
     options = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir, "resume": True}
-    llama_cpp = config.target.endswith(".gguf") and name in (EARLY_EXIT.step, SMALL_LM.step)
+    llama_cpp = config.target.endswith(".gguf") and name in ("eesd", "small_lm")
     for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
         job = job_of("train/export.py", {**options, "engine": engine}, config_for)
         if pipeline_run.run_command(job, folder / LOG) == 0:

@@ -25,7 +25,7 @@ from outrider.draft_models.small_lm.model import load_whole_lm, passes_of
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from outrider.draft_models.targets.settings import Exported
 from outrider.draft_models.targets.vocabulary import for_rows
-from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.loading.targets import no_drafter_in, open_target_of
 from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page

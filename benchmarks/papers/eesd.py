@@ -17,7 +17,8 @@ from outrider.base.errors import require
 from outrider.base.files import write_json
 from outrider.draft_models.calibration import META_FILE as CALIBRATION
 from outrider.draft_models.early_exit.checkpoint import META_FILE, read_meta
-from outrider.inference.drafters.shaped import head_identity
+from outrider.inference.drafters.model_plugin import head_identity
+from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from papers.claims import Claim, Row, Table
 
@@ -68,7 +69,7 @@ def tables(*, options: Any, **_: Any) -> dict[str, Table]:
 
 def lacks_head(source: str, where: str | None) -> str:
     """The reason why the drafter in `where` has no calibration head; empty if it has one, or if none is given."""
-    return NO_HEAD if where and head_identity(source, where) is None else ""
+    return NO_HEAD if where and head_identity(KINDS[source], where) is None else ""
 
 
 def baselines(no_head: str, head: str) -> Table:

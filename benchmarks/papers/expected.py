@@ -29,8 +29,8 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.target_session import eager_session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import bare
-from outrider.inference.drafters.small_lm import fit_vocabulary
+from outrider.inference.drafters.model_plugin import bare
+from outrider.inference.drafters.small_lm.drafter import fit_vocabulary
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.shapes.shapes import level_sizes
 from papers.claims import Row

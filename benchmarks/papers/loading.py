@@ -13,7 +13,7 @@ from outrider.base.errors import UserError, require
 from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.prompts import Prompt, read_prompts
-from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
 from outrider.inference.measure.bench import render
 from outrider.inference.measure.replay import load_vocabulary, read_transcripts, recordings

@@ -32,8 +32,8 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.arms import Asked as Prompted
@@ -125,7 +125,7 @@ def replayed(bench: Bench, drafter: Drafter, asked: Asked, sampling: SamplingCon
     if bench.stack is None:
         session: Session = RecordedSession(*sizes, vocabulary=bench.vocabulary)
     else:
-        skips = isinstance(drafter, ModelDrafter) and isinstance(drafter.model, SkipLayersSource)
+        skips = isinstance(drafter, ModelDrafter) and isinstance(drafter.model, SkipLayersDraftModel)
         session = (RecordedKeys if skips else RecordedStates)(bench.stack, (*asked.ids, *answer), *sizes)
     selector = RecordedText(cut(answer, eos, budget), sampler_of(bench, asked, sampling))
     decoded = collect(decode_rounds(session, drafter, selector, asked.ids, budget, eos, time.perf_counter))

@@ -108,7 +108,7 @@ class Drafter(ABC):
 class DraftModel(Protocol):
     """An autoregressive draft model: gives next-token distributions after any node of the round's tree.
 
-    `inference.drafters.shaped.ModelDrafter` turns it into a `Drafter`.
+    `inference.drafters.model_drafter.ModelDrafter` turns it into a `Drafter`.
     """
 
     split: int  # see `Drafter`

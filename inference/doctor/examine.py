@@ -60,7 +60,7 @@ def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -
         where, plugin = config.where(KINDS[name]), config.plugin(KINDS[name])
         if where is None or name not in EXAMINERS:
             continue
-        if config.doctor or (config.doctor is None and plugin.foreign(where, setup.target)):
+        if config.doctor or (config.doctor is None and plugin.is_foreign(where, setup.target)):
             examinees[name] = EXAMINERS[name](model, where, setup.target, models.stack, config.reading)
     return examinees
 

@@ -27,8 +27,9 @@ from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Band, Target
 from outrider.inference.doctor.scores import Recording, read
-from outrider.inference.drafters.shaped import bare
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, read_record
+from outrider.inference.drafters.model_plugin import bare
+from outrider.inference.drafters.plugin import read_record
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
 DECLARED = "as declared"
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs

@@ -321,7 +321,7 @@ def report(
     write_reports(out_dir, reports, results, texts, page)
     print("\n".join([*result_lines(measurements, config), "", markdown(reports)]))
     for name, where in config.paths.items() if config.card else ():
-        if KINDS[name].card and Path(where).is_dir():
+        if config.plugin(KINDS[name]).has_card and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
     if any(map(busy_sentences, reports)):

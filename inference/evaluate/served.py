@@ -33,7 +33,7 @@ from outrider.inference.batch.client import ReplyError, bounded
 from outrider.inference.batch.server import RETOKENISED, Json, Server, Streamed
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.loading.targets import TargetSetup, context_length, load_plain
 from outrider.inference.measure.results import PromptResult, append_line, read_lines
 from outrider.inference.measure.threads import load_average, machine_load
@@ -324,7 +324,7 @@ def _drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, fol
         return where and PROPOSER
     if not path.exists():
         part = path.with_suffix(".part")  # a stopped run may have left one
-        config.plugin(kind).serve(where, setup.target, setup.dtype, part)
+        config.plugin(kind).export(where, setup.target, setup.dtype, part)
         save_parts(part, setup.tokenizer)
         part.rename(path)
     return str(path)

@@ -17,10 +17,12 @@ from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import pick_device, pick_dtype
+from outrider.inference.drafters.plugin import DrafterPlugin
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS
 from outrider.inference.loading.cache_budget import position_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import KINDS
 
 GB = 1e9
 _ALLOCATION = re.compile("out of memory|DefaultCPUAllocator|can't allocate memory")  # in torch's errors
@@ -87,14 +89,14 @@ def drafter_memory(
     kind: Kind, plugin: DrafterPlugin[nn.Module], where: str, target: PreTrainedConfig, storage: Place
 ) -> list[Held]:
     """The model of `kind` in `where`, and what its sessions hold. Raises `UserError` if it cannot be read."""
-    model = plugin.empty(where, target)
+    model = plugin.empty_model(where, target)
     if model is None:
         return []
     if isinstance(model, PreTrainedModel):
         caches = cache_bytes(model.config, storage) + pass_bytes(target, storage)
     else:  # a layer like the target's, with its hidden states; and sessions of the target
         caches = cache_bytes(target, storage, layers=1) + 4 * pass_bytes(target, storage)
-        caches += cache_bytes(target, storage) if kind.own_sessions else 0
+        caches += cache_bytes(target, storage) if plugin.own_sessions else 0
     return [Held(f"{kind.name}'s weights", weight_bytes(model, storage)), Held(f"{kind.name}'s caches", caches)]
 
 

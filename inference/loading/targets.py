@@ -36,10 +36,11 @@ from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.core.target_session import Runtime
+from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.engines.cpu.recorded import can_pack, recorded
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit, read_generation_config
 from outrider.inference.settings.evaluate import DraftingConfig, EvaluateConfig
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Placed
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
 from outrider.inference.settings.method import MethodConfig, number
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.shapes import find_shape
@@ -128,7 +129,7 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     if int8:
         target.require_int8()
     arguments, trained = config.chat_template_kwargs, dict[str, frozenset[ChatTemplate]]()
-    for kind, record in config.trained().items():
+    for kind, record in config.training_records().items():
         if parts := conversations_in(record.data, target.tokenizer):
             trained[kind] = frozenset(part.template for part in parts)
             if arguments not in (learned := [part.chat_template_kwargs for part in parts]):
@@ -156,7 +157,7 @@ def open_target_of(checkpoint: str, target: str | None, revision: str | None) ->
 
     A recorded path that is relative is looked for here, then in the folders above `checkpoint`.
     """
-    record = EARLY_EXIT.load_plugin().trained(checkpoint)
+    record = EARLY_EXIT.load_plugin().training_record(checkpoint)
     paths = (folder / str(record.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
     source = next((str(path) for path in paths if path.exists()), record.target)
     try:
@@ -202,11 +203,11 @@ def context_length(setup: TargetSetup, drafters: Drafters) -> int:
 
 def position_limits(drafters: Drafters) -> list[int]:
     """The context limits, in positions, of the models that `drafters` run, if they have limits."""
-    models = [model for name, drafter in drafters.items() for model in KINDS[name].load_plugin().own_models(drafter)]
+    models = [model for name, drafter in drafters.items() for model in KINDS[name].load_plugin().causal_lms(drafter)]
     return [limit for model in models if (limit := position_limit(model.config)) is not None]
 
 
-def load_drafters(config: DraftingConfig, target: Any, **tensor_options: Unpack[Placed]) -> Drafters:
+def load_drafters(config: DraftingConfig, target: Any, **tensor_options: Unpack[ModelOptions]) -> Drafters:
     """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:

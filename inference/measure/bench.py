@@ -92,7 +92,7 @@ def prepare_methods(
 ) -> Prepared:
     """The methods of `config`, with "auto" choices measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
-    drafter_models = [KINDS[name].load_plugin().own_models(model) for name, model in models.drafters.items()]
+    drafter_models = [KINDS[name].load_plugin().causal_lms(model) for name, model in models.drafters.items()]
     kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter

@@ -22,7 +22,8 @@ from outrider.inference.core.session import Pass, Session, View
 from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.shaped import ModelDrafter, OnePass, TimedModel
+from outrider.inference.drafters.draft_model import OnePass
+from outrider.inference.drafters.model_drafter import ModelDrafter, TimedModel
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
 from outrider.inference.settings.kinds import KINDS

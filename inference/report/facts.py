@@ -61,7 +61,7 @@ def heldout_fraction(config: EvaluateConfig) -> float:
     default = DataConfig.heldout_fraction
     if config.early_exit is None or config.held is None:
         return default
-    data: Any = EARLY_EXIT.load_plugin().trained(config.early_exit).data or {}
+    data: Any = EARLY_EXIT.load_plugin().training_record(config.early_exit).data or {}
     try:
         sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
         fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
@@ -78,7 +78,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     and by category."""
     vocabularies = {}
     for name, where in config.paths.items():
-        tokens = config.plugin(KINDS[name]).known_tokens(where)
+        tokens = config.plugin(KINDS[name]).draft_vocabulary(where)
         if tokens is not None:
             shares = coverage(tokens, ((result.category, result.answer) for result in results))
             vocabularies[name] = {"tokens": len(tokens), "coverage": shares}
@@ -87,7 +87,9 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """Seconds of training by kind of drafter, where recorded."""
-    return {name: training.seconds for name, training in config.trained().items() if training.seconds is not None}
+    return {
+        name: training.seconds for name, training in config.training_records().items() if training.seconds is not None
+    }
 
 
 def digests(settings: Report) -> dict[str, str]:
@@ -109,7 +111,7 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
     """By kind of drafter, the overlap of prompts and training text, or `why` it is unknown."""
     by_kind: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
-    for name, training in config.trained().items():
+    for name, training in config.training_records().items():
         key = json.dumps(training.data, sort_keys=True)  # drafters of the same target often share their training text
         read[key] = read.get(key) or overlap(training.data, prompts)
         by_kind[name] = read[key]
@@ -119,7 +121,7 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
 def origin_of(config: EvaluateConfig, prompts: Sequence[Prompt]) -> str:
     """What the prompts are to drafters that learned from a text, as a sentence; "" where that is not known."""
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
-    learned = str([training.data for training in config.trained().values()])
+    learned = str([training.data for training in config.training_records().values()])
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
     is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in learned
     what = "held out from those that drafters learn from" if is_heldout else ""

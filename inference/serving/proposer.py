@@ -22,8 +22,8 @@ import numpy as np
 from outrider.base.errors import UserError, require
 from outrider.base.words import Shown
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.inference.drafters.ngram.mixture import Mixture
-from outrider.inference.drafters.ngram.ngram_search import new_nodes
+from outrider.inference.drafters.ngrams.mixture import Mixture
+from outrider.inference.drafters.ngrams.ngram_search import new_nodes
 from outrider.inference.settings.method import NgramConfig
 
 TABLE_VARIABLE = "OUTRIDER_TABLE"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Ge
 
@@ -21,9 +21,13 @@ from outrider.draft_models.targets.settings import (
     TableFolder,
     Tokenizer,
 )
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, Plugin, Trained, kind_in
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from outrider.inference.drafters.plugin import AnyPlugin, TrainingRecord
 
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
@@ -68,11 +72,11 @@ class DraftingConfig(Settings):
         """The paths of all models that are given, by the name of their kind."""
         return {kind.name: where for kind in KINDS.values() if (where := self.where(kind)) is not None}
 
-    def trained(self) -> dict[str, Trained]:
+    def training_records(self) -> "dict[str, TrainingRecord]":
         """The training record of each of these models. Raises `UserError` if a record cannot be read."""
-        return {name: self.plugin(KINDS[name]).trained(where) for name, where in self.paths.items()}
+        return {name: self.plugin(KINDS[name]).training_record(where) for name, where in self.paths.items()}
 
-    def plugin(self, kind: Kind) -> Plugin:
+    def plugin(self, kind: Kind) -> "AnyPlugin":
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""
         return kind.load_plugin()
 
@@ -191,9 +195,9 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
         if self.where(EAGLE3) is None:
             require_default(self, "reading", "a run without an EAGLE-3 head does not read it")
 
-    def plugin(self, kind: Kind) -> Plugin:
+    def plugin(self, kind: Kind) -> "AnyPlugin":
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""
-        return kind.load_plugin().reading(self.reading)
+        return kind.load_plugin().read_with(self.reading)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from outrider.base.errors import UserError, require, require_choice
 from outrider.base.settings import Count, Positive, Settings, Share, construct, only, opt, require_default
 from outrider.base.words import did_you_mean
 from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Kind
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
 from outrider.inference.settings.sampling import Verification
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never

@@ -8,7 +8,7 @@ import torch
 from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import ROOT
-from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from tests.tiny import open_stack, random_prompt, save_target
 
 
@@ -21,7 +21,7 @@ def test_the_layers_to_skip_are_those_whose_absence_shows_least(tmp_path: Path) 
     answer = [token for r in autoregressive(stack, prompt, max_new_tokens=20) for token in r.tokens]
     measured = Answer(stack, prompt, answer)
     for skip in ([1], [0, 3]):
-        session, source, right, text = TargetSession(stack, 0, 64), SkipLayersSource(skip), 0, [*prompt, *answer]
+        session, source, right, text = TargetSession(stack, 0, 64), SkipLayersDraftModel(skip), 0, [*prompt, *answer]
         with torch.inference_mode():
             session.prefill(text[:11])
             source.begin(session)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.inference.drafters.ngram.ngram_search import exploration
+from outrider.inference.drafters.ngrams.ngram_search import exploration
 
 VOCABULARY = 12
 

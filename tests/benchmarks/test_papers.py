@@ -18,7 +18,7 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.tiny.models import tiny_head
 from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.tree import OptimalTree
-from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig

@@ -137,7 +137,7 @@ def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> Non
     assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
     assert all((folder / name / "README.md").exists() for name in ("eesd", "small_lm"))
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
-    KINDS["small_lm"].load_plugin().known_tokens(str(folder / "small_lm"))  # raises if file and config disagree
+    KINDS["small_lm"].load_plugin().draft_vocabulary(str(folder / "small_lm"))  # raises if file and config disagree
     assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
 
 

@@ -103,7 +103,7 @@ def test_the_example_of_a_drafter_is_one() -> None:
     names: dict[str, Any] = {}
     try:
         exec(compile(block, "docs/extend.md", "exec"), names)
-        drafter = names["PLUGIN"].make(None, MethodConfig("repeat"), None, drawn=False, tuning=None)
+        drafter = names["RepeatPlugin"]().make(None, MethodConfig("repeat"), None, drawn=False, tuning=None)
         tree = drafter.draft(torch.tensor([7]), 2)
         assert (tree.tokens.tolist(), tree.parents) == ([7, 7], (-1, 0))
     finally:

@@ -18,7 +18,7 @@ from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.drafters.early_exit import EarlyExitPlugin
+from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.memory_plan import Place, weight_bytes
@@ -105,7 +105,7 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
     stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
     assert not any(name.startswith("head") for name in stored)
-    planned = weight_bytes(EarlyExitPlugin().empty(str(tmp_path / "drafter"), target.config), Place(4, 64))
+    planned = weight_bytes(EarlyExitPlugin().empty_model(str(tmp_path / "drafter"), target.config), Place(4, 64))
     assert planned == 4 * (sum(trained) + len(TOKENS) * width)
     placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     made = EarlyExitPlugin().load(str(tmp_path / "drafter"), target, {}, **placed)

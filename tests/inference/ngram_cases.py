@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.core.sampling import top_tokens
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.ngram.ngrams import MixedDrafter, TrigramDrafter
+from outrider.inference.drafters.ngrams.drafter import MixedDrafter, TrigramDrafter
 from outrider.inference.settings.method import NgramConfig
 
 VOCABULARY = 12

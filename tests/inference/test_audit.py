@@ -25,8 +25,8 @@ from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, dr
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.measure.lossless import Reference, make_reference
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
@@ -196,7 +196,7 @@ def test_what_this_runtime_decodes_is_accepted(
         }
         structure = make_structure(method_of(SHAPES["chain"], tokens=2), Streams(seed))
         rounds = list(
-            speculative(stack, ModelDrafter(EarlyExitSource(exit_layer), structure), prompt, **common)
+            speculative(stack, ModelDrafter(EarlyExitDraftModel(exit_layer), structure), prompt, **common)
             if drafted
             else autoregressive(stack, prompt, **common)
         )

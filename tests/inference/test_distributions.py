@@ -23,7 +23,8 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.inference.core import token_selector, verify
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.results import Arm

@@ -17,9 +17,9 @@ from outrider.draft_models.targets.proof import prove_layers
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.target_session import Runtime
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_structure
@@ -61,7 +61,7 @@ def test_greedy_equals_generate(target: OpenTarget) -> None:
     stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
     plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
     expected = reference_generate(plain, prompt, TOKENS)
-    exits = EarlyExitSource(exit_of(target, LAYERS - 1, noise=0.05))
+    exits = EarlyExitDraftModel(exit_of(target, LAYERS - 1, noise=0.05))
     chain, tree = (ModelDrafter(exits, make_structure(method_of(shape), Streams(0))) for shape in SHAPES)
     plainly = autoregressive(stack, prompt, max_new_tokens=TOKENS)
     assert [t for r in plainly for t in r.tokens] == expected

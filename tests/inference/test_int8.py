@@ -17,7 +17,8 @@ from outrider.draft_models.targets.int8 import Int8Linear, quantise_rows
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import DraftModel
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.cpu.vectors import PANEL
@@ -118,8 +119,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 def test_every_arm_decodes_the_int8_model(
     made: tuple[Path, list[int]], source: str | None, structure: str | None, runtime: str
 ) -> None:
-    from outrider.inference.drafters.early_exit import EarlyExitSource
-    from outrider.inference.drafters.skip_layers import SkipLayersSource
+    from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+    from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 
     path, said = made
     stack = open_target(str(path)).stack(dtype=torch.float32, int8=True)
@@ -129,7 +130,9 @@ def test_every_arm_decodes_the_int8_model(
     if source is None or structure is None:
         rounds = list(autoregressive(stack, random_prompt(20), **options))
     else:
-        model: DraftModel = EarlyExitSource(drafter) if source == "early_exit" else SkipLayersSource([LAYERS - 1])
+        model: DraftModel = (
+            EarlyExitDraftModel(drafter) if source == "early_exit" else SkipLayersDraftModel([LAYERS - 1])
+        )
         shaped = ModelDrafter(model, make_structure(method_of(STRUCTURES[structure]), Streams(0)))
         rounds = list(speculative(stack, shaped, random_prompt(20), **options))
         assert sum(r.accepted for r in rounds) > 5

@@ -22,11 +22,12 @@ from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_block, verify_sampled
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
-from outrider.inference.drafters.shaped import ModelDrafter, copies_of
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
@@ -215,7 +216,12 @@ def test_drafts_are_copied_where_the_text_says_them(target: Target, kind: str) -
 
 
 FAULTS = {  # in a function of a class, and what stands there instead
-    "the model misses what was copied": (SmallLMSource, "commit", "torch.cat([self._pending, uncached])", "uncached"),
+    "the model misses what was copied": (
+        SmallLMDraftModel,
+        "commit",
+        "torch.cat([self._pending, uncached])",
+        "uncached",
+    ),
     "copies are learned from": (ModelDrafter, "commit", "len(tree) and not fed", "False"),
     "of another text": (PromptLookup, "commit", "(tokens)", "(tokens[:1])"),
     "deeper than the structure": (ModelDrafter, "draft", "self.structure.steps(limit)", "limit"),
@@ -280,7 +286,7 @@ def test_the_target_as_its_own_drafter_is_always_right(target: Target, own_head:
     exit_ = make_drafter(target.path, LAYERS - depth, own_head=own_head, depth=depth, dtype=target.dtype)
     exit_.use_head(target.stack.head)
     shape = make_structure(CHAIN, Streams(0))
-    rounds = decode(target, ModelDrafter(EarlyExitSource(exit_), shape), count=41)[1:]
+    rounds = decode(target, ModelDrafter(EarlyExitDraftModel(exit_), shape), count=41)[1:]
     assert [r.accepted for r in rounds] == [4] * 8
     assert [len(r.tokens) for r in rounds] == [5] * 8
 
@@ -398,7 +404,7 @@ def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tup
     sampler = Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()])
     drafting = make_tree(StructureConfig(kind="k_config", widths=widths), random.Random(1))
     options: Any = {"max_new_tokens": 1 + 6 * (len(widths) + 1), "selector": TokenSelector(sampler, random.Random(0))}
-    drafter = ModelDrafter(SmallLMSource(tiny_vocabulary[0]), drafting)
+    drafter = ModelDrafter(SmallLMDraftModel(tiny_vocabulary[0]), drafting)
     rounds = list(speculative(tiny_vocabulary[0], drafter, [1, 4, 2], **options))
     assert [r.accepted for r in rounds[1:]] == [len(widths)] * 6
     assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}

@@ -16,7 +16,7 @@ from outrider.base.streams import Streams
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.stopping.interface import FixedLength, Step, StopRule

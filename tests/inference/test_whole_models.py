@@ -24,9 +24,9 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.target_session import WholeSession
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.drafters.small_lm import SmallLMSource, fit_vocabulary
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, fit_vocabulary
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear, pack_linears
 from outrider.inference.evaluate import compare
@@ -106,7 +106,7 @@ make = pytest.fixture(scope="module")(targets)
 
 def decode(target: Target, lm: WholeModel, structure: str, prompt: list[int], count: int) -> tuple[list[int], Any]:
     """The new tokens, and the session of the small LM that drafted for them."""
-    source, shape = SmallLMSource(lm), make_structure(method_of(STRUCTURES[structure]), Streams(0))
+    source, shape = SmallLMDraftModel(lm), make_structure(method_of(STRUCTURES[structure]), Streams(0))
     rounds = list(speculative(target.stack, ModelDrafter(source, shape), prompt, max_new_tokens=count))
     assert any(r.drafted for r in rounds)
     return tokens_of(rounds), source.session
@@ -288,7 +288,7 @@ def test_whatever_drafts_the_text_is_its_own(
     drafters: list[Any] = [PromptLookup()]
     for structure in ("chain", "opt_tree", "k_config"):
         made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-        drafters.append(ModelDrafter(SmallLMSource(small), made))
+        drafters.append(ModelDrafter(SmallLMDraftModel(small), made))
     assert [t for r in autoregressive(stack, prompt, **options) for t in r.tokens] == expected
     drafted = 0
     for drafter in drafters:
@@ -305,7 +305,7 @@ def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack], monkeypat
 
     def rounds(structure: str) -> list[Round]:
         made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-        drafter = ModelDrafter(SmallLMSource(WholeModel(of(path))), made)
+        drafter = ModelDrafter(SmallLMDraftModel(WholeModel(of(path))), made)
         return list(speculative(stack, drafter, prompt, max_new_tokens=21))
 
     for found in (rounds("chain"), rounds("static")):

@@ -22,7 +22,7 @@ from outrider.inference.batch.directory import Response, Shard
 from outrider.inference.batch.tasks import TopK
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import DraftModel
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core import run_dir

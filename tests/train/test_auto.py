@@ -19,7 +19,7 @@ from outrider.train.auto import main
 from outrider.train.auto_choice import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
 from outrider.train.auto_run import reports_in, run_auto
 from outrider.train.pipeline_settings import TIME
-from outrider.train.settings.auto import TRAINED, AutoConfig
+from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import compose_and_build
 from tests.refusals import refusal
 from tests.train.test_pipeline import said_by
@@ -41,7 +41,7 @@ def test_what_is_trained_follows_from_what_was_measured() -> None:
     assert "more minutes" in few.not_tried["small_lm"]
     assert choose(CONFIG, LOOK, {"early_exit": "no layers"}).kinds == ("small_lm",)
     for choice in (slow, few, short, choose(CONFIG, LOOK, {})):
-        assert {*choice.kinds, *choice.not_tried} == {*TRAINED}
+        assert {*choice.kinds, *choice.not_tried} == {*TRAINABLE}
 
 
 def test_the_minutes_that_a_reason_names_are_enough() -> None:
@@ -78,14 +78,14 @@ def test_of_few_answers_enough_are_held_out() -> None:
     shares = {}
     for prompts in (10, 40, 4000):
         look = replace(LOOK, prompts=prompts, context=120)
-        pipeline = pipeline_of(replace(CONFIG, train=TRAINED), Choice(TRAINED, {}, {}), look)
+        pipeline = pipeline_of(replace(CONFIG, train=tuple(TRAINABLE)), Choice(tuple(TRAINABLE), {}, {}), look)
         shares[prompts] = pipeline.options("eesd").get("data.heldout_fraction")
         assert pipeline.options("report")["max_new_tokens"] == 60
     assert shares == {10: 0.5, 40: 0.2, 4000: None}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("kinds", [(), ("early_exit",), ("small_lm", "eagle3"), TRAINED])
+@pytest.mark.parametrize("kinds", [(), ("early_exit",), ("small_lm", "eagle3"), tuple(TRAINABLE)])
 def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...]) -> None:
     """With the minutes chosen, own prompts and a template, and without the steps of what is not trained."""
     config = replace(CONFIG, prompts="p.jsonl", template="vicuna", train=kinds)

@@ -24,10 +24,10 @@ from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.core.rounds import Round
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.evaluate.compare import evaluate
 from outrider.inference.measure.replay import RecordedSession, replay
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
@@ -56,17 +56,17 @@ def drafting(kind: str, path: Path, prompt: list[int]) -> tuple[Callable[[], Dra
     """A drafter for the target in `path`, sometimes right after `prompt`, and its output head."""
     if kind == "early_exit":
         drafter = tiny.make_drafter(path, tiny.LAYERS - 1, noise=0.1)
-        return lambda: EarlyExitSource(drafter), drafter.logits
+        return lambda: EarlyExitDraftModel(drafter), drafter.logits
     _, stack = tiny.open_stack(path)
     if kind == "eagle3":
         answer = [token for r in autoregressive(stack, prompt, max_new_tokens=30) for token in r.tokens]
         head = fitted_head(stack, [(prompt, answer)])
-        return lambda: Eagle3Source(head), head.logits
+        return lambda: Eagle3DraftModel(head), head.logits
     generator = torch.Generator().manual_seed(5)
     for parameter in stack.layers[-1].parameters():
         if parameter.ndim == 2:
             parameter.data += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return lambda: SmallLMSource(stack), stack.logits
+    return lambda: SmallLMDraftModel(stack), stack.logits
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3"])
@@ -263,8 +263,8 @@ def test_a_head_of_a_drafter_that_other_engines_read(
 def test_a_head_is_bound_to_how_its_drafter_is_read(tiny_models: Path) -> None:
     plugin, where = KINDS["eagle3"].load_plugin(), str(tiny_models / "eagle3")
     otherwise = ReadingChanges(norm_output=True)
-    assert plugin.reading(ReadingChanges()).digest(where) == plugin.digest(where)
-    assert plugin.reading(otherwise).digest(where) != plugin.digest(where)
+    assert plugin.read_with(ReadingChanges()).digest(where) == plugin.digest(where)
+    assert plugin.read_with(otherwise).digest(where) != plugin.digest(where)
 
 
 def test_another_template_than_the_drafters_is_warned_of(

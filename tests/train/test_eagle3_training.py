@@ -18,7 +18,7 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head, stored_tokens
 from outrider.draft_models.targets.open_target import load_config
-from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel, Eagle3Plugin
 from outrider.train.parts import target_states
 from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.refusals import refusal
@@ -47,7 +47,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert 1 < evaluated[0]["eval_tau_analytic"] < evaluated[-1]["eval_tau_analytic"] <= 5
     record = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
     assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
-    assert PLUGIN.trained(str(tmp_path / "out")).seconds == record["training_seconds"] > 0
+    assert Eagle3Plugin().training_record(str(tmp_path / "out")).seconds == record["training_seconds"] > 0
     card = (tmp_path / "out" / CARD_FILE).read_text()
     assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'}\n" in card
     assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card
@@ -58,7 +58,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert len(head.draft_tokens) == 60
     model, stack = open_stack(sure)
     head.use_embedding(stack.embed_tokens.weight)
-    require_lossless(Eagle3Source(head), model, stack)
+    require_lossless(Eagle3DraftModel(head), model, stack)
 
 
 def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

@@ -17,7 +17,7 @@ from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, from_pretr
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.drafters.early_exit import EarlyExitSource, source_of
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel, draft_model_of
 from outrider.train.parts.heldout import Decoding, heldout_prompt
 from outrider.train.recipes.early_exit import evaluation_of, prepare, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
@@ -42,7 +42,7 @@ def require_unchanged(target: Path, out_dir: Path) -> None:
     model, stack = open_stack(target)
     if drafter.head is None:
         drafter.use_head(stack.head)
-    jobs.require_lossless(source_of(drafter), model, stack)
+    jobs.require_lossless(draft_model_of(drafter), model, stack)
 
 
 @pytest.mark.parametrize(("architecture", "train_head"), [("llama", True), ("qwen3", False)])
@@ -175,7 +175,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     prompts = [heldout_prompt(heldout[i]) for i in range(3)]
-    plain = EarlyExitSource(student.drafter.requires_grad_(False))
+    plain = EarlyExitDraftModel(student.drafter.requires_grad_(False))
     assert metrics["tau"] == Decoding(prompts, 12, ())(open_stack(path)[1], plain)["tau"]
 
 

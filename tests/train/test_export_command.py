@@ -26,8 +26,8 @@ from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
-from outrider.inference.drafters.eagle3 import Eagle3Plugin
-from outrider.inference.drafters.small_lm import PLUGIN
+from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
+from outrider.inference.drafters.small_lm.drafter import SmallLMPlugin
 from outrider.train import exporting
 from outrider.train.exporting import export_drafter
 from outrider.train.settings.drafters import Eagle3Config
@@ -143,7 +143,7 @@ def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: 
     export_drafter(replace(given, reading=changes))
     found = open_head(given.out_dir, WIDE_TARGET)
     measured: Any = SimpleNamespace(config=WIDE_TARGET, source=given.target)
-    Eagle3Plugin(changes).serve(head, measured, torch.float32, tmp_path / "served")
+    Eagle3Plugin(changes).export(head, measured, torch.float32, tmp_path / "served")
     require_same_model(Path(given.out_dir), tmp_path / "served")
     assert (found.reading.taps, found.reading.draft_ids, found.made_here) == ((2, 5, 8), "offset", False)
     assert torch.equal(found.tensors()["d2t"], head_weights(facts)["d2t"])
@@ -302,7 +302,7 @@ def test_a_small_lm_over_some_tokens_is_written_over_all(tmp_path: Path) -> None
     given = ExportConfig(checkpoint=str(tmp_path / "small"), out_dir=str(tmp_path / "out"))
     export_drafter(given)
     text = torch.tensor([random_prompt(30)])
-    PLUGIN.serve(given.checkpoint, target, torch.float32, tmp_path / "served")
+    SmallLMPlugin().export(given.checkpoint, target, torch.float32, tmp_path / "served")
     require_same_model(Path(given.out_dir), tmp_path / "served")
     served = AutoModelForCausalLM.from_pretrained(given.out_dir)
     drafted = own.outward(small(own.inward(text)).logits)

@@ -23,8 +23,8 @@ from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target, read_config
 from outrider.inference.core.decode import autoregressive, speculative
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.drafters.small_lm import PLUGIN, SmallLMSource
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPlugin
 from outrider.inference.loading.memory_plan import Place, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
@@ -94,7 +94,7 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, assistant_model=exported
     )
     assert out[0, 20:].tolist() == expected
-    source = SmallLMSource(load_small_lm(str(tmp_path / "out"), load_tokenizer(str(target)), dtype=torch.float32))
+    source = SmallLMDraftModel(load_small_lm(str(tmp_path / "out"), load_tokenizer(str(target)), dtype=torch.float32))
     require_lossless(source, model, stack)
 
 
@@ -153,7 +153,7 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     _, stack = open_stack(target)
-    source = SmallLMSource(load_small_lm(str(tmp_path), byte_tokenizer(), dtype=torch.float32))
+    source = SmallLMDraftModel(load_small_lm(str(tmp_path), byte_tokenizer(), dtype=torch.float32))
     prompts = [random_prompt(12, seed) for seed in range(3)]
     eos = {list(autoregressive(stack, prompts[0], max_new_tokens=7))[-1].tokens[-1]}
     metrics = Decoding(prompts, 20, eos)(stack, source)
@@ -341,7 +341,7 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     assert weights["model.embed_tokens.weight"].shape[0] == 25
     assert ("lm_head.weight" in weights) == finished
     assert "cannot draft with it" in (out / "README.md").read_text()
-    planned = weight_bytes(PLUGIN.empty(str(out), load_config(str(target))), Place(4, 64))
+    planned = weight_bytes(SmallLMPlugin().empty_model(str(out), load_config(str(target))), Place(4, 64))
     assert planned == sum(tensor.nbytes for tensor in weights.values())
     methods = {
         "chain": MethodConfig("small_lm", stop=StopConfig(max_draft=3)),

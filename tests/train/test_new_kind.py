@@ -25,8 +25,10 @@ from outrider.draft_models.losses import linear_cross_entropy
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.drafter import Drafter, DraftModel
 from outrider.inference.core.session import Session
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.plugin import DrafterPlugin
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import KINDS, register
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
 from outrider.inference.sizing.policy import Tuning
@@ -145,13 +147,10 @@ class BigramPlugin(DrafterPlugin):
         return ModelDrafter(self.draft_model(model, method), structure, tuning and tuning.allowance())
 
 
-PLUGIN = BigramPlugin()
-
-
 @pytest.fixture
 def bigram() -> Iterator[Kind]:
     """The kind, known while a test runs."""
-    yield register(Kind("bigram", f"{__name__}:PLUGIN", option="bigram", needs="a directory of train_bigram"))
+    yield register(Kind("bigram", f"{__name__}:BigramPlugin", option="bigram", needs="a directory of train_bigram"))
     KINDS.pop("bigram", None)
 
 

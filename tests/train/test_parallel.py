@@ -22,7 +22,7 @@ from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.model_files import decoder_layers, final_norm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.target import Band
-from outrider.inference.drafters.small_lm import source_of
+from outrider.inference.drafters.small_lm.drafter import draft_model_of
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy, row_generator
 from outrider.train.parts.parallel import DraftBand, Parallel
@@ -243,7 +243,7 @@ def test_a_drafter_of_several_tokens_is_trained_and_drafts(tmp_path: Path, targe
     assert some == (small.predicted is not None)
     assert small.predicted is None or MASK in small.predicted
     model, stack = open_stack(target)
-    require_lossless(source_of(small), model, stack)
+    require_lossless(draft_model_of(small), model, stack)
     again = replace(run, drafter=DrafterConfig(path=run.out_dir), out_dir=str(tmp_path / "plain"), parallel=0,
                     draft_vocabulary=None, fit=replace(fit, steps=1))  # fmt: skip
     finetune_drafter(again)

@@ -146,7 +146,7 @@ def test_a_finished_drafter_is_left_alone(
     out = Path(timed.out_dir)
     before = recipe.weights(out)
     assert same(before, recipe.weights(Path(run.out_dir)))
-    assert KINDS[recipe.kind].load_plugin().trained(str(out)).seconds > 0
+    assert KINDS[recipe.kind].load_plugin().training_record(str(out)).seconds > 0
     add_report(out, "# Measured since\n")
     recipe.train(replace(timed, resume=True))
     assert capsys.readouterr().out.endswith(f"{out}: finished already\n")

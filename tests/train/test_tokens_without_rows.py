@@ -25,7 +25,7 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import read_answers
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.auto_run import run_auto

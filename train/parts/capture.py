@@ -27,7 +27,7 @@ from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import Round
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import Step, StopRule

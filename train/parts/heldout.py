@@ -21,7 +21,7 @@ from outrider.draft_models.targets.target import Masks
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import collect
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.statistics import acceptance_by_position, decode_statistics
 from outrider.inference.shapes.factory import Chain

@@ -20,11 +20,11 @@ from outrider.draft_models.calibration import save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead, log_odds
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import pick_dtype
-from outrider.inference.drafters.shaped import ModelDrafterPlugin
+from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens, position_limits
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.inference.settings.kinds import Kind
+from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.driver import train
 from outrider.train.core.training import Batch, Metrics, Trained, Training
@@ -50,10 +50,10 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
     target = students.find_target(config, kind)
     if config.answers == "recorded":
         require_answers_of(target, config.data)
-    plugin = kind.load_plugin().reading(config.reading)
+    plugin = kind.load_plugin().read_with(config.reading)
     digest = plugin.digest(config.checkpoint)
     assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
-    students.warn_of_template(config, plugin.trained(config.checkpoint).data, target)
+    students.warn_of_template(config, plugin.training_record(config.checkpoint).data, target)
     fingerprint = from_main(state, lambda: target.fingerprint)
     target_record = {"config": fingerprint.config, "tensors": fingerprint.tensors}
     dtype, ends = pick_dtype(config.dtype, target.config, state.device), end_tokens(target)

@@ -28,7 +28,7 @@ from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
-from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
@@ -161,7 +161,11 @@ def evaluation_of(
         head = copy.deepcopy(student.head).to(student.stack.dtype).requires_grad_(False)
         if not head.reading.own_embedding:
             head.use_embedding(student.stack.embed_tokens.weight)
-        return judge_steps(student, batches, steps) | decoding(student.stack, Eagle3Source(head)) | norms(student, step)
+        return (
+            judge_steps(student, batches, steps)
+            | decoding(student.stack, Eagle3DraftModel(head))
+            | norms(student, step)
+        )
 
     return evaluate
 

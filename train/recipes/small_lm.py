@@ -25,7 +25,7 @@ from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.drafters.small_lm import source_of
+from outrider.inference.drafters.small_lm.drafter import draft_model_of
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import prepare as prepare_for_decoding
 from outrider.train.core.driver import train
@@ -168,7 +168,7 @@ def evaluation_of(
         judged = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
         analytic = () if student.parallel else ("tau_analytic",)  # it is of one pass a token
         metrics = {name: judged[name] for name in ("top1_target", *analytic) if name in judged}
-        return metrics | decoding(stack, source_of(drafter)) | norms(student, step)
+        return metrics | decoding(stack, draft_model_of(drafter)) | norms(student, step)
 
     return evaluate
 

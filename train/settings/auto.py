@@ -1,6 +1,6 @@
 """Settings of auto. Light on purpose: a mistake shows before torch is imported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, ClassVar, Literal
@@ -13,9 +13,22 @@ from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
 from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, Place
-from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
-TRAINED = tuple(kind.name for kind in KINDS.values() if kind.worth)
+
+@dataclass(frozen=True)
+class Trainable:
+    """A kind of drafter that auto trains: the pipeline's step for it, and the methods that the report measures then."""
+
+    step: str
+    methods: tuple[str, ...]
+
+
+TRAINABLE: Mapping[str, Trainable] = {
+    EARLY_EXIT.name: Trainable("eesd", ("eesd_survival", "early_exit/opt_tree_auto")),
+    SMALL_LM.name: Trainable("small_lm", ("small_lm/survival", "opt_tree_auto")),
+    EAGLE3.name: Trainable("eagle3", ("eagle3/survival", "eagle3/opt_tree_auto")),
+}
 NAME = "{target}"  # in out_dir: the target's name
 PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`
 
@@ -47,7 +60,7 @@ class AutoConfig(RunConfig):
         super().__post_init__()
         self.require("train", self.train == "auto" or len({*self.train}) == len(self.train), "each kind once")
         for kind in () if self.train == "auto" else self.train:
-            require_choice("train", kind, TRAINED)
+            require_choice("train", kind, tuple(TRAINABLE))
         name = PurePath(self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
 

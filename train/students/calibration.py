@@ -22,7 +22,8 @@ from outrider.inference.loading.memory_plan import Place, drafter_memory, dtype_
 from outrider.inference.loading.targets import load_stack, open_target_of, templates_of
 from outrider.inference.loading.targets import prepare as prepare_drafters
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
 from outrider.train.core.training import Plan
 from outrider.train.parts.capture import Text, recorded_text
 from outrider.train.parts.heldout import heldout_prompt
@@ -56,7 +57,7 @@ def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
 
     A share other than the default is kept, with a warning.
     """
-    data = kind.load_plugin().reading(config.reading).trained(config.checkpoint).data or {}
+    data = kind.load_plugin().read_with(config.reading).training_record(config.checkpoint).data or {}
     recorded, fraction = data.get("heldout_fraction"), config.data.heldout_fraction
     if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == fraction:
         return config
@@ -138,7 +139,7 @@ def capture_plan(config: CalibrateConfig, kind: Kind) -> Plan:
     target, device = find_target(config, kind).config, planned_device()
     positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
     storage = Place.of(config.dtype, target, positions, device)
-    plugin = kind.load_plugin().reading(config.reading)
+    plugin = kind.load_plugin().read_with(config.reading)
     held = target_memory(target, storage, layers_read(config, kind))
     held += drafter_memory(kind, plugin, config.checkpoint, target, storage)
     return Plan(held, {"positions": positions, "dtype": dtype_of(config.dtype, target, device)})

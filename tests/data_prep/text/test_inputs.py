@@ -44,7 +44,7 @@ from outrider.inference.loading.rehearsal import read_some
 from outrider.train.auto_choice import Choice, Look, pipeline_of
 from outrider.train.pipeline_run import job_of
 from outrider.train.pipeline_settings import STEPS
-from outrider.train.settings.auto import TRAINED, AutoConfig
+from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import COMMANDS
 from tests.refusals import refusal
 from tests.tiers import as_many
@@ -75,7 +75,7 @@ def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
 @example("a=b,(c)", "p [1].jsonl", "out{x}${y}")
 def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: str) -> None:
     config = AutoConfig(target=target, prompts=prompts, out_dir=out_dir)
-    pipeline = pipeline_of(config, Choice(TRAINED, {}, {}), Look("cpu", 4))
+    pipeline = pipeline_of(config, Choice(tuple(TRAINABLE), {}, {}), Look("cpu", 4))
     jobs = {name: job_of(STEPS[name].script, pipeline.arguments(name), config_for) for name in pipeline.to_do}
     built = {name: job.settings for name, job in jobs.items()}
     assert built["prompts"].file == prompts

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY, Grams, merge_grams, mix
 from outrider.draft_models.ngrams.table import ARRAYS, TABLE_FILE, TrigramTable, table_digest
-from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table
 from tests.kept_code import kept_folder

@@ -17,7 +17,7 @@ from outrider.draft_models.targets.target import Band
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.train.toy_target import packed_mask
 from tests.families import save_family
 from tests.forked import Fork
@@ -197,7 +197,7 @@ def test_a_long_prompt_of_a_windowed_target(tmp_path: Path, monkeypatch: pytest.
         in_blocks(monkeypatch, block)
         session, logits = prefill(stack, random_prompt(70), 1)
         with torch.inference_mode():
-            source = EarlyExitSource(drafter)
+            source = EarlyExitDraftModel(drafter)
             source.begin(session)
             source.cache.keep(0, ())  # once more, for what it says of every row
             found.append((logits, source._exit(session.hidden, 0, 70)[1]))

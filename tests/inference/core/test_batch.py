@@ -44,10 +44,11 @@ from outrider.inference.core.stop_strings import until
 from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
-from outrider.inference.drafters.shaped import ModelDrafter, copies_of
-from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.loading.cache_budget import budget_of
 from outrider.inference.settings.method import NgramConfig, StopConfig
@@ -282,7 +283,7 @@ def test_other_layers_have_close_logits_and_equal_tokens(tmp_path: Path, family:
     if "moe" in family or family in ("flex_olmo", "gpt_oss", "mimo_v2_flash", "mixtral"):  # no experts in float64
         dtype, near = torch.float32, 1e-4
     stack = open_stack(save_family(tmp_path, family), dtype)[1]
-    target = SimpleNamespace(stack=stack, source=lambda _: SkipLayersSource([LAYERS - 1]))
+    target = SimpleNamespace(stack=stack, source=lambda _: SkipLayersDraftModel([LAYERS - 1]))
     asked = [Asked(target, n, [None, "skip_layers", "lookup"][n % 3], "opt_tree") for n in MOSTLY_SHORT]
     found = decode_together(asked, 6)
     assert not different(asked, found, near)

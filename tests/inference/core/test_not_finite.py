@@ -24,10 +24,10 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, depths
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -58,8 +58,8 @@ class Models:
         self.head = target.head
 
     def source(self, kind: str) -> Any:
-        made: dict[str, Any] = {"early_exit": (EarlyExitSource, self.exit), "eagle3": (Eagle3Source, self.head)}
-        small = SmallLMSource, self.small if kind == "small_lm" else self.plain
+        made: dict[str, Any] = {"early_exit": (EarlyExitDraftModel, self.exit), "eagle3": (Eagle3DraftModel, self.head)}
+        small = SmallLMDraftModel, self.small if kind == "small_lm" else self.plain
         source, model = made.get(kind, small)
         return source(model)
 
@@ -232,7 +232,7 @@ def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtim
         if arm == "eagle3":
             return draft(models, models.source(arm), "opt_tree", 12, runtime, sampler)
         if arm != "plain":
-            return draft(models, EarlyExitSource(models.exit), arm, 12, runtime, sampler)
+            return draft(models, EarlyExitDraftModel(models.exit), arm, 12, runtime, sampler)
         selector = TokenSelector(sampler, random.Random(4) if sampled else None)
         return autoregressive(models.stack, PROMPT, max_new_tokens=12, runtime=runtime, selector=selector)
 

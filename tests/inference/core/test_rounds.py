@@ -17,11 +17,12 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, chain_parents
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter, copies_of
-from outrider.inference.drafters.skip_layers import SkipLayersSource
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import copies_of
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Structure, make_structure
@@ -75,11 +76,11 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
     hidden = fresh.hidden
     fresh.finish()
     kind: dict[type, Callable[[], Any]] = {
-        EarlyExitSource: lambda: EarlyExitSource(source.drafter),
-        Eagle3Source: lambda: Eagle3Source(source.head),
+        EarlyExitDraftModel: lambda: EarlyExitDraftModel(source.drafter),
+        Eagle3DraftModel: lambda: Eagle3DraftModel(source.head),
     }
     made = (make for one, make in kind.items() if isinstance(source, one))
-    other = next(made, lambda: SmallLMSource(target.small("small_lm")))()
+    other = next(made, lambda: SmallLMDraftModel(target.small("small_lm")))()
     other.begin(fresh)
     fresh_aux = fresh.aux_hidden(range(len(text))) if source.aux_layers else None
     fresh.commit(range(len(text)))
@@ -89,21 +90,21 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
     assert_starts_with(session.first, fresh.first)
     assert_starts_with(session.rest, fresh.rest)
     torch.testing.assert_close(session.target_hidden, fresh.target_hidden, rtol=1e-9, atol=1e-9)
-    if isinstance(source, EarlyExitSource):
+    if isinstance(source, EarlyExitDraftModel):
         assert_starts_with(source.cache, other.cache)
         torch.testing.assert_close(source._pending, hidden[:, source.cache.length :], rtol=1e-9, atol=1e-9)
-    elif isinstance(source, Eagle3Source):
+    elif isinstance(source, Eagle3DraftModel):
         known = source.session.base
         assert source.session.first.length == known
         assert_starts_with(source.session.first, other.session.first)
         assert source._tokens.tolist() == text[known + 1 :]
         torch.testing.assert_close(source._aux_hidden, fresh_aux[:, known:], rtol=1e-9, atol=1e-9)
-    elif isinstance(source, SmallLMSource):
+    elif isinstance(source, SmallLMDraftModel):
         assert source.session.first.length == source.session.base
         assert_starts_with(source.session.first, other.session.first)
         assert source._pending.tolist() == text[source.session.base :]
     else:
-        assert isinstance(source, SkipLayersSource)  # which has no cache but the session's
+        assert isinstance(source, SkipLayersDraftModel)  # which has no cache but the session's
 
 
 def checked(
@@ -195,9 +196,9 @@ def read_into(tokens: list[int], rounds: Iterator[Round]) -> None:
 
 def drafter_layer(source: Any) -> torch.nn.Module:
     """The layer that drafts last."""
-    if isinstance(source, Eagle3Source):
+    if isinstance(source, Eagle3DraftModel):
         return source.head.layers[-1]
-    return source.drafter.layer if isinstance(source, EarlyExitSource) else source.lm.layers[-1]
+    return source.drafter.layer if isinstance(source, EarlyExitDraftModel) else source.lm.layers[-1]
 
 
 # What breaks, in which of its calls: (target, source, structure, selector) → (object, attribute).

@@ -13,8 +13,8 @@ from torch import Tensor
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from tests.inference.core.test_rounds import assert_starts_with
@@ -93,7 +93,7 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
         layer.register_forward_hook(
             lambda _m, _i, out, index=index: calls.__setitem__(index, calls.get(index, 0) + out.shape[1])
         )
-    source = EarlyExitSource(make_drafter(path, 2))
+    source = EarlyExitDraftModel(make_drafter(path, 2))
     rounds = list(speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
     rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
     assert calls == dict.fromkeys(range(LAYERS), rows)

@@ -17,7 +17,7 @@ from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import boundaries_of, compare, judge
 from outrider.inference.doctor.examinees import Examinee, draft_by_head, examine_head
 from outrider.inference.doctor.scores import join, refuse, score, table
-from outrider.inference.drafters.eagle3 import Eagle3Plugin
+from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 from tests.refusals import refusal
@@ -187,7 +187,7 @@ def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, 
     changes = ReadingChanges(draft_ids="index")
     head = open_head(where, clinic.target.config, changes=changes).load(torch.float32)
     assert torch.equal(head.draft_tokens, ids)  # type: ignore[arg-type]
-    assert Eagle3Plugin(changes).known_tokens(where) == list(TOKENS)
+    assert Eagle3Plugin(changes).draft_vocabulary(where) == list(TOKENS)
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -17,7 +17,7 @@ from numba import njit
 
 from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable
-from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import draft, make_table
 

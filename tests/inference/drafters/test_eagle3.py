@@ -13,7 +13,7 @@ from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.engines.graphs import cuda_graphs
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
 from tests.faults import plant
@@ -95,7 +95,7 @@ Drafted = tuple[list[int], list[int], Tensor]  # the committed text, the path fr
 
 
 @torch.inference_mode()
-def drafts(stack: LayerStack, source: Eagle3Source, runtime: Runtime, length: int) -> Iterator[Drafted]:
+def drafts(stack: LayerStack, source: Eagle3DraftModel, runtime: Runtime, length: int) -> Iterator[Drafted]:
     """The drafts of `source` in the scripted rounds, in a text that begins with `length` tokens."""
     tokens = torch.randint(VOCABULARY, (99,), generator=torch.Generator().manual_seed(length)).tolist()
     text = tokens[:length]
@@ -128,7 +128,7 @@ def drafts(stack: LayerStack, source: Eagle3Source, runtime: Runtime, length: in
     session.close()
 
 
-def compare(case: Case, source: Eagle3Source, runtime: Runtime, length: int) -> int:
+def compare(case: Case, source: Eagle3DraftModel, runtime: Runtime, length: int) -> int:
     """Assert that the drafts are the expected ones; returns the number of rows."""
     rows = 0
     for text, path, logits in drafts(case.stack, source, runtime, length):
@@ -153,7 +153,7 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
     cases: Callable[[str], Case], dialect: str, runtime: Callable[[], Runtime], length: int
 ) -> None:
     case = cases(dialect)
-    assert compare(case, Eagle3Source(case.head), runtime(), length) == 15
+    assert compare(case, Eagle3DraftModel(case.head), runtime(), length) == 15
 
 
 FAULTS = {  # of the source, and what stands there instead
@@ -170,6 +170,6 @@ FAULTS = {  # of the source, and what stands there instead
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     case = cases("specforge")
-    plant(monkeypatch, Eagle3Source, *FAULTS[fault])
+    plant(monkeypatch, Eagle3DraftModel, *FAULTS[fault])
     with pytest.raises(AssertionError, match="not close"):
-        compare(case, Eagle3Source(case.head), Runtime(), 3)
+        compare(case, Eagle3DraftModel(case.head), Runtime(), 3)

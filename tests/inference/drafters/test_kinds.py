@@ -20,7 +20,8 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.tree import DraftTree, chain_parents
-from outrider.inference.drafters.eagle3 import PLUGIN as HEADS
+from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
+from outrider.inference.drafters.plugin import DrafterPlugin
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import compare
 from outrider.inference.evaluate.compare import evaluate as command
@@ -30,7 +31,8 @@ from outrider.inference.loading.rehearsal import small
 from outrider.inference.loading.targets import find_target
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import KINDS, kind_in, register
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.policy import Tuning
 from outrider.train.exporting import export_drafter
@@ -79,13 +81,10 @@ class CyclePlugin(DrafterPlugin):
         return Cycle(model)
 
 
-PLUGIN = CyclePlugin()
-
-
 @pytest.fixture
 def cycle() -> Iterator[Kind]:
     """The kind, known while a test runs."""
-    kind = Kind("cycle", f"{__name__}:PLUGIN", option="cycle", needs="a JSON list of token ids", shaped=False)
+    kind = Kind("cycle", f"{__name__}:CyclePlugin", option="cycle", needs="a JSON list of token ids", shaped=False)
     yield register(kind)
     KINDS.pop("cycle", None)
 
@@ -249,12 +248,12 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     where, place, runtime = str(tiny_models / EAGLE3), Place(4, 100), Graphed()
     head = open_head(where, target.config).load(torch.float32)
     stack = target.stack(dtype=torch.float32)
-    HEADS.prepare(head, stack)
+    Eagle3Plugin().prepare(head, stack)
     runtime.prepare(100, ())
     arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, TextSettings(40), runtime=runtime)
     arms["m"](random_prompt(60), Streams(0))
     (own,) = (arena for arena in runtime._arenas.values() if arena.layers is head)
-    weights, caches = (one.size for one in drafter_memory(KINDS["eagle3"], HEADS, where, target.config, place))
+    weights, caches = (one.size for one in drafter_memory(KINDS["eagle3"], Eagle3Plugin(), where, target.config, place))
     held = load_file(tiny_models / EAGLE3 / "model.safetensors")
     assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
     assert own.first._buffer is not None

@@ -18,8 +18,8 @@ from outrider.draft_models.targets.stack import WholeModel
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.ngram.ngram_mixing import class_of, new_weights
-from outrider.inference.drafters.ngram.ngrams import MixedDrafter
+from outrider.inference.drafters.ngrams.drafter import MixedDrafter
+from outrider.inference.drafters.ngrams.ngram_mixing import class_of, new_weights
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.loading.targets import load_plain
 from outrider.inference.settings.method import NgramConfig

@@ -15,9 +15,10 @@ from outrider import preset
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
-from outrider.inference.drafters.ngram.ngram_search import next_random
-from outrider.inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.ngrams.drafter import TrigramDrafter, make_ngram_drafter
+from outrider.inference.drafters.ngrams.ngram_search import next_random
+from outrider.inference.drafters.prompt_lookup.drafter import PromptLookupPlugin
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
@@ -267,7 +268,7 @@ def decoded(following: Callable[[list[int]], int], tuning: Tuning) -> tuple[floa
     text: list[int] = []
     while len(text) < 2 * PERIOD:
         text.append(following(text))
-    drafter = LookupPlugin().make(None, preset("prompt_lookup"), Streams(0), drawn=False, tuning=tuning)
+    drafter = PromptLookupPlugin().make(None, preset("prompt_lookup"), Streams(0), drawn=False, tuning=tuning)
     drafter.begin(FakeSession(text), None, None)
     root, seconds, drafts, found, rounds, left = following(text), 0.0, 0, 0, 0, N
     while left > 0:
@@ -328,5 +329,5 @@ def test_given_lengths_are_drafted_as_they_were_told() -> None:
     """And 8 where none is given."""
     for length, tuning in itertools.product((4, None), (None, Tuning(seconds_of(0.3)))):
         method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=length))
-        drafter = LookupPlugin().make(None, method, Streams(0), drawn=False, tuning=tuning)
+        drafter = PromptLookupPlugin().make(None, method, Streams(0), drawn=False, tuning=tuning)
         assert (drafter.max_rows, drafter.sizes) == (length or 8, None)

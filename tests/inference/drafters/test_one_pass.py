@@ -15,10 +15,11 @@ from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import TargetSession
-from outrider.inference.drafters import early_exit
-from outrider.inference.drafters.early_exit import ParallelExitSource
-from outrider.inference.drafters.shaped import ModelDrafter, OnePass
-from outrider.inference.drafters.small_lm import ParallelSource, SmallLMSource, source_of
+from outrider.inference.drafters.draft_model import OnePass
+from outrider.inference.drafters.early_exit.drafter import EarlyExitPasses
+from outrider.inference.drafters.early_exit.drafter import drafter as early_exit
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses, draft_model_of
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import Chain, make_tree
 from outrider.inference.stopping.rules import FixedLength
@@ -37,9 +38,9 @@ Said = tuple[Any, Any, Any, Callable[[list[int]], Tensor]]
 def of_small_lm(target: Target) -> Said:
     small = target.small("small_lm")
     whole = AutoModelForCausalLM.from_pretrained(target.folder / "small_lm", dtype=target.dtype)
-    assert type(source_of(small)) is SmallLMSource
+    assert type(draft_model_of(small)) is SmallLMDraftModel
     with patch.multiple(small.config, pard_token=MASK, parallel_tokens=DEPTH, create=True):
-        source = source_of(small)
+        source = draft_model_of(small)
     embed = whole.get_input_embeddings()
     return source, small.norm, whole, lambda text: embed(torch.tensor([[*text, *[MASK] * DEPTH]]))
 
@@ -51,7 +52,7 @@ def of_exit(target: Target) -> Said:
     whole: Any = as_causal_lm(plain, open_target(str(target.path)), target.dtype)
     embed = whole.get_input_embeddings()
     masks = (embed.weight[-1] + drafter.mask).expand(1, DEPTH, -1)
-    said = early_exit.source_of(drafter), drafter.norm, whole
+    said = early_exit.draft_model_of(drafter), drafter.norm, whole
     return *said, lambda text: torch.cat([embed(torch.tensor([text])), masks], 1)
 
 
@@ -82,13 +83,13 @@ def largest_error(target: Target, kind: str, tree: bool, count: int = 14) -> flo
     drafts, nodes = 0, StructureConfig("opt_tree", nodes=9, max_depth=DEPTH, delta=0.0)
     shape: Any = make_tree(nodes) if tree else Chain(FixedLength(DEPTH))
     with (
-        patch.object(type(source), "run_pass", autospec=True, side_effect=type(source).run_pass) as drafted,
+        patch.object(source.model, "run_pass", side_effect=source.model.run_pass) as drafted,
         patch.object(TargetSession, name, autospec=True, side_effect=getattr(TargetSession, name)) as passes,
     ):
         for r in speculative(target.stack, ModelDrafter(source, shape), PROMPT, max_new_tokens=count):
             text += r.tokens
             drafts += r.drafted > 0
-    rows = [len(one.args[1]) for one in drafted.call_args_list]
+    rows = [len(call.args[0]) for call in drafted.call_args_list]
     assert (len(passes.call_args_list), len(rows), max(rows)) == (drafts, drafts, DEPTH)
     assert text[len(PROMPT) :] == target.text_after(PROMPT, count)
     return max(errors)
@@ -104,20 +105,22 @@ def test_no_draft_is_deeper_than_its_pass(make: Callable[..., Target]) -> None:
     """Also in an evaluation of a training, and in what a calibration head learns from."""
     target, small = make("qwen3"), make("qwen3").small("small_lm")
     with patch.multiple(small.config, create=True, pard_token=MASK, parallel_tokens=2):
-        captured = capture(Drafting(partial(speculative, target.stack), lambda: source_of(small), 14, 6), Text(PROMPT))
-        found = Decoding([PROMPT], 14, ())(target.stack, source_of(small))
+        captured = capture(
+            Drafting(partial(speculative, target.stack), lambda: draft_model_of(small), 14, 6), Text(PROMPT)
+        )
+        found = Decoding([PROMPT], 14, ())(target.stack, draft_model_of(small))
     assert captured["position"].max() == 2
     assert {"accept_1", "accept_2"} == {*found} - {"tau"}
 
 
 FAULTS = {  # the class, its function, and what stands there instead
-    "masks stay in the cache": (ParallelSource, "commit", "rows[:1]", "[*range(len(tokens))]"),
-    "a token before the root is not read": (ParallelSource, "commit", "tokens)", "[*tokens[:1], *tokens[2:]])"),
+    "masks stay in the cache": (SmallLMPasses, "commit", "rows[:1]", "[*range(len(tokens))]"),
+    "a token before the root is not read": (SmallLMPasses, "commit", "tokens)", "[*tokens[:1], *tokens[2:]])"),
     "all tokens from the root": (OnePass, "extend", "self._depths[parent] + 1 for", "0 for"),
     "the root is a mask": (OnePass, "extend", "torch.cat([tokens, masks])", "torch.cat([masks, masks[:1]])"),
-    "masks stay in the exit's cache": (ParallelExitSource, "run_pass", "self.cache.keep(self.session.base, [0])", ""),
-    "in the target's": (ParallelExitSource, "run_pass", "self.session.first.keep(self.session.base, ())", ""),
-    "in the round": (ParallelExitSource, "run_pass", "self.session.start_round()", ""),
+    "masks stay in the exit's cache": (EarlyExitPasses, "run_pass", "self.cache.keep(self.session.base, [0])", ""),
+    "in the target's": (EarlyExitPasses, "run_pass", "self.session.first.keep(self.session.base, ())", ""),
+    "in the round": (EarlyExitPasses, "run_pass", "self.session.start_round()", ""),
     "masks that are tokens": (EarlyExit, "embed", "(tokens == self", "(tokens > self"),
     "a mask is another token": (EarlyExit, "embed", "self.vocabulary - 1)", "self.vocabulary - 2)"),
     "tokens that are masks": (EarlyExit, "embed", "(tokens == self.vocabulary)", "(tokens >= 0)"),
@@ -127,6 +130,6 @@ FAULTS = {  # the class, its function, and what stands there instead
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     plant(monkeypatch, *FAULTS[fault])
-    kind = "small_lm" if FAULTS[fault][0] in (ParallelSource, OnePass) else "early_exit"
+    kind = "small_lm" if FAULTS[fault][0] in (SmallLMPasses, OnePass) else "early_exit"
     with pytest.raises((AssertionError, RuntimeError)):
         assert largest_error(make("qwen3"), kind, False) < 1e-3

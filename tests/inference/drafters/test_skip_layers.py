@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from outrider.base.errors import UserError
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.drafters.skip_layers import SkipLayersSource, skipped_layers
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel, skipped_layers
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.loading.rehearsal import small
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -50,7 +50,7 @@ def test_draft_logits_are_those_of_the_layers_left_over_the_whole_targets_cache(
     text, root, a, b, c = random_prompt(9), *random_prompt(4, seed=1)
     session = runtime.session(stack, 0, 64)
     session.prefill(text)
-    sources = {1: SkipLayersSource([1]), 2: SkipLayersSource([2])}
+    sources = {1: SkipLayersDraftModel([1]), 2: SkipLayersDraftModel([2])}
     for source in sources.values():
         source.begin(session)
     session.commit(range(len(text)))

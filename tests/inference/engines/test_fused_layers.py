@@ -13,8 +13,9 @@ from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.decode import autoregressive, speculative
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from outrider.inference.engines.packing import PackedLinear
@@ -113,7 +114,7 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
     drafter = tiny.make_drafter(path, tiny.LAYERS - 1, noise=0.1, own_head=own_head)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
-    shaped = ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4)))
+    shaped = ModelDrafter(EarlyExitDraftModel(drafter), Chain(FixedLength(4)))
     rounds = list(speculative(stack, shaped, prompt, max_new_tokens=40))
     assert tokens_of(rounds) == tokens_of(autoregressive(stack, prompt, max_new_tokens=40)) == expected
     assert sum(r.accepted for r in rounds) > 10

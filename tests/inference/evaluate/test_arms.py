@@ -16,7 +16,7 @@ from outrider.base import progress
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round, collect
-from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.evaluate import compare
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import Asked, make_arms, measure, transformers_generate, without_captures

@@ -26,9 +26,10 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.packing import compare_panels
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import load_plain, make_runtime, prepare
@@ -105,7 +106,7 @@ class Subject:
             lookup = PromptLookup()
             return speculative(self.stack, lookup, prompt, **options)
         structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), Streams(0), not selector.greedy)
-        return speculative(self.stack, ModelDrafter(EarlyExitSource(self.drafter), structure), prompt, **options)
+        return speculative(self.stack, ModelDrafter(EarlyExitDraftModel(self.drafter), structure), prompt, **options)
 
     def judgement(self, arm: str, fault: str | None = None, seed: int = 0, sampled: bool = False) -> Judgement:
         def choose() -> TokenSelector:

@@ -19,7 +19,7 @@ from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.settings import SMALL_LM, TABLE, TARGET
 from outrider.inference.audit.answers import read_answers
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.drafters.early_exit import EarlyExitPlugin
+from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
 from outrider.inference.evaluate.compare import evaluate as run_command
 from outrider.inference.evaluate.served import FILE, FOLDER, block_keys, require_served
 from outrider.inference.measure.results import PromptResult, read_results

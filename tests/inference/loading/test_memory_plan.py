@@ -19,7 +19,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.batch.generate import describe_plan
 from outrider.inference.batch.tasks import Task
 from outrider.inference.core.decode import autoregressive, speculative
-from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate.compare import evaluate
 from outrider.inference.loading import memory_plan

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.inference.drafters.ngram.ngrams import MixedDrafter
+from outrider.inference.drafters.ngrams.drafter import MixedDrafter
 from outrider.inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
 from outrider.inference.settings.method import NgramConfig
 from tests.faults import plant

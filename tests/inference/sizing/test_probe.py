@@ -20,9 +20,9 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_plugin import Calibrated
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter
@@ -85,8 +85,8 @@ class WorkClock:
             self.widest = max(self.widest, len(tree))
             return 1.0 + node * (len(tree) + 1) if rounds > free else 0.0
 
-        spend(EarlyExitSource, "extend", of_step)
-        spend(SmallLMSource, "extend", of_step)
+        spend(EarlyExitDraftModel, "extend", of_step)
+        spend(SmallLMDraftModel, "extend", of_step)
         spend(TokenSelector, "verify", of_pass)
         spend(TokenSelector, "next_token", lambda *_: 0.5)
         spend(GraphedSession, "_step", lambda *_: 0.5)

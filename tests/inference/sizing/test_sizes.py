@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outrider.base.streams import Streams
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
-from outrider.inference.drafters.shaped import copies_of
+from outrider.inference.drafters.model_plugin import copies_of
 from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree

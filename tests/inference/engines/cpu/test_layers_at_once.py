@@ -24,8 +24,9 @@ from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rows import RoundRows
 from outrider.inference.core.target_session import TargetSession
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu import at_once, layout
 from outrider.inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
 from outrider.inference.engines.fused_layers import fuse_layers
@@ -388,7 +389,9 @@ def test_decoding_uses_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr(LayersAtOnce, "run", watched)
 
     def decoded() -> list[list[int]]:
-        tree = ModelDrafter(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+        tree = ModelDrafter(
+            EarlyExitDraftModel(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0))
+        )
         arms = autoregressive(stack, prompt, max_new_tokens=30), speculative(stack, tree, prompt, max_new_tokens=30)
         return [[token for r in rounds for token in r.tokens] for rounds in arms]
 

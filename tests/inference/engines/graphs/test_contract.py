@@ -30,11 +30,12 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
-from outrider.inference.drafters.skip_layers import SkipLayersSource
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
+from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.graphs.cuda_graphs import Arena, Graphed
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
 from outrider.inference.loading.targets import prepare
@@ -142,22 +143,22 @@ PATHS: dict[str, Callable[[Models, Runtime], None]] = {
     "rows": rows,
     **{
         f"early exit, {name}": lambda m, runtime, shape=shape: drafted(
-            m, EarlyExitSource(m.exit), method_of(shape, 3), runtime
+            m, EarlyExitDraftModel(m.exit), method_of(shape, 3), runtime
         )
         for name, shape in STRUCTURES.items()
     },
-    "early exit, calibrated": lambda m, runtime: drafted(m, EarlyExitSource(m.exit), CALIBRATED, runtime),
-    "small LM": lambda m, runtime: drafted(m, SmallLMSource(m.small), CHAIN, runtime),
+    "early exit, calibrated": lambda m, runtime: drafted(m, EarlyExitDraftModel(m.exit), CALIBRATED, runtime),
+    "small LM": lambda m, runtime: drafted(m, SmallLMDraftModel(m.small), CHAIN, runtime),
     "small LM, some tokens": lambda m, runtime: drafted(
-        m, SmallLMSource(m.some_tokens), method_of(STRUCTURES["opt_tree"]), runtime
+        m, SmallLMDraftModel(m.some_tokens), method_of(STRUCTURES["opt_tree"]), runtime
     ),
-    "EAGLE-3": lambda m, runtime: drafted(m, Eagle3Source(m.head), CHAIN, runtime),
+    "EAGLE-3": lambda m, runtime: drafted(m, Eagle3DraftModel(m.head), CHAIN, runtime),
     "EAGLE-3, opt_tree": lambda m, runtime: drafted(
-        m, Eagle3Source(m.head), method_of(STRUCTURES["opt_tree"]), runtime
+        m, Eagle3DraftModel(m.head), method_of(STRUCTURES["opt_tree"]), runtime
     ),
-    "fewer layers": lambda m, runtime: drafted(m, SkipLayersSource(None), CHAIN, runtime),
+    "fewer layers": lambda m, runtime: drafted(m, SkipLayersDraftModel(None), CHAIN, runtime),
     "int8": lambda m, runtime: plainly(m.int8, runtime),
-    "int8, small LM": lambda m, runtime: drafted(m, SmallLMSource(m.small), CHAIN, runtime, "int8"),
+    "int8, small LM": lambda m, runtime: drafted(m, SmallLMDraftModel(m.small), CHAIN, runtime, "int8"),
 }
 
 

@@ -22,9 +22,10 @@ from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rows import RoundRows
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_plugin import Calibrated
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.fused_layers import FusedLayer
 from outrider.inference.engines.graphs import attention_kernels, cuda_graphs
 from outrider.inference.engines.graphs.attention_kernels import (
@@ -111,7 +112,7 @@ def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, m
     made, arena = [], cuda_graphs.Arena
     monkeypatch.setattr(cuda_graphs, "Arena", lambda *given: made.append(arena(*given)) or made[-1])
     (_, stack), (_, small) = open_stack(target), open_stack(target)
-    runtime, sources = Graphed(), [SmallLMSource(small) for _ in range(3)]
+    runtime, sources = Graphed(), [SmallLMDraftModel(small) for _ in range(3)]
     for source in sources:
         decode(stack, source, MethodConfig(stop=StopConfig(rule="fixed", max_draft=3)), runtime, random_prompt(12), 9)
     assert [arena.layers for arena in made] == [stack, small]
@@ -124,7 +125,7 @@ def test_a_text_may_fill_the_context_to_the_end(tmp_path: Path, architecture: st
     _, stack = open_stack(path)
     drafter = make_drafter(path, LAYERS - 1, noise=0.3)
     method = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=9, delta=0.0, max_depth=5))
-    for source in (EarlyExitSource(drafter), SmallLMSource(open_stack(path)[1])):
+    for source in (EarlyExitDraftModel(drafter), SmallLMDraftModel(open_stack(path)[1])):
         prompt = random_prompt(20)
         assert decode(stack, source, method, Graphed(), prompt, 44) == decode(stack, source, method, None, prompt, 44)
 
@@ -135,10 +136,12 @@ def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
     drafter = make_drafter(target, LAYERS - 1, noise=0.3, dtype=torch.float64)
     method = MethodConfig(structure=StructureConfig(kind="k_config", widths=(5, 5, 5)))
     prompt = random_prompt(16)
-    expected = decode(stack, EarlyExitSource(drafter), method, None, prompt, 24)
+    expected = decode(stack, EarlyExitDraftModel(drafter), method, None, prompt, 24)
     runtime, chain = Graphed(), MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
-    decode(stack, EarlyExitSource(drafter), chain, runtime, random_prompt(180), 24)  # leaves buffers of too few rows
-    assert decode(stack, EarlyExitSource(drafter), method, runtime, prompt, 24) == expected
+    decode(
+        stack, EarlyExitDraftModel(drafter), chain, runtime, random_prompt(180), 24
+    )  # leaves buffers of too few rows
+    assert decode(stack, EarlyExitDraftModel(drafter), method, runtime, prompt, 24) == expected
 
 
 # --- as graphs (see tests/graph_contract.py) -------------------------------------------------------------------------
@@ -202,7 +205,7 @@ def test_graphs_decode_to_the_same_tokens_by_each_kernel(
     runtime = Graphed(16)
     runtime.prepare(70, [KernelChoice(*attention_shape(stack), 1, 16, kernel)])
     options = {"max_new_tokens": count, "runtime": runtime}
-    tree = ModelDrafter(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+    tree = ModelDrafter(EarlyExitDraftModel(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
     for rounds in (autoregressive(stack, prompt, **options), speculative(stack, tree, prompt, **options)):
         assert tokens_of(rounds) == expected
     if kernel == SPLIT:

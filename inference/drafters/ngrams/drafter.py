@@ -20,9 +20,10 @@ from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.drafters.ngram.mixture import Mixture
-from outrider.inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
-from outrider.inference.settings.kinds import NGRAMS, DrafterPlugin, Placed, Trained
+from outrider.inference.drafters.ngrams import KIND
+from outrider.inference.drafters.ngrams.mixture import Mixture
+from outrider.inference.drafters.ngrams.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
+from outrider.inference.drafters.plugin import DrafterPlugin, ModelOptions, TrainingRecord
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, number
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from outrider.inference.sizing.policy import Tuning
@@ -219,14 +220,16 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     def identity(self, where: str | None) -> dict[str, object]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 
-    def trained(self, where: str) -> Trained:
-        corpus = Trained.of({"data": read_header(Path(where)).facts.get("corpus")}).data or {}
-        return Trained(data={key: value for key, value in corpus.items() if key not in ("text", "digest")} or None)
+    def training_record(self, where: str) -> TrainingRecord:
+        corpus = TrainingRecord.of({"data": read_header(Path(where)).facts.get("corpus")}).data or {}
+        return TrainingRecord(
+            data={key: value for key, value in corpus.items() if key not in ("text", "digest")} or None
+        )
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[Placed]
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[ModelOptions]
     ) -> TrigramTable | None:
-        if not any(method.source == NGRAMS.name for method in methods.values()):
+        if not any(method.source == KIND.name for method in methods.values()):
             return None
         return open_table(where, target.vocabulary_digest, target.vocabulary_size)
 
@@ -235,6 +238,3 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     ) -> Drafter:
         assert model is not None  # a method reads it
         return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)
-
-
-PLUGIN = NgramPlugin()

@@ -1,4 +1,7 @@
-"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
+"""Copies: the draft is what followed an earlier occurrence of the text's last tokens.
+
+A method drafts by copies alone (`prompt_lookup`), or by a model where there is none to copy (`copy`).
+"""
 
 from collections.abc import Sequence
 
@@ -6,14 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.base.streams import Streams
 from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, chain_parents
 from outrider.inference.settings import MOST_NODES
-from outrider.inference.settings.kinds import DrafterPlugin
-from outrider.inference.settings.method import AUTO, MethodConfig
 from outrider.inference.sizing.node_sizes import BestNodes
 from outrider.inference.sizing.policy import OWN, Tuning
 
@@ -89,20 +89,3 @@ class PromptLookup(Drafter):
             self._text.append(token)
             for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
                 self._followed_at[tuple(self._text[end - size :])] = end
-
-
-class LookupPlugin(DrafterPlugin[None]):
-    """There is no model."""
-
-    def make(
-        self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        tuned = tuning if method.stop.max_draft == AUTO else None
-        return PromptLookup(method.max_ngram, method.stop.longest(), tuned)
-
-    def copies(self, size: int, most: int, tuning: Tuning | None) -> Drafter:
-        """What drafts at most `most` tokens, after the text's last `size` ones only."""
-        return PromptLookup(size, most, tuning, size)
-
-
-PLUGIN = LookupPlugin()

@@ -18,7 +18,7 @@ import numpy as np
 from outrider.draft_models.ngrams.kernels import find, lean, mix, successors_of
 from outrider.draft_models.ngrams.overlay import ContextMap, LevelArrays, longer_key, recycled_rows, slot_of
 from outrider.draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
-from outrider.inference.drafters.ngram.ngram_search import offer, tree_of
+from outrider.inference.drafters.ngrams.ngram_search import offer, tree_of
 
 # The prior λ of every source by class, in percent: 10 classes of N, from once to 512 times or more, × 7 of m. They were
 # fitted on one model's recorded answers, Vicuna-7B to MT-Bench, by three rounds of expectation–maximisation with

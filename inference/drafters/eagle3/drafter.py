@@ -20,13 +20,15 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import BesideTarget, TrainedDrafterPlugin, bare
+from outrider.inference.drafters.draft_model import BesideTarget
+from outrider.inference.drafters.eagle3 import KIND
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, bare
+from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
 
 
-class Eagle3Source(BesideTarget):
+class Eagle3DraftModel(BesideTarget):
     """EAGLE-3's draft model (arXiv 2503.01840), in its own session next to the target's.
 
     An entry of its cache is a pair: the target's feature at a position, and the token at the next position. So there is
@@ -112,25 +114,25 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
     changes: overrides of the reading that a head's config declares.
     """
 
-    kind, record = "eagle3", checkpoint.TRAINING_FILE
+    kind, record = KIND, checkpoint.TRAINING_FILE
 
     def __init__(self, changes: ReadingChanges = checkpoint.AS_DECLARED):
         self.changes = changes
 
-    def reading(self, changes: ReadingChanges) -> "Eagle3Plugin":
+    def read_with(self, changes: ReadingChanges) -> "Eagle3Plugin":
         return Eagle3Plugin(changes)
 
-    def foreign(self, where: str, target: OpenTarget) -> bool:
+    def is_foreign(self, where: str, target: OpenTarget) -> bool:
         return not checkpoint.open_head(where, target.config, changes=self.changes).made_here
 
-    def lies_in(self, folder: str) -> bool:
+    def is_in(self, folder: str) -> bool:
         return is_head(open_tensors(folder).file_of)  # its config may name a causal LM
 
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where), self.changes.stated())
 
-    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> Eagle3:
-        return checkpoint.open_head(where, target.config, self.changes).load(**placement)
+    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Eagle3:
+        return checkpoint.open_head(where, target.config, self.changes).load(**options)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
         drafter = bare(model)
@@ -141,20 +143,17 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
             drafter.use_head(stack.head.weight)
         lay_out(drafter, target.device)
 
-    def known_tokens(self, where: str) -> Sequence[int] | None:
+    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return checkpoint.stored_tokens(where, changes=self.changes)
 
-    def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
+    def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return Eagle3(checkpoint.open_head(where, target, changes=self.changes).reading, all_tokens=True)
 
-    def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+    def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = checkpoint.open_head(where, target.config, changes=self.changes)
         head = stored.load(dtype)
         made_here = stored.made_here and not self.changes.stated()
         checkpoint.save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 
     def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:
-        return Eagle3Source(model)
-
-
-PLUGIN = Eagle3Plugin()
+        return Eagle3DraftModel(model)

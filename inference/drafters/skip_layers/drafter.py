@@ -11,11 +11,12 @@ from torch import Tensor
 from outrider.base.errors import UserError, require
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
-from outrider.inference.drafters.shaped import BesideTarget, ModelDrafterPlugin
+from outrider.inference.drafters.draft_model import BesideTarget
+from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
 from outrider.inference.settings.method import MethodConfig
 
 
-class SkipLayersSource(BesideTarget):
+class SkipLayersDraftModel(BesideTarget):
     """The target without the layers `skip`; embedding, norm, head and cache are the target's.
 
     A drafted token sees the whole target's keys and values of the text before the draft; those of the draft come from
@@ -76,7 +77,4 @@ class SkipLayersPlugin(ModelDrafterPlugin[None]):
         skipped_layers(method.skip, layers)
 
     def draft_model(self, model: None, method: MethodConfig) -> DraftModel:
-        return SkipLayersSource(method.skip)
-
-
-PLUGIN = SkipLayersPlugin()
+        return SkipLayersDraftModel(method.skip)

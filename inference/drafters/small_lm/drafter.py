@@ -27,14 +27,16 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import BesideTarget, OnePass, TrainedDrafterPlugin, bare
+from outrider.inference.drafters.draft_model import BesideTarget, OnePass
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, bare
+from outrider.inference.drafters.plugin import ModelOptions
+from outrider.inference.drafters.small_lm import KIND
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings import CHAIN_TOKENS
-from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
 
 
-class SmallLMSource(BesideTarget):
+class SmallLMDraftModel(BesideTarget):
     """A small LM that shares only the vocabulary with the target.
 
     It runs in its own session, next to the target's. A row that was verified without being extended has no entry in
@@ -91,25 +93,21 @@ class SmallLMSource(BesideTarget):
             self._pending = torch.cat([self._pending, uncached])
 
 
-class ParallelSource(OnePass, SmallLMSource):
-    """A small LM that drafts several tokens in one pass. Accepted ones wait in `_pending`, and run before the next
-    root."""
-
-    def __init__(self, lm: Target, mask: int, tokens: int):
-        super().__init__(lm)
-        self.mask, self.pass_tokens = mask, tokens
+class SmallLMPasses(SmallLMDraftModel):
+    """The passes of a small LM that drafts several tokens in one (see `OnePass`). Accepted ones wait in `_pending`, and
+    run before the next root."""
 
     def run_pass(self, tokens: Tensor) -> Tensor:
-        return SmallLMSource.extend(self, tokens, chain_parents(0, len(tokens)))
+        return self.extend(tokens, chain_parents(0, len(tokens)))
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         super().commit(rows[:1], tokens)  # the rows after the root were masks
 
 
-def source_of(lm: Target) -> SmallLMSource:
+def draft_model_of(lm: Target) -> DraftModel:
     """The draft model of a small LM, as its config says."""
     mask, tokens = (getattr(lm.config, name, None) for name in (MASK_TOKEN, PASS_TOKENS))
-    return SmallLMSource(lm) if mask is None else ParallelSource(lm, mask, tokens or CHAIN_TOKENS)
+    return SmallLMDraftModel(lm) if mask is None else OnePass(SmallLMPasses(lm), mask, tokens or CHAIN_TOKENS)
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
@@ -122,29 +120,26 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
 class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
     """The model is a `SmallLM`."""
 
-    kind, record = "small_lm", TRAINING_FILE
+    kind, record = KIND, TRAINING_FILE
 
-    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> SmallLM:
-        return load_small_lm(where, target.tokenizer, **placement)
+    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> SmallLM:
+        return load_small_lm(where, target.tokenizer, **options)
 
     def prepare(self, model: SmallLM, target: Target) -> None:
         lay_out(bare(model), target.device)
 
-    def own_models(self, model: SmallLM) -> list[Target]:
+    def causal_lms(self, model: SmallLM) -> list[Target]:
         return [cast(Target, bare(model))]
 
-    def known_tokens(self, where: str) -> Sequence[int] | None:
+    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         vocabulary = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))
         return None if vocabulary is None else vocabulary.tokens.tolist()
 
-    def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+    def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         save_parts(folder, load_whole_lm(where, target.tokenizer, dtype, target.vocabulary_size))
 
-    def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
+    def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return empty_model(read_config(where, role="small_lm"))
 
     def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
-        return source_of(model)
-
-
-PLUGIN = SmallLMPlugin()
+        return draft_model_of(model)

@@ -19,13 +19,15 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import BesideTarget, OnePass, TrainedDrafterPlugin, bare, head_identity
+from outrider.inference.drafters.draft_model import BesideTarget, OnePass
+from outrider.inference.drafters.early_exit import KIND
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, bare, head_identity
+from outrider.inference.drafters.plugin import ModelOptions, TrainingRecord
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.settings.kinds import Placed, Trained
 from outrider.inference.settings.method import MethodConfig
 
 
-class EarlyExitSource(BesideTarget):
+class EarlyExitDraftModel(BesideTarget):
     """EESD's draft model: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
 
     The exit layer has its own cache. A row that was verified without being extended (the last token of a draft) has no
@@ -85,19 +87,15 @@ class EarlyExitSource(BesideTarget):
             self.cache.keep(base, cached_rows)
 
 
-class ParallelExitSource(OnePass, EarlyExitSource):
-    """An early exit that drafts several tokens in one pass, which runs through the target's first layers too.
+class EarlyExitPasses(EarlyExitDraftModel):
+    """The passes of an early exit that drafts several tokens in one (see `OnePass`), the target's first layers too.
 
     The session drops the whole pass: its cache never has masks, and the root runs again with what is drafted. The
     exit's cache keeps the root.
     """
 
-    def __init__(self, drafter: EarlyExit):
-        super().__init__(drafter)
-        self.mask, self.pass_tokens = drafter.vocabulary, drafter.parallel
-
     def run_pass(self, tokens: Tensor) -> Tensor:
-        logits = EarlyExitSource.extend(self, tokens, chain_parents(0, len(tokens)))
+        logits = self.extend(tokens, chain_parents(0, len(tokens)))
         self.session.first.keep(self.session.base, ())
         self.session.start_round()
         self.cache.keep(self.session.base, [0])
@@ -114,35 +112,39 @@ class ParallelExitSource(OnePass, EarlyExitSource):
         return hidden
 
 
-def source_of(drafter: EarlyExit) -> EarlyExitSource:
-    """The draft model of an early exit."""
-    return ParallelExitSource(drafter) if drafter.parallel else EarlyExitSource(drafter)
+def draft_model_of(drafter: EarlyExit) -> DraftModel:
+    """The draft model of an early exit, as it was trained."""
+    if not drafter.parallel:
+        return EarlyExitDraftModel(drafter)
+    return OnePass(EarlyExitPasses(drafter), drafter.vocabulary, drafter.parallel)
 
 
 class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
     """The model is an `EarlyExit`."""
 
-    kind = "early_exit"
+    kind, own_sessions = KIND, True
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else self.digest(where)[:16]
-        return {"checkpoint": weights, "calibration": head_identity("early_exit", where)}
+        return {"checkpoint": weights, "calibration": head_identity(KIND, where)}
 
     def digest(self, where: str) -> str:
         return checkpoint.read_meta(where).weights_sha256
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placement: Unpack[Placed]
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
     ) -> EarlyExit:
         checkpoint.require_target(checkpoint.read_meta(where), target.fingerprint, where)  # first: it names the cause
-        return super().load(where, target, methods, **placement)
+        return super().load(where, target, methods, **options)
 
-    def load_drafter(self, where: str, target: OpenTarget, **placement: Unpack[Placed]) -> EarlyExit:
-        return from_pretrained(where, target.config, target.fingerprint, **placement)
+    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> EarlyExit:
+        return from_pretrained(where, target.config, target.fingerprint, **options)
 
-    def trained(self, where: str) -> Trained:
+    def training_record(self, where: str) -> TrainingRecord:
         meta = checkpoint.read_meta(where)
-        return replace(Trained.of(meta.training), target=meta.fingerprint.target, revision=meta.fingerprint.revision)
+        return replace(
+            TrainingRecord.of(meta.training), target=meta.fingerprint.target, revision=meta.fingerprint.revision
+        )
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
         drafter = bare(model)
@@ -155,19 +157,16 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
             lay_out(rows, target.device)
             drafter.shared_head = [*rows]
 
-    def known_tokens(self, where: str) -> Sequence[int] | None:
+    def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         return checkpoint.read_draft_tokens(where)
 
-    def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
+    def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         drafter = checkpoint.empty_drafter(checkpoint.read_meta(where), target)
         return drafter if drafter.draft_tokens is None else nn.ModuleList([drafter, drafter.output_head])
 
-    def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+    def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
         save_parts(folder, checkpoint.as_causal_lm(drafter, target, dtype))
 
     def draft_model(self, model: EarlyExit, method: MethodConfig) -> DraftModel:
-        return source_of(model)
-
-
-PLUGIN = EarlyExitPlugin()
+        return draft_model_of(model)

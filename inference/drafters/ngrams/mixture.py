@@ -23,7 +23,7 @@ from outrider.draft_models.ngrams.overlay import (
 )
 from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, known_suffixes, no_suffixes, read_only, successors_at
 from outrider.draft_models.ngrams.table import TrigramTable, make_level
-from outrider.inference.drafters.ngram.ngram_mixing import (
+from outrider.inference.drafters.ngrams.ngram_mixing import (
     CORPUS_ORDERS,
     TAIL,
     Weights,
@@ -35,7 +35,7 @@ from outrider.inference.drafters.ngram.ngram_mixing import (
     text_class,
     text_contexts,
 )
-from outrider.inference.drafters.ngram.ngram_search import Nodes
+from outrider.inference.drafters.ngrams.ngram_search import Nodes
 from outrider.inference.settings.method import NgramConfig
 
 _ELSEWHERE = 1e-5  # probability of a token that no source knows, used in learning

@@ -1,0 +1,70 @@
+"""What draft models share: they run beside the target's session, and some draft several tokens in one pass."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.session import Session
+from outrider.inference.core.tree import ROOT
+
+
+class BesideTarget:
+    """What draft models that begin at the target's first layer have alike. target: the session of the text."""
+
+    split = 0
+    aux_layers: tuple[int, ...] = ()
+    target: Session
+    hidden: Tensor
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.target.target_hidden
+
+
+class PassModel(DraftModel, Protocol):
+    """A draft model that was trained to predict after masks too."""
+
+    def run_pass(self, tokens: Tensor) -> Tensor:
+        """Run the root and masks [n] and drop the masks; returns the logits after each [n, K], and sets `hidden`."""
+
+
+class OnePass:
+    """The draft model that drafts `pass_tokens` tokens in one pass of `model` (PARD, arXiv 2504.18583).
+
+    The pass of a round is over the root and, for each token after the first, the id `mask`. The logits after a row
+    depend on its depth alone: the i-th token of every path is from the marginal distribution of the text's i-th next
+    token. So no other row is run, and rows deeper than the pass have its last logits. The caches drop the masks.
+    """
+
+    hidden: Tensor
+
+    def __init__(self, model: PassModel, mask: int, pass_tokens: int):
+        self.model, self.mask, self.pass_tokens = model, mask, pass_tokens
+        self.split, self.aux_layers, self.predicted = model.split, model.aux_layers, model.predicted
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.model.target_hidden
+
+    def begin(self, session: Session) -> None:
+        self._session = session
+        self.model.begin(session)
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        if parents[0] == ROOT:
+            positions = self._session.context - self._session.base  # of the text, that are left
+            masks = tokens.new_full((max(0, min(self.pass_tokens, positions) - 1),), self.mask)  # [n − 1]
+            self._logits = self.model.run_pass(torch.cat([tokens, masks]))  # [n, K] by depth
+            self._hidden = self.model.hidden  # [n, d] by depth
+            self._depths: list[int] = []  # of the round's rows
+        depths = [0 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
+        self._depths += depths
+        rows = [min(depth, len(self._logits) - 1) for depth in depths]
+        self.hidden = self._hidden[rows]
+        return self._logits[rows]
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        self.model.commit(rows, tokens)

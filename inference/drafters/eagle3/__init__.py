@@ -1,0 +1,16 @@
+"""EAGLE-3 heads: a decoder layer on aux hidden states of the target drafts (arXiv 2503.01840)."""
+
+from outrider.draft_models.targets.settings import HEAD_FOLDER
+from outrider.inference.settings.kind import Kind
+
+KIND = Kind(
+    "eagle3",
+    f"{__name__}.drafter:Eagle3Plugin",
+    option="eagle3",
+    needs="a directory or Hub name of an EAGLE-3 head",
+    file="config.json",
+    preset="eagle3/survival",
+    calibration=HEAD_FOLDER,
+    served="eagle3",
+    layers=True,
+)

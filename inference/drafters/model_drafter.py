@@ -1,0 +1,128 @@
+"""The drafter that combines a draft model and a structure, the shape of its drafts."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.draft_models.targets.narrowed import spread
+from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
+from outrider.inference.core.session import Session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.shapes.factory import Structure
+from outrider.inference.sizing.costs import Allowance
+
+
+class ModelDrafter(Drafter):
+    """A drafter that combines a draft model and a structure, the shape of its drafts.
+
+    allowance: decides which rounds skip drafting; None: no round does. The model catches up with the tokens of skipped
+    rounds when it drafts again. copies: where it drafts, a round skips the model; structure and allowance learn nothing
+    from its drafts.
+    """
+
+    def __init__(
+        self, model: DraftModel, structure: Structure, allowance: Allowance | None = None, copies: Drafter | None = None
+    ):
+        self.model, self.structure, self.allowance, self.copies = model, structure, allowance, copies
+        self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
+        structure.max_depth = min(structure.max_depth, getattr(model, "pass_tokens", structure.max_depth))
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        return self.structure.totals
+
+    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
+        self._session = session
+        by_index = selector.greedy and not self.structure.reads_root
+        self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_index=by_index)
+        self.model.begin(session)
+        if self.copies is not None:
+            self.copies.begin(session, selector, watch)
+
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
+        self._source.begin_round()
+        if self.copies is not None:
+            copied = self.copies.draft(root, self.structure.steps(limit))
+            if len(copied):
+                return copied
+        if self.allowance is not None and not self.allowance.opens(self.structure.rule.gain()):
+            return DraftTree(root[:0], (), ())
+        return self._source.with_ids(self.structure.draft(self._source, root, limit))
+
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        shares = self.model.split or self.model.aux_layers
+        rows = self._session.path(nodes) if shares else [0, *(tree.rows[node] for node in nodes)]
+        self.model.commit(rows, tokens)
+        if self.copies is not None:
+            self.copies.commit(tree, nodes, tokens)
+        fed = self._source.fed
+        if len(tree) and not fed:  # it was copied
+            return
+        if fed or self.allowance is None:
+            self.structure.observe(tree, nodes)
+        if self.allowance is not None:
+            self.allowance.observe(fed, len(tree), len(nodes) + 1)
+
+
+class TimedModel:
+    """A draft model as the `Source` of a round: times its passes, and tracks the text up to each row it was fed.
+
+    by_index: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
+    it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts
+    such a draft to token ids. Otherwise logits are [n, V] over the target's `vocabulary`, very low for other tokens.
+    """
+
+    def __init__(
+        self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_index: bool = False
+    ):
+        self._model, self._vocabulary = model, vocabulary
+        self._ids = model.predicted if by_index else None
+        self._selector, self._watch = selector, watch
+        self.to_probs = None if selector.greedy else self._probabilities
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._model.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._model.target_hidden
+
+    def begin_round(self) -> None:
+        self._contexts: list[Tensor] = []
+        self.fed: list[int] = []  # rows of every pass
+        self._starts: list[float] = []  # of every pass, in seconds since the round began
+
+    def laps(self) -> list[tuple[int, float]]:
+        """The rows of every pass of this round, and the seconds from it to the next one, or until now."""
+        times = itertools.pairwise([*self._starts, self._watch.seconds])
+        return [(rows, end - start) for rows, (start, end) in zip(self.fed, times, strict=True)]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        if self._ids is not None and self.fed:  # the root, fed first, is a token id
+            tokens = self._ids[tokens]
+        if self._selector.reads_context:
+            for index, parent in enumerate(parents):  # the root, without a parent, is the text's last token
+                before = self._contexts[parent] if parent >= 0 else self._selector.text[:-1]
+                self._contexts.append(torch.cat([before, tokens[index : index + 1]]))
+        self.fed.append(len(tokens))
+        running = self._watch.begin("draft")
+        self._starts.append(self._watch.seconds)
+        logits, predicted = self._model.extend(tokens, parents), self._model.predicted
+        if predicted is not None and self._ids is None:
+            logits = spread(logits, predicted, self._vocabulary)
+        self._watch.begin(running)
+        return logits
+
+    def with_ids(self, tree: DraftTree) -> DraftTree:
+        """`tree`, which was drafted with this source, with token ids."""
+        return tree if self._ids is None else replace(tree, tokens=self._ids[tree.tokens])
+
+    def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None
+        probs = self._selector.probabilities(logits, contexts)
+        return probs.nan_to_num_(1 / logits.shape[-1])  # rows of NaN become uniform, so that tokens can be drawn

@@ -1,0 +1,111 @@
+"""Plugins of kinds with a draft model, and the calibration heads that some stop rules ask."""
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, Generic, Unpack, cast
+
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration import META_FILE, drafter_digest, load_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.drafter import Drafter, DraftModel
+from outrider.inference.drafters.copies import PromptLookup
+from outrider.inference.drafters.draft_model import OnePass
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.plugin import DrafterPlugin, Model, ModelOptions, TrainingRecord, read_record
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.shapes.factory import Structure, make_structure
+from outrider.inference.sizing.policy import Tuning
+
+
+@dataclass(frozen=True)
+class Calibrated(Generic[Model]):
+    """A drafter of any kind with hidden states, and its calibration head; None: no method uses one."""
+
+    drafter: Model
+    head: CalibrationHead | None = None
+
+
+def bare(model: Model | Calibrated[Model]) -> Model:
+    """The drafter without its head, if `model` is `Calibrated`."""
+    return model.drafter if isinstance(model, Calibrated) else model
+
+
+def head_identity(kind: Kind, where: str | None) -> str | None:
+    """A short hash of the metadata of the calibration head of the drafter in `where`; None without a head."""
+    if where is None or kind.calibration is None:
+        return None
+    metadata = Path(where) / kind.calibration / META_FILE
+    return hashlib.sha256(metadata.read_bytes()).hexdigest()[:16] if metadata.is_file() else None
+
+
+def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
+    """What drafts from the text itself for a drafter of `method`, if it has `copy`: by `tuning` as many tokens as pay.
+
+    The evidence of `tuning` is about other drafts.
+    """
+    if method.copy is None:
+        return None
+    copy_tuning = None if tuning is None else Tuning(tuning.costs)
+    if copy_tuning is not None and tuning is not None and tuning.shared is not None:
+        copy_tuning = copy_tuning.of_all(tuning.shared().sharing)
+    return PromptLookup(method.copy, structure.max_rows, copy_tuning, min_ngram=method.copy)
+
+
+class ModelDrafterPlugin(DrafterPlugin[Model]):
+    """The plugin of a kind with a `draft_model`, whose drafts a structure shapes."""
+
+    @abstractmethod
+    def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
+        """A new `DraftModel` for one generation."""
+
+    def make(
+        self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        head = model.head if isinstance(model, Calibrated) else None
+        structure = make_structure(method, streams, drawn, head, tuning)
+        drafting, allowance = self.draft_model(bare(model), method), None if tuning is None else tuning.allowance()
+        if isinstance(drafting, OnePass) and method.structure.kind == "chain":
+            drafting.pass_tokens = min(drafting.pass_tokens, method.stop.longest())
+        return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
+
+
+class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
+    """The plugin of a kind with a model of its own, to which a calibration head may belong.
+
+    A model is `Calibrated` if a method uses its head. record: the file of its training.
+    """
+
+    kind: ClassVar[Kind]
+    record: ClassVar[str]
+    has_card = True
+
+    @abstractmethod
+    def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Model:
+        """As `load`, without a calibration head."""
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
+    ) -> Model:
+        if not any(method.source == self.kind.name and method.stop.needs_head for method in methods.values()):
+            return self.load_drafter(where, target, **options)
+        made_for, folder = asdict(target.fingerprint), self.kind.calibration or ""
+        head = load_calibration(where, self.digest(where), options["device"], made_for, folder=folder)
+        return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))  # weights last
+
+    def identity(self, where: str | None) -> dict[str, object]:
+        weights = None if where is None else model_identity(open_tensors(where))
+        name = self.kind.name
+        return {name: weights, f"{name}_calibration": head_identity(self.kind, where)}
+
+    def digest(self, where: str) -> str:
+        return drafter_digest(open_tensors(where))
+
+    def training_record(self, where: str) -> TrainingRecord:
+        return TrainingRecord.of(read_record(where, self.record))

@@ -1,0 +1,16 @@
+"""N-gram tables: the continuations that a corpus and the text so far know draft; no model runs."""
+
+from outrider.draft_models.targets.settings import TABLE
+from outrider.inference.settings.kind import Kind
+
+KIND = Kind(
+    "ngrams",
+    f"{__name__}.drafter:NgramPlugin",
+    option=TABLE,
+    needs="an n-gram table directory (outrider build-trigrams)",
+    file="table.safetensors",
+    preset="ngrams",
+    shaped=False,
+    keys=("ngrams",),
+    served="custom_class",
+)

@@ -1,0 +1,5 @@
+"""Self-speculation: the target without some of its layers drafts (arXiv 2309.08168)."""
+
+from outrider.inference.settings.kind import Kind
+
+KIND = Kind("skip_layers", f"{__name__}.drafter:SkipLayersPlugin", keys=("skip",), layers=True)

@@ -1,0 +1,47 @@
+"""The description of a kind of drafters: what options need to know of it, before torch is imported."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.inference.drafters.plugin import AnyPlugin
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafters. It is the `KIND` of a folder in inference/drafters, whose class owns all other facts.
+
+    name: the `source` of its methods.
+    plugin: "module:name" of that class, a `DrafterPlugin`.
+    option: the option of evaluate-checkpoint that names its model's path; None: it has no model.
+    needs: what must be at that path; "": it has no model.
+    file: a file in its model's directory; None: `checkpoint` does not accept it.
+    preset: the method that is used for such a model by default.
+    shaped: whether a structure and a stop rule shape its drafts; of others, which see tokens only, a recording can
+    replace the target.
+    keys: further fields that only this kind reads: of a method, or of its stop rule, as in "stop.max_draft".
+    calibration: the folder of a calibration head in its model's directory, "" for the directory itself; None: it has no
+    hidden states that a head could read, or no directory. Other engines read every *.safetensors file in a model's
+    directory, so a head for a model in their format needs a separate folder.
+    served: the method of vLLM that drafts with it; None: only this runtime does.
+    layers: it drafts with layers of the target, which must run layer by layer.
+    """
+
+    name: str
+    plugin: str
+    option: str | None = None
+    needs: str = ""
+    file: str | None = None
+    preset: str | None = None
+    shaped: bool = True
+    keys: tuple[str, ...] = ()
+    calibration: str | None = None
+    served: str | None = None
+    layers: bool = False
+
+    def load_plugin(self) -> "AnyPlugin":
+        """A new object of its class."""
+        module, _, name = self.plugin.partition(":")
+        plugin: AnyPlugin = getattr(import_module(module), name)()
+        return plugin
