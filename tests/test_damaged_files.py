@@ -1,7 +1,7 @@
 """JSON files that commands read and others write, damaged: each goes through, or ends with status 2 and one line that
 names it.
 
-What reads a file is called as the commands call it (`conf.reported`); two commands are run as such, too.
+What reads a file is called as the commands call it (`conf.reported`).
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from outrider.base.files import parse_json, require_writable
+from outrider.base.files import require_writable
 from outrider.commands import reported
 from outrider.data_prep.ngrams.token_shards import passages, tokenise
 from outrider.data_prep.text.chat import render_prompt
@@ -38,7 +38,6 @@ from outrider.inference.report.facts import heldout_fraction, run_settings
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.shapes import read_shape
-from tests.forked import Fork
 from tests.refusals import refusal
 from tests.tiers import as_many
 
@@ -181,13 +180,12 @@ def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     require_named(folder / TARGET / "generation_config.json", read, capsys, 50)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read() -> None:
         tokenizer = load_tokenizer(str(folder / TARGET))
         render_prompt(["to be or not to be </s>"], tokenizer, "none")
 
-    require_named(folder / TARGET / name, read, capsys, 150)
+    require_named(folder / TARGET / "tokenizer.json", read, capsys, 150)
 
 
 def shard(folder: Path) -> Path:
@@ -253,44 +251,33 @@ PROMPTS = [{"question_id": 1, "category": "c", "turns": ["how", "are"]}, {"task_
            {"question": "why"}, {"instruction": "do", "input": "it"}, {"text": "t"}]  # fmt: skip
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_prompts(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+def test_prompts(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = load_tokenizer(str(tiny_models / TARGET))
-    file = tmp_path / f"prompts.{suffix}"
-    file.write_text(json.dumps(PROMPTS if suffix == "json" else PROMPTS[0]) + "\n")
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(PROMPTS))
 
     def read() -> None:
-        if suffix == "jsonl":
-            file.write_bytes(b" ".join(file.read_bytes().split(b"\n")) + b"\n")
         for prompt in read_prompts(str(file)):
             print(prompt.id, prompt.category, render_prompt(prompt.turns[:1], tokenizer, "none"))
 
     require_named(file, read, capsys, 200)
 
 
-TALK = {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}], "id": "x"}
-RECORDS = {
-    "text": {"text": "to be or not to be", "meta": {"n": 1}},
-    "sharegpt": TALK,
-    "messages": {"messages": [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]},
-    "alpaca": {"instruction": "do", "input": "it", "output": "done"},
-    "turns": {"data": ["how", "so"]},
-}
+RECORD = {"messages": [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}], "id": "x"}
 
 
-@pytest.mark.parametrize("layout", RECORDS)
-def test_training_text(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+def test_training_text(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As rows and as passages of an n-gram table."""
     tokenizer = load_tokenizer(str(tiny_models / TARGET))
     encoder = open_encoder(str(tiny_models / TARGET), None)
     file, shards = tmp_path / "data.jsonl", require_writable(tmp_path / "shards")
-    file.write_text(json.dumps(RECORDS[layout]))
+    file.write_text(json.dumps(RECORD))
     data = DataConfig(
         source="local", path=str(file), template="vicuna", heldout_fraction=0.0, cache_dir=str(tmp_path / "cache")
     )  # fmt: skip
 
     def read() -> None:
-        good = json.dumps(RECORDS[layout]).encode() + b"\n"
+        good = json.dumps(RECORD).encode() + b"\n"
         damaged = file.read_bytes()
         file.write_bytes(good + b" ".join(damaged.split(b"\n")) + b"\n")
         try:
@@ -319,31 +306,8 @@ def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     require_named(file, lambda: read_shape(file), capsys, 150)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'"\xff"', b"9" * 5000])
-def test_what_is_no_json_is_refused(content: bytes) -> None:
-    refusal("not valid JSON", parse_json, content)
-
-
 def test_what_is_sealed_is_not_changed_unnoticed() -> None:
     whole = sealed({"tokens": [1, 2], "names": {"b", "a"}})
     assert unsealed(whole) == {"tokens": [1, 2], "names": ["a", "b"]}
     for changed in ({**whole, "tokens": [1, 3]}, {**whole, "more": 1}, {"tokens": [1, 2]}, [whole]):
         refusal("sha256", unsealed, changed)
-
-
-@pytest.mark.slow
-def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -> None:
-    (folder / EARLY_EXIT / "drafter.json").write_bytes(b"[" * 200_000)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "to be \ud800"}) + "\n")
-    for options, said in (
-        ([f"checkpoint={folder / EARLY_EXIT}"], "drafter.json: damaged drafter description (not valid JSON (nested"),
-        ([f"target={folder / TARGET}", "method=prompt_lookup", f"prompts={prompts}"], "has a lone surrogate"),
-    ):  # fmt: skip
-        run = Fork(["inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"])
-        _, err = run.communicate()
-        of_machine = ("progress: ", "warning: the load average")  # what a slow and a busy one say
-        (line,) = (line for line in err.splitlines() if not line.startswith(of_machine))
-        assert run.returncode == 2
-        assert line.startswith("error: ")
-        assert said in line

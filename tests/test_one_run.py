@@ -97,15 +97,6 @@ def test_a_rehearsal_is_not_cleared_by_another(out: Path, capsys: pytest.Capture
     assert f"process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
 
 
-def test_a_replay_is_a_run_too(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    (out / "out").mkdir()
-    (out / "t").write_text('{"turns": ["hello"]}\n')
-    monkeypatch.setitem(OPTIONS, "replay", ["transcripts=t", f"tokenizer={TARGET}", "prompts=t"])
-    with only_run(out / "out", "something"):
-        assert run("replay", "method=prompt_lookup") == 2
-    assert "another run is writing results there: process" in capsys.readouterr().err
-
-
 def test_a_calibration_holds_the_drafters_directory(
     out: Path, tiny_models: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -132,25 +132,6 @@ def test_out_of_time(cluster: Cluster, script: str, restarts: str, requeued: boo
     assert job.returncode == (143 if requeued else 7)  # the stand-in for scontrol ends the work as Slurm would
 
 
-def test_failure_is_the_jobs_failure(cluster: Cluster) -> None:
-    cluster.run("train.sbatch", "s.py", BEHAVIOUR="exit 3", status=3)
-    assert "usage: sbatch" in cluster.run("train.sbatch", status=2)
-    assert "usage: sbatch" in cluster.run("sweep_agent.sbatch", status=2)
-
-
-def test_evaluate_and_sweep_agent(cluster: Cluster) -> None:
-    cluster.run("evaluate.sbatch", "checkpoint=c", SLURM_GPUS_ON_NODE="4")
-    cluster.run("evaluate.sbatch", "checkpoint=c", "prompt_text=[two words]", "out_dir=o", SLURM_RESTART_COUNT="1")
-    on_four_gpus, restarted = map(parsed, cluster.calls("accelerate"))
-    assert (on_four_gpus.num_processes, on_four_gpus.multi_gpu) == (4, True)
-    assert (restarted.num_processes, restarted.multi_gpu) == (1, False)
-    assert {launch.training_script for launch in (on_four_gpus, restarted)} == {"inference/evaluate_checkpoint.py"}
-    assert on_four_gpus.training_script_args == ["checkpoint=c", "out_dir=runs/evaluate-4711"]
-    assert restarted.training_script_args == ["checkpoint=c", "prompt_text=[two words]", "out_dir=o", "resume=true"]
-    cluster.run("sweep_agent.sbatch", "me/outrider/abc")
-    assert cluster.calls("wandb") == [["agent", "--count", "1", "me/outrider/abc"]]
-
-
 def test_a_table_in_parts(cluster: Cluster, tmp_path: Path) -> None:
     """The parts share the files out, each of them is merged once, and limits apply to the whole alone."""
     python = cluster.folder / "bin" / "python"
@@ -213,32 +194,6 @@ def test_a_path_is_what_was_typed_whatever_is_in_it(cluster: Cluster) -> None:
         answers, drafter = compose_and_build("generate_responses", words[0]), compose_and_build("eesd", words[1])
         assert (answers.target, answers.out_dir) == (f"./{name}", f"o/{name}/responses")
         assert drafter.data.path == (f"o/{name}/responses/responses-*.jsonl",)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["template=vicuna", "eesd.data=ultrachat"], "vicuna vicuna vicuna vicuna"),
-        (
-            ["generate.data=ultrachat", "generate.data.template=vicuna", "calibrate.data.template=tokenizer"],
-            "vicuna vicuna tokenizer auto",
-        ),
-        ([], "vicuna vicuna vicuna auto"),  # sharegpt's own
-        (["generate.data=ultrachat"], "tokenizer tokenizer tokenizer auto"),
-        (["generate.experiment=generate_responses/vicuna_13b"], "vicuna vicuna vicuna auto"),
-    ],
-    ids=str,
-)
-def test_every_stage_has_the_template_of_the_answers(cluster: Cluster, given: list[str], expected: str) -> None:
-    """Or that of template=, also for other data; without it the evaluation takes the drafter's."""
-    cluster.run("pipeline.sh", "target=m", "out_dir=o", *given)
-    *stages, evaluation = (call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch"))
-    commands = ("generate_responses", "eesd", "calibrate")
-    trained = [compose_and_build(*pair) for pair in zip(commands, stages, strict=True)]
-    parts = [[*config.data.mix.values()] or [config.data] for config in trained]
-    found = [{part.template for part in of_stage} for of_stage in parts]
-    evaluated = {word.partition("=")[2] for word in evaluation if word.startswith("template=")} or {"auto"}
-    assert [*found, evaluated] == [{one} for one in expected.split()]
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)

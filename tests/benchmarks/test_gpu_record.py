@@ -3,7 +3,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,19 +36,3 @@ def test_a_part_that_takes_too_long_is_cut_and_the_next_one_runs(tmp_path: Path)
     assert (said["state"], said["said"]) == ("cut after 0 s", ["began"])
     wrong = gpu_record.run(gpu_record.Part("wrong", 60, ["-c", "raise SystemExit(3)"]), tmp_path / "wrong.log")
     assert wrong["state"] == "failed with status 3"
-
-
-def test_only_what_did_not_end_well_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_record
-
-    states, ran = iter(["done", "failed with status 1", "done"]), []
-
-    def run(part: Any, log: Path) -> dict[str, object]:
-        ran.append(part.name)
-        return {"state": next(states), "seconds": 1.0, "found": None}
-
-    monkeypatch.setattr(gpu_record, "run", run)
-    monkeypatch.setattr(gpu_record, "parts", lambda _: [gpu_record.Part(n, 1.0, []) for n in ("tests", "answers")])
-    gpu_record.record(asked(tmp_path))
-    gpu_record.record(asked(tmp_path))
-    assert ran == ["tests", "answers", "answers"]

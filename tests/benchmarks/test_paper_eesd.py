@@ -18,18 +18,6 @@ def table_4(folder: Path | None, checkpoint: str | None = None):  # type: ignore
     return tables(options=options)["table_4"]
 
 
-def test_table_4_names_what_it_lacks_and_takes_what_is_there(tmp_path: Path) -> None:
-    without = {row.name: row for row in table_4(None).rows}
-    needed = {name: row.never for name, row in without.items() if row.never}
-    assert [why.split()[3] for why in needed.values()] == ["mixed", "no_layer", "open_data", "paper_head", "paper_head"]
-    (tmp_path / "mixed").mkdir()
-    (tmp_path / "open_data").mkdir()
-    rows = {row.name: row for row in table_4(tmp_path).rows}
-    taken = {name: Path(row.other).name for name, row in rows.items() if row.other}
-    assert taken == {"EESD by the paper's recipe, Beta-TS": "mixed", "– without self-distillation": "open_data"}
-    assert not any(rows[name].never for name in taken)
-
-
 @pytest.mark.parametrize("said", [{}, {"odds": True}, {"odds": False}])
 def test_every_row_of_cali_ts_says_which_head_it_asks(tmp_path: Path, said: dict[str, bool]) -> None:
     """The head of --checkpoint in a note; that of paper_head must be the paper's."""

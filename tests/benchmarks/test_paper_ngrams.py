@@ -1,16 +1,12 @@
 """Tables and other programs draft from a corpus on recorded answers."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from outrider.draft_models.ngrams.suffixes import separated
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.exact_distributions import paths
 
-ROOT = Path(__file__).parents[2]
 PROMPT, TEXT = [f"p{n}" for n in range(30)], [f"t{n}" for n in range(30)]
 
 
@@ -57,31 +53,3 @@ def test_a_program_is_asked_of_every_text_and_drafts_what_it_says() -> None:
         tree = program.draft(torch.tensor(answer[9:10]), limit)
         assert set(paths(tree.tokens.tolist(), tree.parents)) == {(), *(one for one in whole if len(one) <= limit)}
         assert len(tree) == sum(len(one) <= limit for one in whole)
-
-
-# How many tokens each drafts where a text repeats four tokens of a document that the corpus has twice: as many as
-# matched, as many as it keeps nodes for the corpus, ten, or all 14 that are left.
-AHEAD = {"llama-static": 14, "llama-dynamic": 14, "vllm-suffix": 4, "sglang-11": 8, "sglang-64": 14, "REST": 10}
-
-
-@pytest.mark.parametrize("name", AHEAD)
-def test_a_program_drafts_by_its_own_rule_and_forgets_a_text(name: str) -> None:
-    from papers.measuring import Asked, Bench, replayed
-    from papers.others import NO_REST, Compiled, Retrieved, Told
-
-    library = ROOT / ".engines" / "others" / f"{name}.so"
-    if NO_REST if name == "REST" else not library.exists():
-        pytest.skip(f"{name} is not there: make other-ngrams")
-    tokens = separated([[*range(1, 21)]] * 2, 100)
-    program: Told = Retrieved(tokens, 100) if name == "REST" else Compiled(library, tokens, 100)
-
-    def said(*text: int) -> list[tuple[int, ...]]:
-        program.begin(SimpleNamespace(tokens=torch.tensor(text[:-1])), None, None)  # type: ignore[arg-type]
-        tree = program.draft(torch.tensor(text[-1:]), 99)
-        return paths(tree.tokens.tolist(), tree.parents)
-
-    expected = tuple(range(7, 7 + AHEAD[name]))
-    assert max(said(90, 3, 4, 5, 6), key=len) == expected
-    replayed(Bench(None, {}, 100, 4), program, Asked("a", "c", (80, 81), (82, 83, 84, 82, 83, 84)))
-    assert said(80, 81, 82, 83) == [()]
-    assert max(said(90, 3, 4, 5, 6), key=len) == expected

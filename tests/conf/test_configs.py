@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY
-from outrider.commands import CONF_DIR, build, config_for, look_for_places, main_of, register, reported
+from outrider.commands import CONF_DIR, build, config_for, main_of, register, reported
 from outrider.commands.interrupts import Terminated, continuing
 from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
@@ -31,7 +31,7 @@ from outrider.inference.settings.method import StopConfig, choices_of
 from outrider.inference.settings.method import preset as method
 from tests.pairwise import each_value
 from tests.refusals import refusal
-from tests.tiers import quick_where, typical_where
+from tests.tiers import typical_where
 from tests.typed import status_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -216,43 +216,6 @@ def test_bad_overrides_fail_fast_on_the_command_line(
     """Of any command, as one function reads them."""
     command = "evaluate_checkpoint" if override.startswith("method") else "eesd"
     assert message in refused_without_torch(command, "target=t", override)
-
-
-HUB = "org/model"  # which is not looked up
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "named"),
-    quick_where(
-        lambda case: case[2] == "data.path",
-        [
-            ("eesd", [f"target={HUB}", "data=local", "data.path=[nowhere/*.jsonl]"], "data.path"),
-            ("eesd", [f"target={HUB}", "data=responses"], "data.path"),  # of the group's own choice
-            ("eesd", [f"target={HUB}", "data=self_distillation"], "data.mix.generated.path"),
-            ("eesd", ["debug=true", "target=nowhere.gguf"], "target"),
-            ("eesd", ["debug=true", f"target={HUB}", "data=local", "data.path=nowhere"], "data.path"),
-            ("eesd", ["plan=true", "target=nowhere.gguf", "data=local", "data.path=nowhere"], "target"),
-            ("generate_responses", ["plan=true", f"target={HUB}", "data=local", "data.path=nowhere"], "data.path"),
-        ],
-    ),
-)
-def test_what_is_not_there_is_named_before_torch_is_imported(
-    refused_without_torch: Refuse, command: str, words: list[str], named: str
-) -> None:
-    said = refused_without_torch(command, *words)
-    assert said.startswith(f"error: {named}=")
-    assert "nowhere" in said or "runs/" in said
-    assert ("GGUF" in said) == (named == "target")
-
-
-def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> None:
-    """Those of an experiment or a default in a rehearsal, text and prompts in a plan, a name on the Hub."""
-    for command, *overrides in (
-        ("eesd", "target=org/model", "data=responses", "plan=true"),
-        ("evaluate_checkpoint", "target=org/model", "method=vanilla", "small_lm=a/b", "prompts=no.jsonl", "plan=true"),
-        ("eesd", "debug=true", "experiment=eesd/llama2_13b"),
-    ):
-        look_for_places(build(registered(command), compose_defaults(command, overrides), overrides))
 
 
 def preset_refusal(name: str) -> str:
@@ -442,16 +405,3 @@ def test_makefile_commands_compose() -> None:
     assert [command for command, _ in found] == [*["pipeline"] * 2, "fetch_target", "auto", "auto"]
     for command, overrides in found:
         compose_and_build(command, overrides if command != "auto" else [*overrides, "target=x"])
-
-
-def test_make_smollm2_takes_another_target() -> None:
-    """And leaves what is in runs/smollm2 alone."""
-    found = []
-    for words in ((), ("target=org/model",), ("target=org/model", "out_dir=runs/other")):
-        done = subprocess.run(["make", "-n", "smollm2", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        [line] = [line for line in done.stdout.splitlines() if "outrider auto" in line]
-        config = compose_and_build("auto", shlex.split(line.partition("outrider auto")[2]))
-        found.append((config.target, config.out_dir))
-        assert ("fetch_target" in done.stdout) == (not words)
-    mine = [("org/model", "runs/auto/model"), ("org/model", "runs/other")]
-    assert found == [("runs/smollm2/fetch", "runs/smollm2"), *mine]

@@ -176,19 +176,6 @@ def test_files_that_pages_name_are_there() -> None:
             assert (BENCHMARKS / "results" / name).exists(), f"{page.name}: {name}"
 
 
-def test_every_full_table_is_linked() -> None:
-    linked = {name.partition("#")[0] for name in LINK.findall((ROOT / "docs/results.md").read_text())}
-    assert {f"../benchmarks/results/{page.name}" for page in TABLES} <= linked
-
-
-def test_a_fresh_machine_is_told_its_two_commands() -> None:
-    """With the minutes that each takes; the second is what every change must pass."""
-    lines = code_of((ROOT / "README.md").read_text())
-    told = {line.partition("#")[0].strip(): line.partition("#")[2] for line in lines}
-    assert all(re.search(r"about \d+ minutes", told[command]) for command in ("make demo", "make test"))
-    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
-
-
 @pytest.mark.parametrize("command", ["demo", "demo-real", "smollm2"])
 def test_what_make_is_given_its_command_gets(command: str) -> None:
     """All of it: make itself takes any NAME=VALUE without a word. Python is the one that is make's own."""

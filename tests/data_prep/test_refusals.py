@@ -22,6 +22,7 @@ from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.batch.own_prompts import write_prompts
 from tests.refusals import refusal
+from tests.tiny import save_target
 
 Make = Callable[..., PreTrainedTokenizerFast]
 TALK: Any = {"id": "1", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -58,7 +59,10 @@ def beside(run: Callable[[], object], make: Make) -> None:
     run()
 
 
-CONVERTED = partial(convert_target, ConvertConfig(target="model.gguf", out_dir="out"))
+def converted() -> None:
+    convert_target(ConvertConfig(target=str(save_target(Path("model"))), out_dir="out"))
+
+
 FETCHED = partial(fetch_target, FetchConfig(model="tiny", out_dir="out", resume=True))
 REFUSED: dict[str, Callable[[Make], object]] = {
     r"prompts=missing.jsonl: no such file; give a JSONL, JSON or parquet file": lambda _: read_prompts("missing.jsonl"),
@@ -90,7 +94,7 @@ REFUSED: dict[str, Callable[[Make], object]] = {
     "tokenizer=nowhere/nothing: no usable": lambda make: table(make, {"text": "hello"}, tokenizer="nowhere/nothing"),
     r"merge=.*another tokenizer": lambda make: merged(make, damage=False),
     r"damaged n-gram table .*another sha256": lambda make: merged(make, damage=True),
-    "holds 'thesis', which no conversion made": partial(beside, CONVERTED),
+    "holds 'thesis', which no conversion made": partial(beside, converted),
     r"out.*holds 'thesis', which no conversion made": partial(beside, FETCHED),
 }  # fmt: skip
 
@@ -103,4 +107,4 @@ def test_what_cannot_be_is_refused(
     refusal(words, REFUSED[words], make_tokenizer)
     assert not Path("table").exists()
     assert not [path for path in Path("cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
-    assert {path.name for path in Path("out").glob("*")} <= {"thesis"}
+    assert {path.name for path in Path("out").glob("*")} <= {"thesis", ".lock"}

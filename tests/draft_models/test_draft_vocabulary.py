@@ -1,8 +1,6 @@
 """A drafter over some tokens of the vocabulary: chosen by frequency, stored, decoded with, and still lossless."""
 
 import copy
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, draft_indices, fit_rows
-from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_draft_tokens, save_pretrained
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import spread
@@ -23,14 +21,7 @@ from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.memory_plan import Place, weight_bytes
 from outrider.inference.loading.targets import prepare
-from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.inference.settings.sampling import SamplingConfig
-from outrider.train.recipes.early_exit import train_early_exit
-from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
-from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, open_stack, random_prompt, save_target
-from tests.train import jobs
 from tests.train.jobs import exit_student
 
 TOKENS = torch.tensor([3, 7, 100, 101, 256])
@@ -132,45 +123,3 @@ def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:
 
     rows = target.config.vocab_size - len(TOKENS)
     assert work(None) - work(TOKENS) == 4 * 24 * rows * target.config.hidden_size
-
-
-@pytest.mark.parametrize(
-    ("sampled", "shared"),
-    typical_where(
-        lambda row: row[0] == row[1],
-        quick_where(lambda row: not row[0], list(itertools.product([False, True], repeat=2))),
-    ),
-)
-def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sampled: bool, shared: bool) -> None:
-    """With a head of its own by the whole target, or with the target's by cached distributions."""
-    target = save_target(tmp_path / "target", kv_heads=2)
-    if shared:
-        options: dict[str, Any] = {"objective": "acceptance", "teacher": "cached", "train_head": False}
-        options |= {"decode_prompts": 2, "decode_tokens": 8}
-        data = jobs.save_responses(target, tmp_path / "responses")
-    else:
-        options, data = {"objective": "forward_kl"}, jobs.write_corpus(tmp_path)
-    train_early_exit(jobs.distilling(target, data, tmp_path / "drafter", draft_vocabulary=24, **options))
-    tokens = read_draft_tokens(tmp_path / "drafter")
-    assert tokens is not None
-    assert len(tokens) == 24
-    stop = StopConfig(max_draft=3)
-    config = EvaluateConfig(
-        checkpoint=str(tmp_path / "drafter"),
-        device="cpu",
-        max_new_tokens=16,
-        methods={"exit": MethodConfig(stop=stop)},
-        sampling=SamplingConfig(temperature=float(sampled)),
-        out_dir=str(tmp_path / "report"),
-    )
-    evaluate(config, QUESTIONS[:2])
-    report = json.loads((tmp_path / "report/report.json").read_text())
-    report = report.get("reports", [report])[0]
-    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0 or sampled
-    said: dict[str, Any] = report["draft_vocabularies"]["early_exit"]
-    assert said["tokens"] == 24
-    lines = [json.loads(line) for line in (tmp_path / "report/generations.jsonl").read_text().splitlines()]
-    texts = [line["tokens"] for line in lines if line["arm"] == "autoregressive"]
-    inside = sum(token in tokens for text in texts for token in text) / sum(map(len, texts))
-    assert said["coverage"]["all"] == pytest.approx(inside)
-    assert "early_exit predicts over 24 tokens: " in (tmp_path / "report/report.md").read_text()

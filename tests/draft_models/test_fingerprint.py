@@ -20,7 +20,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.calibration import load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.model_files import load_causal_lm
@@ -28,7 +28,7 @@ from outrider.draft_models.targets.open_target import load_config, load_tokenize
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.refusals import refusal
 from tests.tiers import as_many
-from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_exit, save_target
+from tests.tiny import ARCHITECTURES, LAYERS, save_exit, save_target
 
 EXIT = 1  # so that of the layers only the first and, at first, the last are in the drafter
 WEIGHTS = "model.safetensors"
@@ -190,28 +190,6 @@ def test_the_same_target_in_other_words_is_the_same(trained: Callable[..., Path]
 
 def warnings(captured: Any) -> list[str]:
     return [line for line in captured.err.splitlines() if line.startswith("warning: ")]
-
-
-def test_layers_that_were_not_there_are_named_when_they_are(
-    trained: Callable[..., Path], capsys: pytest.CaptureFixture
-) -> None:
-    """A training reads its few layers of a target on the Hub and fetches no others."""
-    folder = trained(shard="40KB")
-    path, whole = folder / "target", shutil.copytree(folder / "target", folder / "whole")
-    files = open_tensors(str(path))
-    unread = ("model.layers.1.", "model.layers.2.")
-    needed = {file for name, file in files.file_of.items() if not name.startswith(unread)}
-    for file in set(files.file_of.values()) - needed:
-        (path / file).unlink()
-    config, tokenizer = load_config(str(path)), load_tokenizer(str(path))
-    with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
-        fingerprint_target(open_tensors(str(path)), config, tokenizer)
-    fingerprint = fingerprint_target(open_tensors(str(path)), config, tokenizer, fetch=False)
-    save_pretrained(folder / "drafter", make_drafter(whole, EXIT), fingerprint, {}, torch.float32)
-    load(folder, whole)
-    (line,) = warnings(capsys.readouterr())
-    assert "made with no record of the weights in model.layers." in line
-    assert "model.layers.0" not in line
 
 
 def test_a_calibration_belongs_to_the_target_too(trained: Callable[..., Path], capsys: pytest.CaptureFixture) -> None:

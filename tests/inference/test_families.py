@@ -1,6 +1,5 @@
 """Every family of targets that proves itself: the same tokens as transformers, whatever drafts, and training."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.targets import attention
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.draft_models.targets.proof import prove_layers
-from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.drafters.copies import PromptLookup
@@ -151,21 +149,6 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(attention, "_capped", ignoring)
             refusal("differ from its own forward's by", prove_layers, model, "target=ignored")
-
-
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "recurrent_gemma"])
-def test_state_space_models_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    settings = {"model_type": kind, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    refusal(rf"{kind!r} cannot be run layer by layer", open_target, str(tmp_path))
-
-
-def test_the_stack_of_some_layers_has_their_calls(tmp_path: Path) -> None:
-    target = open_target(str(save_family(tmp_path, "gemma3_text")))
-    whole = target.stack(dtype=torch.float32)
-    some: LayerStack = target.stack([0, 1, 3], dtype=torch.float32)
-    assert some.windows == [whole.windows[i] for i in (0, 1, 3)]
-    assert [c.table for c in some.spec.calls] == [whole.spec.calls[i].table for i in (0, 1, 3)]
 
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import transformers
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
-from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.small_lm import model as small_lm
 from outrider.draft_models.small_lm.model import load_small_lm
@@ -26,12 +24,10 @@ from outrider.inference.core.target_session import WholeSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, fit_vocabulary
+from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear, pack_linears
-from outrider.inference.evaluate import compare
-from outrider.inference.loading.targets import find_setup, find_target, load_stack, make_runtime
-from outrider.inference.measure import bench
+from outrider.inference.loading.targets import find_setup, load_stack, make_runtime
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
@@ -209,41 +205,7 @@ def test_a_text_longer_than_its_learned_positions_is_refused(make: Callable[...,
         decode(target, lm, "k_config", prompt, 9)
 
 
-def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is decoded: 29 tokens and 100 new ones fit the target's 256 positions, not the drafter's 128."""
-    target, small = save_target(tmp_path / "target"), save_plain(tmp_path / "small", GPT2)
-    config = EvaluateConfig(
-        target=str(target), small_lm=str(small), methods={"m": MethodConfig(source="small_lm")}, max_new_tokens=100,
-        out_dir=str(tmp_path / "out"),
-    )  # fmt: skip
-    monkeypatch.setattr(bench, "render_prompt", lambda *_, **__: random_prompt(29))
-    refusal("29 tokens, expected 1 to 28", compare.evaluate_checkpoint, config, [Prompt("p", "c", ("text",), False)])
-
-
 # --- the vocabulary of a small LM
-
-
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    path, other = save_target(tmp_path / "target"), save_target(tmp_path / "other")
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(other)
-    size = len(byte_tokenizer())
-    message = rf"\({size + 1} tokens\) is not the target's .* {size} tokens\); 1 tokens differ, first '<new>'"
-    refusal(message, load_small_lm, str(other), load_tokenizer(str(path)), dtype=torch.float32)
-    byte_tokenizer().save_pretrained(other)
-    stored = json.loads((other / "tokenizer.json").read_text())
-    ids = stored["model"]["vocab"]
-    ids["a"], ids["b"] = ids["b"], ids["a"]
-    (other / "tokenizer.json").write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=rf"\({size} tokens\) .* {size} tokens\); 2 tokens differ, first"):
-        load_small_lm(str(other), load_tokenizer(str(path)), dtype=torch.float32)
-
-
-def test_fit_vocabulary() -> None:
-    logits = torch.tensor([[1.0, 2.0, 3.0]])
-    assert fit_vocabulary(logits, 2).tolist() == [[1.0, 2.0]]
-    assert fit_vocabulary(logits, 4).softmax(-1)[0, 3] == 0
 
 
 # --- targets
@@ -341,15 +303,6 @@ def test_a_drafter_that_needs_layers_is_refused_before_weights_are_read(tmp_path
     ]
     for command in commands:
         refusal(f"architecture '{name}' cannot be run layer by layer", command)
-
-
-def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
-    target: tuple[Path, LayerStack], config: Callable[..., EvaluateConfig]
-) -> None:
-    """It would be loaded with the target all the same."""
-    made = config("out", target=str(target[0]), checkpoint=None, small_lm=None, table=None, methods=LOOKUP)
-    assert find_target(made)
-    refusal("cannot be run layer by layer", find_target, replace(made, eagle3="head"))
 
 
 def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:

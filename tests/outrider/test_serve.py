@@ -283,16 +283,6 @@ def test_log_probabilities_are_the_targets_before_temperature(client: Any, model
     assert [entry.logprob for entry in plain] == pytest.approx([entry.logprob for entry in talked], abs=1e-3)
 
 
-def test_steps_of_a_graph_are_scored_too(model: Any) -> None:
-    """Plain decoding then leaves no token to a step that shows no logits."""
-    stepping = outrider.load(model.setup.target.source, device="cpu", runtime="graphed")
-    for speculate in (False, True):
-        asked = {"max_new_tokens": 8, "speculate": speculate, "logprobs": 1}
-        own, other = ([score.logprob for r in m.rounds("a", **asked) for score in r.scores] for m in (stepping, model))
-        assert own == pytest.approx(other, abs=1e-3)
-        assert len(own) == 8
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, temperature: float) -> None:
     asked = tmp_path / "prompts.jsonl"

@@ -1,7 +1,6 @@
 """A wheel works outside a clone and installs one name, so that a user's own `conf` or `train.py` stays theirs; the
 version of the code changes with any source, and with no document."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -114,18 +113,6 @@ def test_pip_installs_what_runs_in_any_folder(environment: Path, tmp_path: Path)
     options = ["target=model", "method=prompt_lookup", "prompts=prompts.jsonl", "max_new_tokens=8", "out_dir=out"]
     typed(environment, tmp_path, "evaluate-checkpoint", *options)
     assert (tmp_path / "out" / "report.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_pip_installs_what_goes_from_a_model_to_a_report(environment: Path, tmp_path: Path) -> None:
-    lines = [json.dumps({"turns": [f"What is {number}?"]}) for number in range(30)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    typed(environment, tmp_path, "outrider", "fetch-target", "model=tiny", "out_dir=model")
-    options = ["target=model", "prompts=prompts.jsonl", "minutes=6", "out_dir=out"]
-    said = typed(environment, tmp_path, "outrider", "auto", *options)
-    assert "report: out/report/report.html" in said
-    assert (tmp_path / "out/report/report.html").exists()
 
 
 def stated(key: str) -> str:

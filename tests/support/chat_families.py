@@ -1,4 +1,4 @@
-"""Chat templates in the style of thirteen families, their special tokens, and answers as their models write them."""
+"""Chat templates in the style of eleven families, their special tokens, and answers as their models write them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,12 +46,6 @@ FAMILIES = {
         "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}",
         _IM, "<|im_end|>", *_THOUGHTS, _THINK,
     ),
-    "llama3": Family(
-        "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + "
-        "m.content | trim + '<|eot_id|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>",
-    ),
     "gemma": Family(
         "{{ '<bos>' }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\n' + m.content | trim + "
@@ -77,14 +71,6 @@ FAMILIES = {
         "{{ '[gMASK]<sop>' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
         ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"), "<|user|>", "Seven.", "Eleven.", _THINK,
-    ),
-    "smollm3": Family(
-        _LAST + "{{- '<|im_start|>system\n## Metadata\n\nReasoning Mode: /think\n\n<|im_end|>\n' -}}"
-        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}" + _REWRITTEN +
-        "{{- '<|im_start|>assistant\n' + (m.content if loop.index0 > ns.last else said) + '<|im_end|>\n' -}}"
-        "{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}",
-        _IM, "<|im_end|>", *_THOUGHTS, _THINK,
     ),
     "phi": Family(
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -119,7 +105,7 @@ FAMILIES = {
         _IM, "<|im_end|>", "<think>A prime.</think>Seven.", "<think>One more.</think>Eleven.", _THINK,
     ),
 }  # fmt: skip
-REWRITING = {"qwen3", "gpt_oss", "smollm3", "exaone4"}  # whose templates do not give a history back
+REWRITING = {"qwen3", "gpt_oss", "exaone4"}  # whose templates do not give a history back
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:

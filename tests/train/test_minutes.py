@@ -18,10 +18,7 @@ from outrider.base import progress
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY, Stage
 from outrider.commands import config_for, main_of
-from outrider.data_prep.text.chat import render_prompt
-from outrider.data_prep.text.documents import encode
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
-from outrider.inference.batch.tasks import Todo, read_tasks
 from outrider.inference.loading.rehearsal import read_some
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
@@ -32,7 +29,6 @@ from outrider.train.pipeline_run import Job, _tee, job_of, run_pipeline
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import AutoConfig
 from tests.conf.test_configs import compose_and_build
-from tests.tiny import byte_tokenizer
 from tests.typed import status_of
 
 CONFIG = AutoConfig(target="org/model", prompts="p.jsonl", minutes=15.0)
@@ -174,22 +170,6 @@ def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
     assert "measuring" not in (tmp_path / "log").read_text() + "".join(capfd.readouterr())
     assert "a word\n" in (tmp_path / "log").read_text()
     assert progress._below == ""
-
-
-def test_with_none_a_prompt_is_its_text_and_the_answer_continues_it(tmp_path: Path) -> None:
-    """Where it is asked, where it is trained on, and where it is decoded."""
-    tokenizer, question = byte_tokenizer(), "The first prime is"
-    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": [question, "More?"]}))
-    words = ["target=t", "data=local", f"data.path={tmp_path}/p.jsonl", "data.layout=prompts", "data.template=none"]
-    (task,) = read_tasks(compose_and_build("generate_responses", words), tokenizer, todo := Todo())
-    todo.add(task, tokenizer)
-    assert (task.messages, task.prompt) == (None, render_prompt([question], tokenizer, "none"))
-    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "2"}]
-    (document,) = encode([{"id": "t", "messages": talk}], tokenizer, "none")
-    assert document.ids[: len(task.prompt)].tolist() == task.prompt
-    assert not document.supervised[: len(task.prompt)].any()
-    assert document.supervised[len(task.prompt) :].all()
-    assert "USER" not in tokenizer.decode(document.ids)
 
 
 @pytest.mark.parametrize(("name", "words", "option"), [

@@ -1,7 +1,6 @@
 """What can be known before the first minute, in every command: tokens, sizes, templates, prompts, files."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +37,6 @@ from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.settings.export import ExportConfig
-from outrider.train.students.calibration import kind_to_calibrate, with_its_heldout
 from tests.inference.batch.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
@@ -120,18 +118,6 @@ def test_a_text_with_such_a_token_is_refused_by_its_name(short: Path, tmp_path: 
         refusal(rf"no usable train record .*none.jsonl:\d {what}", run, short, none, tmp_path / "trained")
     with pytest.raises(UserError, match=rf"skipped=9.*none.jsonl:1: prompt {what}"):
         generate_responses(responding(short, replace(none, heldout_fraction=0.0), tmp_path / "answers"))
-
-
-def test_rows_of_another_target_are_not_taken_for_its_own(short: Path, tmp_path: Path) -> None:
-    """Two targets with one tokenizer, of which one has a row for each of its tokens."""
-    whole = save(tmp_path / "whole")
-    data = write(tmp_path / "t.jsonl", [{"text": f"{'<pad>' * (i % 2)} {i} {jobs.TEXT}"} for i in range(30)])
-    counts = [
-        load_rows(data, open_target(str(path)).tokenizer, 48, "train").counts for path in (whole, short, whole, short)
-    ]
-    assert counts[0] == counts[2]
-    assert counts[1] == counts[3]
-    assert counts[0]["refused"] == 0 < counts[1]["refused"]
 
 
 def test_a_table_is_refused_for_its_ids_and_not_for_its_tokenizers(short: Path, tmp_path: Path) -> None:
@@ -245,22 +231,6 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_calibrate_holds_out_what_its_drafter_has_not_learned_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target, corpus = save(tmp_path / "target"), jobs.write_corpus(tmp_path)
-    finetune_drafter(jobs.finetuning(target, replace(corpus, heldout_fraction=0.4), tmp_path / "drafter"))
-    assert (tmp_path / "drafter" / TRAINING_FILE).exists()
-    config = jobs.calibrating(tmp_path, tmp_path / "out", target=str(target))
-    for given, used in ((DataConfig.heldout_fraction, 0.4), (0.2, 0.2)):
-        asked = replace(config, data=replace(corpus, heldout_fraction=given))
-        found = with_its_heldout(asked, kind_to_calibrate(asked))
-        assert found.data.heldout_fraction == used
-    said = capsys.readouterr()
-    assert "data.heldout_fraction=0.4" in said.out
-    assert "data.heldout_fraction=0.4" in said.err
-
-
 def test_a_full_disk_is_said_and_nothing_is_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library that writes tokenizers raises a bare exception."""
     target = save(tmp_path / "target")
@@ -275,14 +245,3 @@ def test_a_full_disk_is_said_and_nothing_is_taken_for_whole(tmp_path: Path, monk
     assert not [*(tmp_path / "out").glob("config.json"), *(tmp_path / "out").glob("model.safetensors")]
     finetune_drafter(replace(config, resume=True))
     assert (tmp_path / "out" / TRAINING_FILE).exists()
-
-
-def test_files_that_libraries_write_have_the_mode_of_all_others(tmp_path: Path) -> None:
-    target, before = save(tmp_path / "target"), os.umask(0o027)
-    try:
-        finetune_drafter(jobs.finetuning(target, jobs.write_corpus(tmp_path), tmp_path / "out"))
-    finally:
-        os.umask(before)
-    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file() and not file.name.startswith(".")]
-    assert {"model.safetensors", "tokenizer.json", "log.jsonl"} <= {file.name for file in files}
-    assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(0o640)}

@@ -16,7 +16,6 @@ from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.encoder import open_encoder
-from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
 from tests.full_disk import largest_file
 from tests.gguf_files import save_plain_target, write_gguf
@@ -93,16 +92,6 @@ def test_turns_are_documents_of_their_own(config: TrigramConfig) -> None:
     assert successors(table, question[:2])[0].tolist() == [question[2]]
     assert successors(table, question[-1:])[0].tolist() == []  # neither the answer nor the end
     assert successors(table, answer[-1:])[0].tolist() == [encoder.eos]
-
-
-def test_a_hugging_face_tokenizer(config: TrigramConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    config = replace(config, tokenizer=str(tmp_path / "tokenizer"))
-    build_table(config)
-    documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in sentences(300)]
-    table = TrigramTable.open(config.out_dir)
-    require_same_counts(table, TrigramTable.from_documents(documents, (2, 3, 4), len(tokenizer), ""))
-    assert table.tokenizer == vocabulary_digest(tokenizer.get_vocab())
 
 
 def test_the_tokenizer_of_a_gguf_file(config: TrigramConfig, tmp_path: Path) -> None:

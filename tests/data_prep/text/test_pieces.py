@@ -20,7 +20,6 @@ from outrider.data_prep.text.documents import encode, encode_all, spans
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.data_prep.ngrams.corpora import require_same_counts
-from tests.forked import Fork
 from tests.tiny import byte_tokenizer
 
 WORDS = ["def", "add", "first,", "second.", "return", "(hello)", "how", "don't", "12", "ä", "漢字", "</s>", "x"]
@@ -132,31 +131,3 @@ def test_a_table_of_long_texts_is_the_table_of_the_whole(
         cut = replace(config, out_dir=str(tmp_path / f"cut-{shard}"))
         build_table(cut, shard=shard, piece=240)
         require_same_counts(TrigramTable.open(cut.out_dir), TrigramTable.open(config.out_dir))
-
-
-@pytest.mark.slow
-def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> None:
-    """Resident memory, in a process of its own: a megabyte and a half on one line, one token a byte."""
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    for name, size in (("short", 10**3), ("long", 15 * 10**5)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "to be or not to be " * (size // 19)}) + "\n")
-    script = """
-import resource, sys
-from pathlib import Path
-from outrider.data_prep.ngrams.building import build_table
-from outrider.data_prep.settings import TrigramConfig
-from outrider.data_prep.text.settings import DataConfig
-def resident():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-folder = Path(sys.argv[1])
-for name in ("short", "long"):
-    data = DataConfig(source="local", path=str(folder / f"{name}.jsonl"), heldout_fraction=0.0)
-    given = {"tokenizer": str(folder / "tokenizer"), "data": data, "out_dir": str(folder / name)}
-    build_table(TrigramConfig(**given, workers=1, memory_gb=0.1))
-    print("resident", resident())
-"""
-    run = Fork(["-c", script, tmp_path])
-    out, err = run.communicate()
-    assert run.returncode == 0, err
-    before, after = (int(line.split()[1]) for line in out.splitlines() if line.startswith("resident"))
-    assert after - before < 0.2e9  # given all of it at once, the tokenizer alone takes 0.4 GB

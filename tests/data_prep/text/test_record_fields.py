@@ -49,7 +49,7 @@ def talk_of(name: str) -> tuple[Pairs, list[str]]:
     family, texts = FAMILIES[name], ["Seven", "Seven is one"]
     if name == "field":
         return [("Prime?", "Seven."), ("More?", "Eleven.")], ["Seven.<|im_end|>", "Eleven.<|im_end|>"]
-    if name in ("qwen3", "smollm3", "exaone4"):  # which write a thought
+    if name in ("qwen3", "exaone4"):  # which write a thought
         texts, opening = [family.first, family.second], "<think>\n" * (name == "exaone4")
         return [("Prime?", opening + texts[0]), ("More?", opening + texts[1])], [text + family.end for text in texts]
     texts[1] += "</think>" * (name == "glm4")  # an added token that does not end an answer
@@ -130,9 +130,7 @@ TWO = [*answer(weight=0, thought=THOUGHT), {"role": "user", "content": "More?"},
 PAIR = (("user", "Prime?"), ("assistant", "Seven."))
 CASES: dict[str, tuple[dict[str, object], str, str]] = {  # a record, what is learned of it, what is said
     "thought": ({"messages": answer(reasoning_content=THOUGHT)}, f"<think>A prime.</think>{S}", ""),
-    "another name": ({"messages": answer(reasoning=THOUGHT)}, f"<think>A prime.</think>{S}", ""),
     "no name of the template's": ({"messages": answer(thought=THOUGHT)}, "", "leaves 'A prime.' of thought out"),
-    "no place of its own": ({"messages": answer(thought="Seven")}, "", "leaves 'Seven' of thought out"),
     "open thought": ({"messages": answer(content="<think>A", reasoning="B")}, "", "writes </think> around another"),
     "arguments": ({"messages": answer(tool_calls=[CALL])}, "", "whose arguments its chat template leaves out"),
     "unread system": (talk(("system", SYSTEM), *PAIR), S, "not read: field 'content' of a system turn"),
@@ -140,26 +138,19 @@ CASES: dict[str, tuple[dict[str, object], str, str]] = {  # a record, what is le
     "weight": ({"messages": TWO}, S, ""),
     "no answer": ({"messages": answer(weight=0.0)}, "", "no answer of the assistant to learn from"),
     "half": ({"messages": answer(weight=0.5)}, "", "turn 2: weight=0.5: expected train"),
-    "mask": ({"messages": answer(mask=1)}, "", "turn 2: mask=1: expected train"),
     "image": (talk(("user", [{"type": "image"}]), PAIR[1]), "", "turn 1 holds image"),
     "cut": (talk(*PAIR, finish_reason="length"), "Seven.", ""),
-    "cut by its own word": ({"messages": answer(finish_reason="length")}, "Seven.", ""),
     "cut thought": (
         {"messages": answer(content=None, reasoning_content=THOUGHT), "finish": "length"},
         "<think>A prime.",
         "",
     ),
     "thought as a part": (talk(PAIR[0], ("assistant", [{"type": "reasoning_text", "text": "A"}])), "", "turn 2 holds"),
-    "question to learn": ({"messages": [ASKED | {"train": 1}, *answer()[1:]]}, S, "not read: field 'train' of a turn"),
-    "nothing in it": ({"messages": answer(annotations=[])}, S, ""),
     "passage": (talk(*PAIR, context="Of 7."), S, "not read: column 'context'"),
-    "tools": (talk(*PAIR, tools="no list"), "", "column 'tools'='no list': expected a list"),
-    "unread tools": (talk(*PAIR, tools=[TOOL]), S, "not read: column 'tools'"),
     "field": ({"messages": answer(mood="glad")}, S, "not read: field 'mood' of a turn"),
     "column": (talk(*PAIR, functions=[1]), S, "not read: column 'functions', .*:1 and 2 other"),
     "facts": (talk(*PAIR, source="here", prompt="Prime?", score=3, text="To Prime?: Seven."), S, ""),
     "opening answer": (talk(PAIR[1], *PAIR), S, "not read: an answer before the first question"),
-    "two systems": (talk(("system", "a"), *PAIR, system="b"), "", "system column"),
     "ragged": ({"messages": {"role": ["user"], "content": ["a", "b"]}}, "", "lists of one length"),
     "history": (talk(*PAIR, history=[["a"]]), "", "history=.*expected pairs"),
     "context": ({"instruction": "Prime?", "context": "Of 7 and 8.", "output": "7"}, "7<|im_end|>", ""),

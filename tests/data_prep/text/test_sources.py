@@ -43,13 +43,6 @@ def files(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "lines.json", "a.parquet"])
-def test_every_format_gives_the_same_records(files, name):
-    records = read(str(files / name))
-    assert [record["text"] for record in records] == [row["text"] for row in ROWS]
-    assert [record["id"] for record in records] == [f"{files / name}:{i}" for i in (1, 2, 3)]
-
-
 def test_directories_globs_and_lists(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("b")

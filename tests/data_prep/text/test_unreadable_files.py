@@ -20,7 +20,9 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.inference.measure.replay import read_transcripts
+from tests.pairwise import each_value
 from tests.refusals import refusal
+from tests.tiers import typical_where
 
 TWO = '{"text": "a"}\n{"text": "b"}\n'
 FILL = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
@@ -124,10 +126,10 @@ LONG: dict[str, Callable[[str], bytes]] = {
     "a.txt": str.encode,
     "b.txt": lambda text: text.replace("aa", "a\n").encode(),
 }
+FILES = [(name, suffix) for suffix in PACKED for name in LONG]
 
 
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize(("name", "suffix"), typical_where(each_value(FILES).__contains__, FILES))
 def test_no_more_of_a_record_is_unpacked_than_one_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
 ) -> None:

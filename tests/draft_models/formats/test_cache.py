@@ -162,18 +162,3 @@ def test_what_somebody_removed_is_made_again(kept: Path, written: Path) -> None:
     (Path(place) / "tokenizer.json").write_bytes(whole["tokenizer.json"][:-1])
     assert as_described(str(written)) == (place, None)
     assert {file.name: file.read_bytes() for file in Path(place).iterdir()} == whole
-
-
-def test_one_that_is_written_meanwhile_is_kept(kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    original, describe = GgufModel(str(written), written), convert.describe
-
-    def describe_twice(model: GgufModel, folder: Path) -> None:
-        describe(model, folder)
-        if not made:
-            made.append(folder)
-            made.append(described(original))  # of another process
-
-    monkeypatch.setattr(convert, "describe", describe_twice)
-    assert described(original) == made[1]
-    assert [*kept.iterdir()] == [made[1]]

@@ -200,17 +200,6 @@ def test_phi_3_drops_spaces_after_its_own_tokens(
     assert tokenizer("<s> the")["input_ids"] != tokenizer("<s>the")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("pre", "pieces"),
-    [("starcoder", ["a", "Ġ", "1", "2", "3", "4", "5", ";", "Ġ="]), ("falcon", ["a", "Ġ", "123", "45", ";", "Ġ", "="])],
-)
-def test_more_ways_of_cutting(tmp_path: Path, written: Path, pre: str, pieces: list[str]) -> None:
-    path = shutil.copy(written, tmp_path / "model.gguf")
-    tokenizer = load_tokenizer(str(gguf_files.rewritten(path, **{"tokenizer.ggml.pre": pre})))
-    cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12345; =")
-    assert [piece for piece, _ in cut] == pieces
-
-
 VARIANTS = {**WINDOWED, "mistral": ("mistral", {"sliding_window": None})}
 REFUSED = ("linear", "yarn")
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -42,9 +42,3 @@ def test_a_gguf_file(tmp_path: Path, general_name: object, name: str) -> None:
     path = writer.close()
     assert model_name(str(path)) == name
     assert model_name(str(tmp_path)) == (name if name != "q4" else tmp_path.name)
-
-
-def test_others() -> None:
-    """Of the Hub, and what is not there: it never fails."""
-    assert model_name("org/model") == "org/model"
-    assert model_name("/no/such/model.gguf") == "model"

@@ -272,15 +272,3 @@ def test_codes_are_left_to_a_method_that_transformers_knows(tmp_path: Path) -> N
     for other in ({"quant_method": "modelopt", "quant_algo": "INT8_SQ"}, {"bits": 8}, {"quant_method": []}):
         files = open_tensors(str(set_config(path, quantization_config=other)))
         refusal(r"up_proj\.weight: weights stored as codes \(I8\)", dict, files.stored(files.file_of))
-
-
-@pytest.mark.parametrize("kind", ["U16", "F8_E8M0"])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_type_that_is_not_known_is_named(tmp_path: Path, kind: str, fp8: bool) -> None:
-    """Whether it must be converted, or convert-target is asked to."""
-    source = set_config(save_target(tmp_path / "target"), **({"quantization_config": FP8} if fp8 else {}))
-    size = 2 if kind == "U16" else 1
-    header = json.dumps({"odd": {"dtype": kind, "shape": [1], "data_offsets": [0, size]}}).encode()
-    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-    with pytest.raises(UserError, match=rf"tensor 'odd' has type {kind}: expected one of F64, .*; give the model in"):
-        convert_target(ConvertConfig(target=str(source), out_dir=str(tmp_path / "out")))

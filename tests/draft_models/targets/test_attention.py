@@ -20,7 +20,6 @@ from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.train.toy_target import packed_mask
 from tests.families import save_family
-from tests.forked import Fork
 from tests.memory import Largest
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import exit_student
@@ -91,18 +90,6 @@ def test_packed_mask() -> None:
     for i in range(7):
         for j in range(7):
             assert mask[i, j] == (j <= i and documents[0, i] == documents[0, j])
-
-
-@pytest.mark.slow
-def test_cudnn_is_left_out_where_a_target_is_opened_and_not_before(tmp_path: Path) -> None:
-    """PyTorch would take it first on Hopper; an import changes nothing in the process."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    modules = "torch, outrider.inference.core.decode, outrider.draft_models.targets.open_target"
-    run = Fork(["-c", f"import {modules}; print(torch.backends.cuda.cudnn_sdp_enabled())"], anew=["outrider"])
-    assert run.communicate() == ("True\n", "")
-    save_target(tmp_path)
-    open_target(str(tmp_path))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 LONG = 1400  # tokens

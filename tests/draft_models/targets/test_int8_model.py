@@ -5,14 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from outrider.base.errors import UserError
 from outrider.draft_models.targets import int8
 from outrider.draft_models.targets.int8 import LARGEST, Int8Linear, int8_bytes, quantise, quantise_rows
-from outrider.draft_models.targets.open_target import open_target, pick_dtype
-from tests.families import save_family
-from tests.gguf_files import save_plain_target, write_gguf
+from outrider.draft_models.targets.open_target import open_target
 from tests.refusals import refusal
 from tests.tiny import save_target
 
@@ -73,31 +70,7 @@ def test_the_model_is_that_of_its_weights_as_they_are_stored(tmp_path: Path, tie
     assert int8_bytes(stored, 2) == held
 
 
-def test_what_it_computes_in() -> None:
-    """Never float16, in which a sum over codes overflows."""
-    halves, cpu = LlamaConfig(dtype="float16"), torch.device("cpu")
-    assert pick_dtype("int8", halves, cpu) == pick_dtype("fast", halves, cpu)
-    assert pick_dtype("int8", halves, torch.device("cuda")) in (torch.bfloat16, torch.float32)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
-def test_weights_of_another_kind_are_refused_by_name(tmp_path: Path, family: str) -> None:
-    target = open_target(str(save_family(tmp_path, family)))
-    place = {"mixtral": r"layers\.0\.mlp.*\(Mixtral", "gpt2": r"h\.0\.attn\.c_attn \(Conv1D\)"}[family]
-    refusal(rf"dtype=int8 quantises linear layers.*{place}", target.require_int8)
-    with pytest.raises(UserError, match=r"dtype=int8 quantises linear layers"):
-        quantise(target.layers(dtype=torch.float32), torch.float32, "target=t")
-
-
 def test_what_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     model = open_target(str(save_target(tmp_path))).layers(dtype=torch.float32)
     model.get_submodule("model.layers.1.mlp.up_proj").weight[3, 4] = torch.nan
     refusal(r"model\.layers\.1\.mlp\.up_proj: dtype=int8 has no numbers", quantise, model, torch.float32, "target=t")
-
-
-def test_a_target_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
-    llama = save_plain_target(tmp_path / "model")
-    open_target(str(llama)).require_int8()
-    open_target(str(write_gguf(llama, tmp_path / "plain.gguf"))).require_int8()  # a GGUF file of float32
-    with pytest.raises(UserError, match="quantised as they are stored"):
-        open_target(str(write_gguf(llama, tmp_path / "small.gguf", "Q4_0"))).require_int8()

@@ -1,6 +1,7 @@
 """Weights that do not fit, in every place that loads a model: refused by name, or read as transformers reads them."""
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -37,8 +38,9 @@ from outrider.inference.loading.targets import load_plain, load_stack
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.students.small_lm import start_lm
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
+from tests.pairwise import each_value
 from tests.refusals import refusal
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target
 from tests.train.jobs import finetuning
 
@@ -176,8 +178,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("models") / "plain")
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("case", quick_where(lambda case: case == "a tensor is missing", list(REFUSED)))
+UNFIT = [*itertools.product(REFUSED, LOADERS)]
+
+
+@pytest.mark.parametrize(("case", "loader"), typical_where(each_value(UNFIT).__contains__, UNFIT))
 def test_what_does_not_fit_is_refused_by_every_command(plain: Path, tmp_path: Path, case: str, loader: str) -> None:
     """It names the tensor; nowhere is it run as a whole, with random numbers in the place of what is missing."""
     path = Path(shutil.copytree(plain, tmp_path / "model"))

@@ -1,15 +1,10 @@
 """Decoding many prompts at once: each says what it says alone, and its distribution is the target's own."""
 
-import itertools
-import math
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
+from transformers import AutoModelForCausalLM, Lfm2Config
 
-from outrider.base.errors import UserError
 from outrider.inference.batch.batch_decoder import Generator, top_k_of
-from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
@@ -62,25 +57,6 @@ def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampli
     assert again == [answers[i] for i in order]
 
 
-@pytest.mark.parametrize("layers", [True, False])
-def test_a_batch_too_slow_for_its_time_goes_on_with_fewer_prompts(tmp_path, layers):
-    """What they say stays the same; one goes on in any case. A second passes until the first estimate."""
-    path = save_target(tmp_path, "llama", peak=0.5)
-    run = layers_of(path, torch.float64) if layers else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    generator = Generator(run, Sampler(SamplingConfig()), (), greedy_tokens=3, smallest_batch=1)
-    prompts = [random_prompt(9)] * 6
-    draws = [uniforms(0, str(i), 0, 40) for i in range(6)]
-    whole, counts = generator.answer(prompts, draws), []
-    for seconds in (1.0, 5.4, 100.0, math.inf):
-        generator.seconds_left = itertools.chain([seconds], itertools.repeat(seconds - 1)).__next__
-        answers = generator.answer(prompts, draws)
-        assert all(
-            answer in (expected, Answer(failure=UNANSWERED)) for answer, expected in zip(answers, whole, strict=True)
-        )
-        counts.append(sum(not answer.failure for answer in answers))
-    assert counts == [1, 2, 6, 6]
-
-
 def test_a_batch_shrinks_where_layers_keep_no_keys():
     kinds = ["conv", "full_attention"]
     model = AutoModelForCausalLM.from_config(Lfm2Config(**HYBRID, layer_types=kinds), dtype=torch.float64).eval()
@@ -95,14 +71,6 @@ def test_a_batch_shrinks_where_layers_keep_no_keys():
     assert sizes == [4] * 2 + [2] * 7  # those that have ended are not decoded on
 
 
-def test_a_model_with_its_state_elsewhere_is_refused():
-    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(UserError, match="MambaForCausalLM keeps its state elsewhere than in past_key_values"):
-        Generator(model, Sampler(SamplingConfig()), (), greedy_tokens=1)
-    with pytest.raises(ValueError, match="no repetition penalty"):  # which would read a batch's other texts
-        Generator(model, Sampler(SamplingConfig(repetition_penalty=1.2)), (), greedy_tokens=1)
-
-
 def test_the_first_tokens_are_greedy_and_the_rest_are_not(model):
     prompt = random_prompt(9)
     argmax = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=10**6)
@@ -111,13 +79,6 @@ def test_the_first_tokens_are_greedy_and_the_rest_are_not(model):
     (greedy,) = argmax.answer([prompt], [uniforms(0, "", 0, 12)])
     assert {tokens[:4] for tokens in several} == {greedy.tokens[:4]}
     assert len({tokens[4] for tokens in several}) > 1
-
-
-def test_uniforms_are_a_function_of_seed_prompt_and_turn():
-    numbers = uniforms(1, "a", 0, 50)
-    assert torch.equal(uniforms(1, "a", 0, 20), numbers[:20])
-    for other in (uniforms(2, "a", 0, 50), uniforms(1, "b", 0, 50), uniforms(1, "a", 1, 50)):
-        assert not torch.equal(other, numbers)
 
 
 @pytest.mark.parametrize("layers", [True, False])

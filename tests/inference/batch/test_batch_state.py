@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from outrider.draft_models.targets.target import Texts
 from outrider.inference.batch import batch_state
 from outrider.inference.batch.batch_decoder import Generator
-from outrider.inference.batch.batch_state import FixedBatch, Forward, begin_batch
+from outrider.inference.batch.batch_state import FixedBatch
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
@@ -69,24 +68,6 @@ def test_a_planted_fault_is_found(model, monkeypatch, fault):
     plant(monkeypatch, FixedBatch, *fault)
     fixed(monkeypatch)
     assert answers_of(model) != expected
-
-
-def test_what_cannot_be_captured_runs_uncaptured(model, monkeypatch):
-    expected, error = answers_of(model), RuntimeError("operation not permitted when stream is capturing\nand more")
-    none = SimpleNamespace(capture=Mock(side_effect=error))
-    fixed(monkeypatch, can_capture=lambda _: True, GraphPool=lambda: none)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured as a CUDA graph.*not permitted") as found:
-        assert answers_of(model) == expected
-    assert len([one for one in found if "captured" in str(one.message)]) == 1
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_layers_that_forget_keys_are_not_fixed(tmp_path, monkeypatch, architecture):
-    """Mistral's layers keep a window of keys."""
-    monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
-    model = load(save_target(tmp_path, architecture))
-    batch, _ = begin_batch(Forward(model), torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4)
-    assert isinstance(batch, FixedBatch) == (architecture == "llama")
 
 
 @pytest.mark.gpu

@@ -12,9 +12,6 @@ from safetensors.torch import load_file, save_file
 from outrider.base.errors import UserError
 from outrider.base.run_dirs import code_version
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.batch import directory
-from outrider.inference.batch import generate as responses_module
-from outrider.inference.batch.directory import prompt_id
 from outrider.inference.batch.generate import generate_responses, run_identity
 from tests.inference.batch.responding import TALKS, letter_tokenizer, responses, save_answering, summary, talk
 from tests.refusals import refusal
@@ -43,34 +40,6 @@ def test_responses_from_elsewhere_count_as_answers(make):
     (folder / "responses-bad.jsonl").write_text('{"answer": "x"}\n')
     with pytest.raises(UserError, match=r"responses-bad\.jsonl:1: expected a record with id and text, or"):
         generate_responses(replace(config, resume=True))
-
-
-def test_records_from_elsewhere_with_ids_of_their_own_answer_their_prompts(make):
-    columns = [{"system": "s"} if i == 2 else {} for i in range(4)]
-    config = make([talk(f"question {i}") | columns[i] for i in range(4)])
-    folder = Path(config.out_dir)
-    folder.mkdir()
-    theirs = [{**talk(f"question {i}", "A"), "id": f"own-{i}", **columns[i]} for i in range(3)]
-    (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
-    asked = [{"role": "system", "content": "s"}, *talk("question 2")["messages"]]
-    assert prompt_id(asked) in directory.answered(folder)
-    generate_responses(replace(config, resume=True))
-    assert responses(config).keys() == {"own-0", "own-1", "own-2", prompt_id(talk("question 3")["messages"])}
-
-
-def test_the_directory_is_kept_from_others_until_the_end(make, monkeypatch):
-    config, seen = make(TALKS[:2]), []
-
-    def another(folder):
-        refusal("another run is writing", generate_responses, replace(config, resume=True))
-        seen.append(folder)
-        return directory.summarise(folder)
-
-    monkeypatch.setattr(responses_module, "summarise", another)
-    generate_responses(config)
-    assert seen == [Path(config.out_dir)]
-    monkeypatch.undo()
-    generate_responses(replace(config, resume=True))  # free again
 
 
 def test_more_data_is_answered_on_resume_and_nothing_else(make):

@@ -5,39 +5,27 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from tokenizers import processors
-from torch import nn
-from transformers import PreTrainedModel
 
 from outrider.base.errors import UserError
-from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.rows import load_rows
-from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.proof import NotByLayersError
-from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.batch import directory, responder
+from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.directory import prompt_id
-from outrider.inference.batch.generate import batches, generate_responses
+from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.responder import Responder
-from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import Todo, read_tasks
 from outrider.inference.core.batch import Batch
-from outrider.inference.engines.cpu.at_once import LayersAtOnce
-from outrider.inference.engines.cpu.recorded import can_pack
-from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.measure.time_limit import TimeLimit
 from tests.inference.batch.responding import (
     ENDS,
@@ -50,8 +38,6 @@ from tests.inference.batch.responding import (
     talk,
 )
 from tests.launched import launched
-from tests.refusals import refusal
-from tests.tiny import byte_tokenizer
 
 
 def test_responses_do_not_depend_on_batches_or_shards(make, monkeypatch):
@@ -68,28 +54,6 @@ def test_responses_do_not_depend_on_batches_or_shards(make, monkeypatch):
     assert len(list(Path(make(name="a").out_dir).glob("responses-*.jsonl"))) == len(TALKS)
     generate_responses(make(name="seed", seed=1))
     assert responses(make(name="seed")) != expected
-
-
-def test_the_target_is_laid_out_for_its_batches(make, target, monkeypatch):
-    """By layers on a CPU, and without a clock: or a resumed run might round otherwise."""
-    monkeypatch.setattr("outrider.inference.engines.packing.fastest_layout", None)
-    monkeypatch.setattr("outrider.inference.engines.cpu.layout.seconds_of_product", None)
-    monkeypatch.setattr(LayersAtOnce, "is_faster", None)
-
-    def loaded(dtype=torch.float32, **options):
-        config = replace(make(), **options)
-        return responder.load_target(config, open_target(config.target), dtype, torch.device("cpu"))
-
-    for dtype in (torch.float32, torch.bfloat16):
-        stack = loaded(dtype)
-        assert isinstance(stack, LayerStack)
-        assert stack.at_once is not None
-    assert isinstance(loaded(device_map="cpu"), PreTrainedModel)
-    monkeypatch.setattr(responder, "why_not_by_layers", lambda _: "unknown")
-    whole = loaded()
-    assert isinstance(whole, PreTrainedModel)
-    packed = {type(module) for module in whole.modules() if "Linear" in type(module).__name__}
-    assert packed == {PackedLinear if can_pack(torch.device("cpu"), torch.float32) else nn.Linear}
 
 
 def _killed_at(config, write):
@@ -180,16 +144,6 @@ def test_a_next_turn_waits_for_no_other_answer(make, monkeypatch):
     assert turns != sorted(turns)
 
 
-@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
-def test_other_kernels_do_not_go_on(make, monkeypatch):
-    """They round otherwise: a machine with AMX leaves half of the answers to one without, or the contrary."""
-    config = make()
-    monkeypatch.setattr(responses_module, "has_amx", lambda: True)
-    generate_responses(config)
-    monkeypatch.setattr(responses_module, "has_amx", lambda: False)
-    refusal(r'kernels="\w+" \(was "\w+, steps by AMX"\)', generate_responses, replace(config, resume=True))
-
-
 @pytest.fixture
 def answering_takes(monkeypatch):
     """A clock that only answering moves, by what a function of the time says; returns how that function is given."""
@@ -210,19 +164,6 @@ def answering_takes(monkeypatch):
 @pytest.fixture
 def thirty_seconds_a_batch(answering_takes):
     answering_takes(lambda _: 30)
-
-
-@pytest.mark.parametrize(("seconds", "batches_done"), [(5, 5), (20, 3), (100, 1)])
-def test_a_machine_that_becomes_slow_ends_in_time(make, answering_takes, capsys, seconds, batches_done):
-    """Twice as slow from the middle on: no batch begins after the time, and a line says what is left."""
-    now = answering_takes(lambda at: seconds * (1 if at < 30 else 2))
-    config = make(batch_size=2, shard_size=99, minutes=1)
-    generate_responses(config)
-    assert now[0] <= 1.1 * 60 + 2 * seconds
-    assert len(responses(config)) == 2 * batches_done
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1 minutes hold no further")]
-    assert bool(said) == (batches_done < 5)
-    assert ("batch_size" in "".join(said)) == (batches_done == 1)
 
 
 def test_a_batch_that_is_too_slow_goes_on_with_fewer_prompts(make, monkeypatch, capsys):
@@ -267,22 +208,6 @@ def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make,
     assert responses(config) == responses(whole)
 
 
-@pytest.mark.usefixtures("thirty_seconds_a_batch")
-@pytest.mark.parametrize("minutes", [None, 2])
-def test_the_first_batch_tells_how_long_all_take(make, capsys, minutes):
-    """And what ends it earlier. It is said once, and not where one batch is all there is."""
-    generate_responses(make(batch_size=2, minutes=minutes))
-    said = re.findall(
-        r"first_batch=2/10 tokens_per_s=(\d+) all_tokens=(\d+) all_take='2 min 30 s': (.*)", capsys.readouterr().out
-    )
-    ((rate, tokens, end),) = said
-    assert int(tokens) % 5 == 0 < int(tokens)  # five such batches
-    assert int(rate) == round(int(tokens) / 150)
-    assert ("minutes=2 end it" in end, "data.max_records=" in end) == (minutes == 2, minutes is None)
-    generate_responses(make(name="small", batch_size=10))
-    assert "first_batch=" not in capsys.readouterr().out
-
-
 def test_a_plan_is_an_upper_bound_and_makes_nothing(make, capsys):
     """Of what a run then answers; without a word about the memory of a server. A resumed run has fewer prompts."""
 
@@ -305,42 +230,6 @@ def test_a_plan_is_an_upper_bound_and_makes_nothing(make, capsys):
     assert plan(name="made", resume=True)[0]["prompts"] == 0
     with pytest.raises(UserError, match=r"data source=local: no prompt in it .*\(found nothing\); give more data"):
         plan(records=[talk("a", "b")], heldout_fraction=0.999)
-
-
-@pytest.mark.usefixtures("thirty_seconds_a_batch")
-def test_the_time_before_a_kill_counts(make, monkeypatch):
-    config, real, saved = make(batch_size=2, shard_size=2, minutes=2), directory.Shard.save, []
-
-    def save(shard, folder, number):
-        if len(saved) == 2:
-            raise KeyboardInterrupt
-        saved.append(number)
-        real(shard, folder, number)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(directory.Shard, "save", save)
-        with pytest.raises(KeyboardInterrupt):
-            generate_responses(config)
-    assert len(responses(config)) == 4  # of a minute; the third batch is lost, and its time with it
-    generate_responses(replace(config, resume=True))
-    assert len(responses(config)) == 8
-
-
-def test_what_is_answered_in_time_is_of_all_lengths(make):
-    """The same batches in another order: by themselves the longest prompts come first."""
-    config = make([talk("x" * length) for length in range(1, 41)], batch_size=4)
-    tasks = list(read_tasks(config, letter_tokenizer(), Todo()))
-    for task in tasks:
-        task.prompt = render_prompt(task.messages, letter_tokenizer())
-    in_time = batches(tasks, replace(config, minutes=1))
-
-    def lengths(found):
-        return [[len(task.prompt) for task in batch] for batch in found]
-
-    longest_first = lengths(batches(tasks, config))
-    assert longest_first == sorted(longest_first, reverse=True)
-    assert sorted(lengths(in_time), reverse=True) == longest_first
-    assert min(lengths(in_time)[:4]) < longest_first[5] < max(lengths(in_time)[:4])
 
 
 def test_plain_text_is_continued_from_its_beginning(make):
@@ -378,33 +267,6 @@ def test_what_cannot_be_answered_is_counted_and_listed(make):
     assert {path: path.read_bytes() for path in Path(config.out_dir).glob("*.jsonl")} == before
 
 
-def test_the_longest_prompts_come_first_and_answers_stay_within_the_context(make, monkeypatch):
-    real, lengths = Generator.converse, []
-
-    def converse(self, prompts, draws, after):
-        assert all(len(prompt) + len(numbers) <= 160 for prompt, numbers in zip(prompts, draws, strict=True))
-        lengths.extend(map(len, prompts))
-        return real(self, prompts, draws, after)
-
-    monkeypatch.setattr(Generator, "converse", converse)
-    generate_responses(make([talk("x" * n) for n in (20, 140, 80, 148, 30)], max_new_tokens=30, batch_size=2))
-    assert lengths == [153, 145, 85, 35, 25]
-
-
-def test_a_text_without_tokens_is_no_question(make, target, tmp_path):
-    tokenizer = letter_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    asks = shutil.copytree(target, tmp_path / "asks")
-    tokenizer.save_pretrained(asks)
-    config = replace(make([{"text": "\u0416"}, {"text": "some text"}]), target=str(asks))  # a letter it does not know
-    generate_responses(config)
-    assert [entry["reason"] for entry in skipped(config)] == ["no_question"]
-    (record,) = responses(config).values()
-    assert record["prompt_tokens"] == 1 + len("some text") // 2  # what begins every text, and half of this one
-
-
 def test_answers_without_an_end_can_be_left_out(make):
     kept, dropped = make(name="kept", max_new_tokens=3), make(name="dropped", max_new_tokens=3, keep_truncated=False)
     generate_responses(kept)
@@ -416,20 +278,6 @@ def test_answers_without_an_end_can_be_left_out(make):
     assert whole.items() <= responses(dropped).items()
     assert {entry["reason"] for entry in skipped(dropped)} == {"truncated"}
     assert len(skipped(dropped)) + len(responses(dropped)) == len(TALKS)
-
-
-def test_a_character_that_the_budget_cuts_in_half_is_left_out():
-    bare = Responder.__new__(Responder)
-    bare.tokenizer = byte_tokenizer()
-    ids = bare.tokenizer("naïve é")["input_ids"]
-    assert bare._text(ids) == "naïve é"
-    assert bare._text(ids[:-1]) == "naïve "
-
-
-def test_one_process_spreads_a_target_over_all_gpus(make, monkeypatch):
-    two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=0, is_main_process=True)
-    monkeypatch.setattr(responses_module, "join_processes", lambda: two)
-    refusal("device_map=auto: one process has all GPUs then; start one", generate_responses, make(device_map="auto"))
 
 
 def test_training_reads_the_answers(make, tmp_path):
@@ -455,12 +303,3 @@ def test_training_reads_the_answers(make, tmp_path):
     finished = [(record["written"]["documents"][-1]["ids"][-1], record) for record in responses(config).values()]
     assert {(last in ENDS, record["finish"]) for last, record in finished} == {(True, "end"), (False, "length")}
     assert sorted(trained) == sorted(answers)
-
-
-def test_a_mix_is_answered_whole_and_weighed_later():
-    def configure(**weights):
-        mix = {name: MixPart(source="local", path=name, weight=weight) for name, weight in weights.items()}
-        return GenerateConfig(target="t", data=DataConfig(source="mix", mix=mix))
-
-    configure(a=0.5, b=0.5, c=0.0)
-    refusal(r"^data\.mix weights=\{'a': 0\.5, 'b': 1\.0\}: expected equal weights", configure, a=0.5, b=1.0, c=0.0)

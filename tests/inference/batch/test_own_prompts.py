@@ -14,9 +14,8 @@ from transformers import AutoTokenizer, DynamicCache
 
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import around_question
-from outrider.data_prep.text.prompts import Prompt, parted, read_prompts
+from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.records import turn_key
-from outrider.data_prep.text.sources import is_heldout
 from outrider.inference.batch.directory import Shard
 from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.batch.tasks import uniforms
@@ -118,13 +117,6 @@ def test_a_killed_run_or_one_whose_time_was_over_goes_on_to_the_same_files(confi
     assert files(short) != files(expected)
     write_prompts(replace(short, resume=True, minutes=None))
     assert files(short) == files(expected)
-
-
-def test_a_prompt_stays_on_its_side_in_other_company():
-    many = [Prompt(str(i), "own", ("qQ"[i > 999] + f"uestion {i % 1000}",), True) for i in range(1100)]
-    (train, held), (_, few) = (parted(some, 0.3, "", by_hash=True).values() for some in (many, many[:500]))
-    assert len(few) == 150 < len({*few} & {*held}) + 10
-    assert (len(train), 15 < sum(is_heldout(one.turns[0].lower(), 0.05) for one in train) < 60) == (700, True)
 
 
 def test_what_gives_no_prompts_is_refused(config, tmp_path, monkeypatch, capsys):

@@ -6,16 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.base.errors import UserError
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.settings import DataConfig
-from outrider.data_prep.text.sources import read_records
-from outrider.inference.batch import tasks
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Todo, read_tasks
 from tests.data_prep.text.test_prompts import LAYOUTS
-from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, responses
-from tests.refusals import refusal
+from tests.inference.batch.responding import ENDS, letter_tokenizer, responses
 
 QUESTIONS = [{"id": i, "turns": [f"question {i}", "and more of it?" + "x" * (5 * i), "and at last?"]} for i in range(6)]
 
@@ -76,39 +72,3 @@ def test_answers_to_several_questions_are_those_of_generate_turn_by_turn(make, m
     first = make(QUESTIONS, name="first", max_new_tokens=20, turns="first")
     generate_responses(first)
     assert {len(record["messages"]) for record in responses(first).values()} == {2}
-
-
-def test_what_is_no_prompt_is_named(make):
-    def refused(rows, message):
-        refusal(message, _tasks, make(rows))
-
-    good = {"turns": ["a question"]}
-    refused([good, {"turns": []}], r"prompts\.jsonl:2: turns=\[\]: expected a list of texts")
-    refused([good, {"turns": ["x", 1]}], r"prompts\.jsonl:2: prompt is 1: expected a text")
-    refused([good, {"body": "x"}], r"prompts\.jsonl:2: expected one of the columns turns, .*present: body")
-    refused([{"prompt": " "}], r"prompts\.jsonl:1: prompt is ' ': expected a text")
-    refused([good, {"prompt": "x"}], "data has both plain texts and conversations")
-
-
-def test_prompts_have_nothing_to_learn_from(make):
-    data = replace(make([{"turns": ["a question"]}]).data, layout="prompts")
-    with pytest.raises(UserError, match="layout=prompts: prompts have no answers to learn from; answer them with"):
-        list(read_records(data, "train"))
-    refusal("column='turns': expected null with layout=prompts", replace, data, column="turns")
-    with pytest.raises(UserError, match=r"prompts\.jsonl:1: prompts have no answers to learn from"):
-        list(read_records(replace(data, layout="auto"), "train"))
-
-
-def test_only_prompts_that_are_to_be_answered_are_rendered(make, monkeypatch):
-    real, rendered = tasks.render_prompt, []
-
-    def render(turns, *rest):
-        rendered.append(turns[0]["content"])
-        return real(turns, *rest)
-
-    monkeypatch.setattr(tasks, "render_prompt", render)
-    generate_responses(make(TALKS[:4], turns="first"))
-    assert sorted(rendered) == [f"question {i}" for i in range(4)]
-    rendered.clear()
-    generate_responses(make(TALKS[:6], turns="first", resume=True))
-    assert sorted(rendered) == ["question 4", "question 5"]

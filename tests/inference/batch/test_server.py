@@ -1,24 +1,21 @@
 """Answers of a server: those of the own path, whatever the server drops, delays, repeats or gets wrong."""
 
 import copy
-import json
 import re
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
 from outrider.base.errors import UserError
-from outrider.inference.batch import client
 from outrider.inference.batch.client import ReplyError
 from outrider.inference.batch.generate import generate_responses
-from outrider.inference.batch.server import Row, check_rows, read_rows
-from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
-from tests.inference.batch.serving import Engine, replying, serving
+from outrider.inference.batch.server import Row, check_rows
+from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped
+from tests.inference.batch.serving import Engine, serving
 from tests.refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -126,17 +123,6 @@ def test_a_server_that_goes_away_ends_the_run_which_goes_on_with_another(make, e
         assert torch.equal(found.top.logprobs, tops(whole)[identity].top.logprobs)
 
 
-def test_a_few_prompts_that_failed_are_left_to_a_resumed_run(make, engine, capsys):
-    with serving(engine(lambda number, reply: reply if number != 9 else 500)) as url:
-        config = asked(make, url, concurrency=1, server_retries=0)
-        generate_responses(config)
-        assert "unanswered=1 prompts" in capsys.readouterr().out
-        assert len(responses(config)) == len(TALKS) - 1
-        generate_responses(replace(config, resume=True))
-    assert len(responses(config)) == len(TALKS)
-    assert summary(config)["skipped"] == 0
-
-
 def test_texts_without_ids_are_taken_where_they_are_tokenised_so(make, engine, capsys):
     own = make(name="own", **GREEDY)
     generate_responses(own)
@@ -192,14 +178,6 @@ def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
         generate_responses(asked(make, url))
 
 
-def test_rows_of_llama_cpp_and_of_names_without_ids():
-    entry = {"id": 7, "token": "a", "logprob": -0.5, "top_logprobs": [{"id": 7, "token": "a", "logprob": -0.5}]}
-    assert read_rows({"content": [entry]}) == [Row(7, -0.5, {7: -0.5})]
-    named = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}]}
-    assert read_rows(named) is None
-    assert read_rows(json.loads(json.dumps(named).replace('"a"', '"token_id:7"'))) == [Row(7, -0.5, {7: -0.5})]
-
-
 def test_rows_that_cannot_be_of_their_tokens():
     check_rows([Row(1, -0.7, {1: -0.7, 2: -0.9}), Row(3, -3.0, {1: -0.7, 2: -0.9})], [1, 3], greedy=False)
     for row, greedy in ((Row(1, -0.9, {1: -0.9, 2: -0.7}), True), (Row(1, -0.9, {1: -2.0}), False),
@@ -208,21 +186,3 @@ def test_rows_that_cannot_be_of_their_tokens():
             check_rows([row], [row.token], greedy=greedy)
     with pytest.raises(ReplyError):
         check_rows([Row(1, -0.7, {1: -0.7})], [2], greedy=False)
-
-
-@pytest.mark.parametrize(("said", "waited"), [({}, [0.001, 0.002]), ({"Retry-After": "7"}, [7, 7]),
-                                              ({"Retry-After": "900"}, [60, 60])])  # fmt: skip
-def test_a_busy_server_says_when_to_ask_again(said, waited):
-    waits = []
-    with replying(b"", b"", status=429, headers=said) as url:
-        asks = client.Client(url, f"server={url}", 5.0, 2, waits.append)
-        with pytest.raises(ReplyError, match="429"):
-            asks.patiently(lambda: asks.fetch("/v1/models"))
-    assert waits == waited
-
-
-def test_a_line_ends_with_a_line_feed_alone():
-    """Texts of models have other characters for it, which JSON need not escape."""
-    parts = ["data: a\u2028b\x85c".encode(), b"d\ndata", b": e"]
-    found = [line.decode() for line in client.lines_of(httpx.Response(200, content=iter(parts)))]
-    assert found == ["data: a\u2028b\x85cd", "data: e"]

@@ -4,7 +4,6 @@ from."""
 import shutil
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from outrider.data_prep.text.records import Read
 from outrider.inference.batch.directory import Response, top_k_documents
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Answer, Task, TopK
-from tests.inference.batch.responding import TALKS, letter_tokenizer, read_responses, talk
+from tests.inference.batch.responding import letter_tokenizer, read_responses, talk
 from tests.refusals import refusal
 
 
@@ -75,14 +74,6 @@ def test_distributions_from_elsewhere_are_found_where_the_record_has_their_token
     (document,) = encode([text], tokenizer, "tokenizer")
     assert find(text, document.ids[6:])[0][1].tolist() == list(range(6, len(document.ids)))
     assert find(text, [*document.ids[6:], 1]) == []
-
-
-def test_a_damaged_distribution_is_named(make):
-    config = make(TALKS[:2], top_k_logits=2)
-    generate_responses(config)
-    (file,) = Path(config.out_dir).glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-9])
-    refusal(r"responses-00000\.safetensors: not a readable safetensors file", read_responses, config.out_dir)
 
 
 @torch.inference_mode()

@@ -10,18 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import normalizers
 
 import outrider
 from outrider.base import errors
 from outrider.base.errors import UserError
 from outrider.data_prep.ngrams.token_shards import passages
 from outrider.data_prep.text import documents
-from outrider.data_prep.text.documents import encode
-from outrider.data_prep.text.records import Read, find_layout, to_record
+from outrider.data_prep.text.records import Read
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
@@ -36,7 +33,7 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, Task
 from tests.inference.batch.responding import ALONE
 from tests.refusals import refusal
-from tests.support.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
+from tests.support.chat_families import FAMILIES, REWRITING, byte_fallback, cleaning, tokenizer_of
 from tests.tiny import save_target
 
 BUDGET = 150
@@ -150,27 +147,6 @@ def test_so_is_what_is_counted(answer: Any, name: str) -> None:
         assert all(one.text and not one.ids for one in others)
 
 
-def test_the_space_that_begins_an_answer_is_part_of_its_text(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tokenizer whose decoding leaves it out: the template gives the tokens back with it, in the next turn too."""
-    family = Family("{% for m in messages %}{{ m.content }}{% if m.role != 'user' %}</s>{% endif %}{% endfor %}", (),
-                    "</s>", "cat", "the cat")  # fmt: skip
-    monkeypatch.setitem(FAMILIES, "spaced", family)
-
-    def spaced(_: Family) -> Any:
-        tokenizer = byte_fallback()
-        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "▁")
-        tokenizer.chat_template = family.template
-        return tokenizer
-
-    monkeypatch.setattr("tests.inference.batch.test_written_tokens.tokenizer_of", spaced)
-    monkeypatch.setattr(Scripted, "_spelt", lambda self, piece: self.tokenizer(" " + piece)["input_ids"])
-    tokenizer, data, script = answer("spaced", [["two?", "another?"]])
-    assert learned(data, tokenizer) == sorted(script.said)
-    (record,) = read_records(data, "train")
-    assert [message["content"] for message in record["messages"][1::2]] == [" cat", " the cat"]
-    assert len(record["written"].documents) == 1
-
-
 def _another_turns(task: Task, answer: Answer) -> None:
     keep(task, answer)
     read = task.documents[-1]
@@ -234,18 +210,6 @@ def test_an_edited_text_is_what_is_learned_and_it_is_said(answer: Any, capsys: A
     said = capsys.readouterr().err
     assert said.count("is not the one that was written") == 1
     assert file.name in said
-
-
-def test_records_of_other_origin_and_older_answers_are_read_through_the_template(answer: Any) -> None:
-    tokenizer, data, _ = answer("qwen2", [["one?"]])
-    (file,) = Path(data.path[0]).parent.glob("responses-*.jsonl")
-    raw = json.loads(file.read_text())
-    (own,) = encode([to_record(raw, find_layout(raw, "auto", None, "a"), "a")], tokenizer, "tokenizer")
-    for column in ({}, {"written": None}, {"written": "by hand"}, {"written": {"by": "hand"}}):
-        plain = {key: value for key, value in raw.items() if key != "written"} | column
-        (document,) = encode([to_record(plain, find_layout(plain, "auto", None, "a"), "a")], tokenizer, "tokenizer")
-        assert document.ids.tolist()[: len(own.ids)] == own.ids.tolist()
-        assert np.flatnonzero(document.supervised).tolist() == np.flatnonzero(own.supervised).tolist()
 
 
 @pytest.mark.parametrize(

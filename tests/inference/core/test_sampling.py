@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -149,23 +148,6 @@ def test_users_processors_see_exactly_their_branch() -> None:
         assert row[(*TEXT, *path)[-1]] == 0
 
 
-@pytest.mark.parametrize(("kind", "asked", "own"), [
-    (RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}, False),
-    (EncoderRepetitionPenaltyLogitsProcessor, {}, True),  # older ones see the first row alone
-])  # fmt: skip
-def test_rows_are_given_at_once_to_what_treats_them_alike(
-    kind: type, asked: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To transformers' own: not to a user's in the place of one."""
-    rows: list[int] = []
-    monkeypatch.setattr(kind, "__call__", lambda _, ids, scores: [rows.append(len(ids)), scores][1])
-    made = [kind.__new__(kind)]
-    for users in ([], made):
-        rows.clear()
-        Sampler(SamplingConfig(**asked), users, defaults=made if own else ()).probabilities(logits_of(), contexts())
-        assert (sum(rows), max(rows) > 1) == (len(PATHS), not users and not own)
-
-
 @pytest.mark.parametrize(
     "processor",
     [
@@ -205,14 +187,6 @@ def test_probabilities_are_float32_from_the_start(dtype: torch.dtype) -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, Sampler(EVERYTHING).probabilities(logits.float(), contexts()))
     assert logits.dtype == dtype
-
-
-def test_contexts_are_asked_for_where_they_matter() -> None:
-    assert not Sampler(SamplingConfig(0.5, 5, 0.9, 0.1)).reads_context
-    assert Sampler(SamplingConfig(0.5), [Recorder()]).reads_context
-    for missing in (None, contexts()[:-1]):
-        with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor reads the context"):
-            Sampler(EVERYTHING).probabilities(logits_of(), missing)
 
 
 @pytest.mark.parametrize("size", [5, 64 * 40, 49_999])

@@ -1,8 +1,7 @@
 """An EAGLE-3 head with each known mistake of such heads: the doctor names every one that changes drafts."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head
+from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import boundaries_of, compare, judge
@@ -20,7 +19,6 @@ from outrider.inference.doctor.scores import join, refuse, score, table
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
-from tests.refusals import refusal
 
 
 def examinee_in(clinic: Clinic, where: str) -> Examinee:
@@ -124,17 +122,6 @@ def test_a_vocabulary_map_that_was_never_stored_is_named(clinic: Clinic, tmp_pat
     refuse("eagle3", where, found)
 
 
-def test_the_record_of_a_training_is_reported(clinic: Clinic, tmp_path: Path) -> None:
-    where = write(tmp_path / "head", clinic.head, clinic.stack)
-    for weights, said in ((clinic.target.fingerprint.weights, "whose digests are this"), ("others", "not this target")):
-        made_for = asdict(replace(clinic.target.fingerprint, weights=weights))
-        record = {"target": "base", "settings": {"target": made_for, "data": {"source": "python_stdlib"}}}
-        (tmp_path / "head" / TRAINING_FILE).write_text(json.dumps(record))
-        examinee = examinee_in(clinic, where)
-        [fact] = [fact for fact in examinee.facts if fact.name == "made for"]
-        assert fact.said.startswith(f"base, {said}")
-
-
 def test_only_boundaries_that_are_read_are_recorded(clinic: Clinic, tmp_path: Path) -> None:
     """Of a long text only at the boundaries of the declared reading."""
     examinee = examinee_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
@@ -149,45 +136,6 @@ def test_constant_positions_in_training_are_found(clinic: Clinic, tmp_path: Path
     assert found["better"]["name"] == "drafted positions stand still"
     assert "train it again" in shown(found)
     refuse("eagle3", where, found)
-
-
-def test_what_only_servers_mind_and_numbers_that_overflow_are_said(clinic: Clinic, tmp_path: Path) -> None:
-    where = write(tmp_path / "head", clinic.head, clinic.stack, layer(max_position_embeddings=64))
-    found = examined(clinic, where)
-    assert "max_position_embeddings=64, the target's 256: servers stop there" in shown(found)
-    assert found["better"] is None
-
-    def overflow(config: Config, weights: Weights) -> None:
-        weights["layers.0.mlp.down_proj.weight"] *= 1e38
-
-    said = shown(examined(clinic, write(tmp_path / "far", clinic.head, clinic.stack, overflow)))
-    assert "of its logits are not finite" in said
-
-
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"own_embedding": True}, "has no embed_tokens.weight, which the reading asks for"),
-    ({"taps": (1, 2)}, r"tensor fc.weight has shape \[64, 192\], but the reading asks for \[64, 128\]"),
-    ({"taps": (2, 3, 5)}, "expected are 0 to 4"),
-    ({"taps": (2, 3, 3)}, "reading.taps=.*ascending order"),
-    ({"final_norm": False}, "reading.norm_output=True: expected false where final_norm is false"),
-])  # fmt: skip
-def test_a_reading_that_cannot_be_is_refused(
-    clinic: Clinic, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    where = write(tmp_path / "head", clinic.head, clinic.stack)
-    refusal(said, lambda: open_head(where, clinic.target.config, changes=ReadingChanges(**changes)).load(torch.float32))
-
-
-def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:
-    """The error says which option to give; here the file also has t2d."""
-    ids = torch.tensor(TOKENS)
-    where = write(tmp_path / "head", clinic.head, clinic.stack, lambda config, weights: weights.update(d2t=ids))
-    with pytest.raises(UserError, match=r"d2t and t2d name other tokens.*reading.draft_ids=index"):
-        open_head(where, clinic.target.config).load(torch.float32)
-    changes = ReadingChanges(draft_ids="index")
-    head = open_head(where, clinic.target.config, changes=changes).load(torch.float32)
-    assert torch.equal(head.draft_tokens, ids)  # type: ignore[arg-type]
-    assert Eagle3Plugin(changes).draft_vocabulary(where) == list(TOKENS)
 
 
 @pytest.mark.parametrize("window", [None, 6])

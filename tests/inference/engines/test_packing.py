@@ -1,7 +1,6 @@
 """Weights in another order: the same numbers; chosen where they are measured to be faster."""
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ from torch import nn
 from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
-from outrider.base.errors import UserError
-from outrider.inference.engines.cpu.at_once import REPEATS, PanelLinear
+from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.recorded import can_pack, recorded, settle
 from outrider.inference.engines.cpu.vectors import PANEL
-from outrider.inference.engines.packing import LAYOUTS, TIMED_ROWS, PackedLinear, fastest_layout, pack_linears
+from outrider.inference.engines.packing import TIMED_ROWS, PackedLinear, fastest_layout, pack_linears
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
@@ -108,40 +106,6 @@ def test_panels_are_no_choice_for_layers_that_do_not_fit_or_run_another_way(monk
 
 
 @needs_onednn
-def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: dict[tuple[str, int], int] = {}
-
-    def cost(layout: str, rows: int) -> float:
-        count = calls[layout, rows] = calls.get((layout, rows), 0) + 1
-        slow = layout == "blocked" and count in (1, 3)
-        return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
-
-    assert fastest_layout(layers_of(1), machine(cost, monkeypatch), small=0) == "blocked"
-
-
-@needs_onednn
-def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which one that has just run is in a cache, where blocks are quicker."""
-    ran: list[nn.Module] = []
-
-    def cost(layout: str, rows: int) -> float:
-        near = any(one is ran[-1] for one in ran[-4:-1])
-        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "panels": 3}[layout]
-
-    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran), small=0) == "plain"
-
-
-@needs_onednn
-def test_layouts_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What slows a machine for a while slows all of them."""
-    ran: list[tuple[int, str]] = []
-    clock = machine(lambda layout, rows: ran.append((rows, layout)) or 1.0, monkeypatch)  # type: ignore[func-returns-value]
-    fastest_layout(layers_of(3), clock, small=0)
-    turns = [(rows, layout) for rows in TIMED_ROWS for _ in range(1 + REPEATS) for layout in LAYOUTS]
-    assert [one for one, _ in groupby(ran)] == turns
-
-
-@needs_onednn
 def test_each_shape_is_chosen_for_itself() -> None:
     """What is not packed stays as it is, and shared ones stay shared."""
     wide, narrow = nn.Linear(4, 8), nn.Linear(4, 2)
@@ -160,14 +124,6 @@ def test_each_shape_is_chosen_for_itself() -> None:
     assert isinstance(model["c"], PackedLinear)
 
 
-@needs_onednn
-def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "panels": 2}[layout], monkeypatch)
-    assert fastest_layout(layers_of(1), clock) == "blocked"
-    size = 8 * PANEL * 4  # bytes
-    assert [fastest_layout(layers_of(1), clock, small=small) for small in (size, size + 1)] == ["plain", "blocked"]
-
-
 def asked(answer: str) -> str:
     return settle("8×8 in float32", ("plain", "blocked"), lambda: answer)
 
@@ -184,12 +140,3 @@ def test_a_question_has_one_answer() -> None:
         assert asked("blocked") == "plain"
     with recorded():
         assert asked("blocked") == "blocked"
-
-
-@pytest.mark.parametrize(("known", "message"), [
-    ({"8×8 in float32": "panels"}, r"8×8 in float32 by the kernel 'panels'.*one of plain, blocked"),
-    ({}, "does not record by what kernel it multiplied 8×8 in float32"),
-])  # fmt: skip
-def test_what_cannot_be_kept_is_refused(known: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message), recorded(known):
-        asked("plain")

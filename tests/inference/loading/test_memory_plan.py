@@ -1,43 +1,36 @@
 """plan=true: what it says of weights, caches and a training is what loading, decoding and a step really take."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.targets.model_files import load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.batch.generate import describe_plan
-from outrider.inference.batch.tasks import Task
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate.compare import evaluate
 from outrider.inference.loading import memory_plan
-from outrider.inference.loading.memory_plan import Held, Place, cache_bytes, explained, pass_bytes, weight_bytes
+from outrider.inference.loading.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.optimizers import build_optimizer
-from outrider.train.recipes.calibration import calibrate
 from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
 from outrider.train.students.early_exit import empty_exit, exit_plan
-from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, random_prompt, save_exit, save_target
-from tests.train.jobs import calibrating, save_for_calibration
 
 LOOKUP = {"m": MethodConfig(source="prompt_lookup")}
 CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1), frozen_dtype="bfloat16")
@@ -127,25 +120,6 @@ def test_a_plan_is_of_the_device_that_a_run_would_use(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("answers", "read"),
-    [("target", "target's weights"), ("recorded", f"target's first {LAYERS - 1} layers, embedding and head")],
-)
-def test_a_capture_holds_an_early_exit_beside_the_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture, answers: Literal["target", "recorded"], read: str
-) -> None:
-    """For texts of a prompt and what continues it; nothing is captured."""
-    folder = save_for_calibration(tmp_path)
-    calibrate(calibrating(folder, tmp_path / "out", plan=True, answers=answers))
-    said = capsys.readouterr().out
-    first, *lines = said[said.index("plan ") :].splitlines()  # what libraries say stands before it
-    assert first.startswith("plan positions=88 ")
-    assert [line.strip().partition(":")[0] for line in lines] == [
-        read, "early_exit's weights", "early_exit's caches",
-    ]  # fmt: skip
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_early_exit_beside_it(tmp_path: Path) -> None:
     """Its sessions have caches of their own."""
     path = save_target(tmp_path / "target")
@@ -159,16 +133,6 @@ def test_an_early_exit_beside_it(tmp_path: Path) -> None:
     assert plain + layer < own < 2 * plain + layer
 
 
-@pytest.mark.slow
-def test_the_papers_own_arithmetic() -> None:
-    """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B, 13B with N = 3 1.6 B and 481 M."""
-    for size, exit_layer, read, learned in ((70, 5, 5.6, 1.12), (13, 3, 1.6, 0.481)):
-        counts: Any = exit_plan(replace(CONFIG, exit_layer=exit_layer), llama_2(size)).facts
-        assert float(counts["read_parameters"]) / 1e9 == pytest.approx(read, abs=0.1)
-        assert float(counts["read_gb"]) == pytest.approx(2e-9 * int(counts["read_parameters"]), abs=0.01)
-        assert float(counts["trained_parameters"]) / 1e9 == pytest.approx(learned, abs=0.005)
-
-
 def test_activations_are_of_a_micro_batch() -> None:
     """And what is known of the target needs no layer of it."""
     parts = held(CONFIG, llama_2(70), 5)
@@ -180,37 +144,6 @@ def test_activations_are_of_a_micro_batch() -> None:
     responses = DataConfig(source="local", path="responses-*.jsonl")
     cached = replace(CONFIG, objective="kl_tv", teacher="cached", data=responses)
     assert held(cached, llama_2(70), 5) == parts
-
-
-@pytest.mark.parametrize(("name", "context"), [("vicuna_13b", 2048), ("llama2_13b", 4096), ("codellama_13b", 16384)])
-def test_experiments_of_13_billion_fit_a_gpu_of_80_gb(name: str, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers with a batch of the longest prompts, and the training with the whole target beside it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    target = llama_2(13, max_position_embeddings=context)
-    longest = Task(
-        "0",
-        "0",
-        "vicuna",
-        [1] * 64,
-        upcoming=[{"role": "user", "content": "x" * context}] if name == "vicuna_13b" else [],
-    )
-    said = describe_plan(composed(f"generate_responses/{name}"), target, [longest], context)
-    assert 50 < float(re.search(r"device_gb=(\S+)", said)[1]) < 75
-    parts = held(composed(f"eesd/{name}"), target, 3)
-    assert parts["the whole target, to decode with"] > 26e9
-    assert sum(parts.values()) < 80e9
-
-
-@pytest.mark.parametrize("objective", ["cross_entropy", "forward_kl"])
-def test_the_loss_of_a_large_vocabulary_is_in_the_plan(objective: str) -> None:
-    """A chunk of logits over 262,144 tokens is half a gigabyte; the loss and the program are no more than 2."""
-    target = llama_2(13, vocab_size=262_144, tie_word_embeddings=True, num_hidden_layers=2, hidden_size=640)
-    config = replace(CONFIG, objective=objective, train_head=False)
-    fewer, more = held(config, target, 1), held(replace(config, train_head=True), target, 1)
-    loss, gradient = "logits and the loss, some rows at a time", "a matrix's gradient in the loss"
-    assert 512 * 262_144 * 4 < fewer[loss] == more[loss] < 1.2e9
-    assert more[gradient] == 4 * 262_144 * 640
-    assert fewer[gradient] == 0
 
 
 IDS = torch.tensor([random_prompt(24)])
@@ -272,23 +205,3 @@ def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> No
     config = replace(CONFIG, frozen_dtype="float32")  # in 16 bits transformers keeps a few routers in 32
     for objective, train_head in (("cross_entropy", True), ("forward_kl", False)):
         require_allocated(path, replace(config, objective=objective, train_head=train_head))
-
-
-def test_a_cpu_that_has_not_enough_is_told_so_and_other_errors_stay() -> None:
-    with pytest.raises(UserError, match="weights 3"), explained(lambda: [Held("weights", 3 * 10**9)]):
-        torch.empty(2**60)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), explained(list):
-        torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError()])
-def test_a_training_that_does_not_fit_says_what_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def full(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("outrider.train.core.driver.run_training", full)
-    path = save_target(tmp_path / "target")
-    with pytest.raises(UserError, match=r"activations of \d+ rows .* fit\.micro_batch_rows=1"):
-        train_early_exit(replace(CONFIG, target=str(path), out_dir=str(tmp_path / "out")))

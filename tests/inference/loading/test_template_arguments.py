@@ -16,29 +16,24 @@ import outrider
 from outrider.base import processes
 from outrider.base.errors import UserError
 from outrider.base.processes import join_processes, only_run_of
-from outrider.base.settings import RunConfig
-from outrider.commands import config_for
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.vocabulary import clock_of, with_arguments
-from outrider.inference.audit import answers, audit
+from outrider.inference.audit import answers
 from outrider.inference.batch import generate, own_prompts
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.evaluate import compare
 from outrider.inference.loading.targets import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.tools import AuditConfig
 from outrider.train.auto_choice import Choice, Look, options_of
-from outrider.train.core import driver
 from outrider.train.core.training import Trained
 from outrider.train.parts import drafter
 from outrider.train.parts.capture import require_answers_of
 from outrider.train.parts.top_k_rows import load_top_k_rows
-from outrider.train.pipeline_run import words_of
 from outrider.train.settings.auto import AutoConfig
 from tests.tiny import byte_tokenizer, save_target
 
@@ -199,32 +194,6 @@ def test_they_are_part_of_the_run(target: Path, capsys: pytest.CaptureFixture[st
         find_setup(config)
         said = "kwargs={}: the conversations that the small_lm drafter learned from had {'thinking': False}"
         assert (said in capsys.readouterr().err) is warned
-
-
-def test_options_take_any_name() -> None:
-    arguments = {"a": {"b": [1, "x y"], "c": {}}, "d": 1.5, "e": None, "thinking": False}
-    for key, script, *given in (("", "inference/serve.py"), ("data.", "train/eesd.py", "data=local", "data.path=.")):
-        for words in (words_of({f"{key}chat_template_kwargs": arguments}), [f"{key}chat_template_kwargs="
-                      "{a:{b:[1,'x y'],c:{}},d:1.5,e:null,thinking:false}"]):  # fmt: skip
-            config: Any = config_for(script, [*given, "target=.", *words])
-            assert (config.data if key else config).chat_template_kwargs == arguments
-    assert config_for("inference/compare_reports.py", ["compare=[a,b]", "pairs={x: y}"]).pairs == {"x": "y"}
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_every_run_has_a_clock(target: Path, resume: bool) -> None:
-    options: Any = {"target": str(target), "out_dir": str(target.parent / "out"), "resume": resume}
-    evaluation = EvaluateConfig(**options, prompt_text=["a"], methods={"m": MethodConfig("prompt_lookup")})
-    audited = AuditConfig(**options, answers=str(target.parent / "talk.jsonl"))
-    for module, run in (
-        (generate, lambda: generate.generate_responses(GenerateConfig(data=DataConfig(), **options))),
-        (own_prompts, lambda: own_prompts.write_prompts(PromptsConfig(**options))),
-        (compare, lambda: compare.evaluate(evaluation)), (audit, lambda: audit.audit(audited)),
-        (driver, lambda: driver.run_training(RunConfig(out_dir=options["out_dir"], resume=resume), lambda _: 1 / 0)),
-    ):  # fmt: skip
-        with patch.object(module, "only_run_of", side_effect=EOFError) as locked, pytest.raises(EOFError):
-            run()
-        assert locked.call_args.args[3] is resume
 
 
 @pytest.mark.parametrize("template", CLOCKS)

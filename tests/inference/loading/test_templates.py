@@ -24,7 +24,6 @@ from tests.tiny import byte_tokenizer
 KIND_OF = {EARLY_EXIT: "early_exit", SMALL_LM: "small_lm", EAGLE3: "eagle3"}
 RECORDS = {EARLY_EXIT: "drafter.json", SMALL_LM: "finetune_drafter.json", EAGLE3: "eagle3.json"}
 QUESTION, CODE = Prompt("1", "chat", ("why?",), True), Prompt("2", "code", ("def f(",), False)
-MESSAGES = [{"role": "user", "content": "why?"}]
 TALK = DataConfig(source="local", path="chat.jsonl", template="vicuna")
 OWN = DataConfig(source="local", path="chat.jsonl")
 CODE_ONLY = DataConfig(source="python_stdlib")
@@ -102,14 +101,6 @@ def test_what_a_record_says() -> None:
     refusal(r"template=auto: .*tokenizer and vicuna; give template=", chat_template, "auto", both)
 
 
-def test_bare_text_before_a_drafter_of_chats_is_warned_of(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for data, said in ((TALK, "eagle3 learned by vicuna"), (CODE_ONLY, ""), (None, "")):
-        rendered(models, QUESTION, "none", eagle3=trained(models, EAGLE3, data))
-        err = capsys.readouterr().err
-        assert said in err
-        assert ("warning: template=none: chat prompts are bare text" in err) == bool(said)
-
-
 def test_conversations_without_a_template_end_before_they_load(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text needs none."""
     target = str(models / TARGET)
@@ -119,14 +110,3 @@ def test_conversations_without_a_template_end_before_they_load(models: Path, mon
     for given in ({"conversations": True, "template": "vicuna"}, {}):
         with pytest.raises(TypeError):  # as the weights are about to be loaded
             outrider.load(target, device="cpu", **given)
-
-
-def test_messages_likewise(models: Path) -> None:
-    where = trained(models, EARLY_EXIT, TALK)
-    model = outrider.load(where, target=str(models / TARGET), device="cpu")
-    by_hand = outrider.load(str(models / TARGET), device="cpu", template="vicuna")
-    vicuna = model.tokenizer.decode(render_prompt(["why?"], model.tokenizer, "vicuna"))
-    said = [loaded.generate(MESSAGES, max_new_tokens=4) for loaded in (model, by_hand)]
-    assert said == [by_hand.generate(vicuna.removeprefix("<s>"), max_new_tokens=4)] * 2
-    refusing = outrider.load(where, target=str(models / TARGET), device="cpu", template="tokenizer")
-    refusal(r"^template=tokenizer: expected vicuna", refusing.generate, MESSAGES)

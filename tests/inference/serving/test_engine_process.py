@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Round
-from outrider.inference.serving.engine_process import require_engine, running
+from outrider.inference.serving.engine_process import running
 from outrider.inference.serving.engine_worker import VLLM, Request, Transformers
-from outrider.inference.settings.engine import python_in
 from tests.refusals import refusal
 from tests.tiny import random_prompt, save_target
 
@@ -36,21 +35,6 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         return str(python)
 
     return write
-
-
-def test_what_is_no_environment_with_the_engine_is_said(tmp_path: Path, script: Callable[[str], str]) -> None:
-    (tmp_path / "text").write_text("")
-    (tmp_path / "empty").mkdir()
-    for place, why in (
-        ("nothing", "No such file"),
-        ("text", "Permission denied"),
-        ("empty", "No such file"),
-        (script("sys.exit(3)"), "its status is 3"),
-    ):
-        refusal(why, require_engine, "vllm", python_in(str(tmp_path / place)))
-    with pytest.raises(UserError, match=r"a Python with openvino_genai .*it is not there"):
-        require_engine("openvino", script(f"os.execv({sys.executable!r}, [{sys.executable!r}, '-S', *sys.argv[1:]])"))
-    require_engine("transformers", python_in(None))
 
 
 def alive(pid: int) -> bool:
@@ -220,13 +204,3 @@ def test_transformers_says_the_targets_text(target: Path) -> None:
     eos = wanted[0][2]
     ended = Transformers(transformers_job(target, None)).run(asked({}, eos=[eos]))
     assert said(ended)[0] == wanted[0][: wanted[0].index(eos) + 1]
-
-
-def test_transformers_draws_from_all_tokens_or_those_asked_for(target: Path) -> None:
-    """By the seed of each prompt."""
-    engine, seeds = Transformers(transformers_job(target, None)), range(150)
-    hot = asked({}, prompts=PROMPTS[:1] * len(seeds), seeds=seeds, temperature=1e5, max_new_tokens=1)
-    drawn = said(engine.run(hot))
-    assert said(engine.run(hot)) == drawn
-    assert len({tokens[0] for tokens in drawn}) > 80  # of 259 that are about as likely; its default would be 50
-    assert len({tokens[0] for tokens in said(engine.run({**hot, "sampling": {"top_k": 3}}))}) == 3

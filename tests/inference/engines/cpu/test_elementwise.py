@@ -8,7 +8,6 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from outrider.inference.engines.cpu.elementwise import put_columns
-from outrider.inference.engines.cpu.large_pages import LARGE, in_large_pages
 from outrider.inference.engines.cpu.numbers import bits_of_bfloat16, put, rounded, wide
 from outrider.inference.engines.cpu.vectors import LANES, LONG, arrays_of, exponential, loaded, loop, stored
 
@@ -34,14 +33,6 @@ def test_a_number_is_the_sum_of_its_three_parts() -> None:
         expected = torch.zeros(ROWS, SIZE)
         expected[1, 2 * LANES : 4 * LANES] = values[0, LANES : 3 * LANES]
         assert torch.equal(total, expected.bfloat16().float() if halves else expected)
-
-
-def test_large_pages_change_no_number() -> None:
-    """For what is smaller than one, and for what begins and ends within some."""
-    for size in (7, LARGE // 4, 2 * LARGE + 3):
-        numbers = torch.arange(size, dtype=torch.float32)
-        assert in_large_pages(numbers) is numbers
-        assert torch.equal(numbers, torch.arange(size, dtype=torch.float32))
 
 
 @intrinsic

@@ -1,6 +1,5 @@
 """A range of layers in one call equals the layers one by one for any rows, and is used only if it is supported."""
 
-import copy
 import subprocess
 import sys
 import textwrap
@@ -28,7 +27,7 @@ from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu import at_once, layout
-from outrider.inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
+from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.fused_layers import fuse_layers
 from outrider.inference.engines.packing import run_at_once
 from outrider.inference.loading.targets import prepare
@@ -312,17 +311,6 @@ def test_decoding_on_an_unknown_machine(tmp_path: Path) -> None:
     )
 
 
-@torch.inference_mode()
-def test_a_copy_outlives_what_it_was_copied_from(tmp_path: Path) -> None:
-    stack = make_stack(tmp_path, "llama")
-    hidden, rotary, masks, cache = given(stack, TREE)
-    expected = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
-    copied = copy.deepcopy(stack)
-    for tensor in (stack.at_once._weights, *stack.at_once._floats):
-        tensor.zero_()
-    assert torch.equal(copied.run(hidden, 0, LAYERS, rotary, masks, given(copied, TREE)[3]), expected)
-
-
 def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make_stack(tmp_path, "llama")
     with torch.inference_mode():
@@ -425,30 +413,6 @@ def test_the_faster_way_is_measured(
     assert together.is_faster(layers)  # too small to be measured
     monkeypatch.setattr(at_once, "SMALL", 0)
     assert together.is_faster(layers, ticks(seconds).__next__) == faster
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_where_it_is_not_faster_its_weights_are_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
-) -> None:
-    monkeypatch.setattr(LayersAtOnce, "is_faster", lambda self, layers: faster)
-    path = save_target(tmp_path, kv_heads=2, vocab_size=VOCABULARY)
-    stack, drafter = open_stack(path)[1], make_drafter(path, 1)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
-    assert {stack.at_once is not None, drafter.layer.at_once is not None} == {faster}
-    assert isinstance(stack.head, PanelLinear) or not faster
-
-
-def test_preparing_twice_changes_nothing(tmp_path: Path) -> None:
-    """As happens for a second set of drafters of a target."""
-    path = save_target(tmp_path, kv_heads=2)
-    stack, drafter = open_stack(path)[1], make_drafter(path, 1)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
-    before = stack.at_once, drafter.layer.at_once
-    assert None not in before
-    prepare(stack, {"early_exit": Calibrated(drafter)})
-    prepare(stack, {"early_exit": Calibrated(make_drafter(path, 1))})
-    assert (stack.at_once, drafter.layer.at_once) == before
 
 
 def test_layers_of_a_drafter_run_each_for_itself(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Compiled products: those of a linear layer, in the fewest bytes, and no row's depends on the others."""
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from outrider.draft_models.targets.int8 import Int8Linear, quantise_rows
 from outrider.inference.engines.cpu import by_amx, layout
-from outrider.inference.engines.cpu.at_once import TOGETHER, PanelLinear, fits_panels
+from outrider.inference.engines.cpu.at_once import TOGETHER, PanelLinear
 from outrider.inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import TILE
 from outrider.inference.engines.cpu.vectors import PANEL
@@ -96,12 +95,6 @@ def test_the_fastest_way_is_taken(choosing: Callable[..., None]) -> None:
             assert layout.WeightLayout.of([linear], torch.bfloat16).way == (taken or fastest)
 
 
-def test_products_are_timed_without_a_fault() -> None:
-    layout.seconds_of_product.cache_clear()
-    for way in layout.ways():
-        assert layout.seconds_of_product(way, torch.bfloat16) > 0
-
-
 def test_amx_is_not_used_where_linux_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first instruction would end the process."""
     monkeypatch.setattr(by_amx.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: -1))
@@ -176,14 +169,6 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(head.after(weight, 1e-5, y), normed)
 
 
-def test_a_copy_outlives_what_it_was_copied_from() -> None:
-    panels, x = PanelLinear(make_linear("bfloat16")), normal(2, IN)
-    expected, copied = panels(x), copy.deepcopy(panels)
-    for tensor in (panels._panels, panels._scales, panels._biases):
-        tensor.zero_()
-    assert torch.equal(copied(x), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_a_number_stays_that(dtype: torch.dtype) -> None:
     panels, x = PanelLinear(make_linear("bfloat16", dtype, inputs=EVEN)), normal(2, EVEN, dtype=dtype)
@@ -197,12 +182,3 @@ def test_another_dtype_and_layouts_of_x() -> None:
     panels = PanelLinear(linear)
     torch.testing.assert_close(panels(x[:, ::2]), linear(x[:, ::2]))
     torch.testing.assert_close(panels(x[:, :IN].double()), linear.double()(x[:, :IN].double()))
-
-
-def test_which_layers_fit() -> None:
-    assert fits_panels(make_linear("float32"))
-    assert fits_panels(make_linear("float32", torch.bfloat16))
-    assert not fits_panels(make_linear("float32", torch.float16))
-    assert not fits_panels(nn.Linear(IN, OUT + 1))
-    assert not fits_panels(nn.Linear(IN, OUT, device="meta"))
-    assert not fits_panels(nn.Bilinear(IN, IN, OUT))

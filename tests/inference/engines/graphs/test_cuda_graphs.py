@@ -7,7 +7,6 @@ test_contract.py.
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,6 @@ from outrider.inference.engines.graphs import attention_kernels, cuda_graphs
 from outrider.inference.engines.graphs.attention_kernels import (
     SPLIT,
     attention_shape,
-    kernel_for,
     kernels_on,
     measure_kernels,
     triton_kernels,
@@ -246,19 +244,6 @@ def test_what_was_faster_is_chosen_for_every_shape(tmp_path: Path, monkeypatch: 
     assert len(found) == 2 * 3 * len(attention_kernels.WIDTHS)
     for choice in found:
         assert choice.kernel == ("fused" if choice.width < 16 else "products")
-
-
-def test_what_was_not_measured_takes_the_nearest_choice(tmp_path: Path) -> None:
-    """A function of the record alone: whoever asks, whenever, has the same answer."""
-    stack = open_stack(save_target(tmp_path))[1]
-    shape = attention_shape(stack)
-    choices = [KernelChoice(*shape, 1, 128, "fused"), KernelChoice(*shape, 64, 2048, "products")]
-    asked = {(width, keys): kernel_for(choices, stack, width, keys) for width in (1, 2, 32, 64) for keys in (128, 4096)}
-    assert asked[1, 128] == asked[2, 128] == "fused"
-    assert asked[64, 4096] == asked[32, 4096] == "products"
-    assert asked == {key: kernel_for(choices, stack, *key) for key in reversed(asked)}
-    other = [replace(choice, heads=99, kernel="products") for choice in choices]
-    assert kernel_for(other, stack, 1, 128) == kernel_for([], stack, 1, 128) == KERNELS[0]
 
 
 @pytest.mark.usefixtures("contracts")
