@@ -31,8 +31,8 @@ from transformers_arms import assisted_arms
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
-from outrider.commands import build, explain, register, reported
-from outrider.commands.options import compose_defaults
+from outrider.commands import reported
+from outrider.commands.composing import build, compose_config, explain
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.small_lm.model import load_whole_lm
 from outrider.inference.evaluate.compare import evaluate_checkpoint
@@ -57,9 +57,8 @@ def evaluation(options: argparse.Namespace) -> EvaluateConfig:
         key = option.partition("=")[0].lstrip("+~")
         if key.partition(".")[0] in SAID_OTHERWISE:
             raise UserError(f"{option}: not an option here; see --help for prompts and places")
-    register("evaluate_checkpoint", EvaluateConfig)
     try:
-        config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", options.options))
+        config = build(EvaluateConfig, compose_config("evaluate_checkpoint", options.options))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from None
     require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")

@@ -1,17 +1,8 @@
 """Build the n-gram table of a corpus, for drafting without a draft model."""
 
-from outrider.commands import entry
-from outrider.data_prep.settings import TrigramConfig
+from outrider.commands import script
 
-
-@entry("build_trigrams", TrigramConfig)
-def main(config: TrigramConfig) -> None:
-    # Imported once the config is known to be good: compiled code takes a second.
-    from outrider.data_prep.ngrams.building import build_table
-    from outrider.inference.loading.rehearsal import rehearsable
-
-    rehearsable(build_table)(config)
-
+main = script("build_trigrams", "outrider.data_prep.ngrams.building:build_table")
 
 if __name__ == "__main__":
     main()

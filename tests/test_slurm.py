@@ -13,9 +13,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from hydra import compose, initialize_config_dir
 
-from outrider.commands import CONF_DIR, build, register
+from outrider.commands import CONF_DIR
+from outrider.commands.composing import build, compose_config
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.train.settings.drafters import EesdConfig
 from tests.conf.test_configs import compose_and_build, written_commands
@@ -230,14 +230,12 @@ def test_sweeps_compose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sweep["command"][-1] == "${args_no_hyphens}"
     fixed = [re.sub(r"\$\{envvar:(\w+)}", r"\1", word) for word in sweep["command"] if "=" in word]
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
-    register(command, schema)
     for corner in (0, -1):
         overrides = []
         for key, how in sweep["parameters"].items():
             values = how.get("values") or ([how["value"]] if "value" in how else [how["min"], how["max"]])
             overrides.append(f"{key}={values[corner]}")
-        with initialize_config_dir(str(CONF_DIR), version_base=None):
-            config = build(schema, compose(command, overrides=[*fixed, *overrides]))
+        config = build(schema, compose_config(command, [*fixed, *overrides]))
         if "eval_tau" in metrics:
             assert config.decode_prompts > 0
             assert (config.target, config.out_dir) == ("TARGET", "runs/sweep/r1")

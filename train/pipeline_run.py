@@ -24,7 +24,7 @@ from outrider.base.settings import read_as
 from outrider.base.words import clean, in_words, option
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.loading.rehearsal import read_some, small
+from outrider.inference.loading.rehearsal import check_inputs, shrink
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.pipeline_settings import HERE, LOGS, ROOT, STEPS, Options, PipelineConfig
@@ -120,14 +120,14 @@ def jobs_of(config: PipelineConfig, config_for: ConfigFor) -> dict[str, Job]:
 def _checked_job(config: PipelineConfig, name: str, config_for: ConfigFor) -> Job:
     job, options = job_of(STEPS[name].script, config.arguments(name), config_for), config.options(name)
     if config.debug:
-        job = replace(job, settings=small(job.settings, config.folder))
+        job = replace(job, settings=shrink(job.settings, config.folder))
 
     def is_input(key: str) -> bool:
         return HERE not in str(options.get(key))
 
     if config.debug or not (config.folder / STEPS[name].product).exists():
         job.settings.require_places(is_input)
-        read_some(job.settings, is_input)
+        check_inputs(job.settings, is_input)
     return job
 
 

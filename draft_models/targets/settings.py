@@ -1,7 +1,8 @@
 """Options shared by commands that open a target; light, so that a mistake is reported before torch is imported."""
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from annotated_types import Ge
 
 from outrider.base.errors import UserError
 from outrider.base.files import is_local
-from outrider.base.settings import Named, Positive, RunConfig, Settings, free, opt
+from outrider.base.settings import Named, Positive, Settings, free, opt
 
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
@@ -74,21 +75,26 @@ TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit"
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
 
 
+@dataclass(frozen=True)
+class TinyModel:
+    """The mark of an option that names a model: in a rehearsal it is the folder `name` of `save_tiny_models`.
+
+    any_kind: the folder may be of any kind of drafter. without: values of the other options where the model is left
+    out, as a step of a pipeline may do without it.
+    """
+
+    name: str
+    any_kind: bool = False
+    without: Mapping[str, object] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RehearsedConfig(RunConfig):
+class Rehearsed(Settings):
     """A command that can be rehearsed (see `inference.loading.rehearsal`)."""
 
     debug: bool = free(False)
     """a rehearsal in <out_dir>-debug: it checks the target, data and prompts on the command line, then runs everything
     on tiny random models and little data"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetConfig(RehearsedConfig):
-    """A command that is about one target, which is known by what its files hold."""
-
-    target: Model = free(help="model directory, GGUF file or Hub name")
-    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
 
 
 @dataclass(frozen=True, kw_only=True)

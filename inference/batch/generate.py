@@ -40,14 +40,12 @@ from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.loading import memory_plan
 from outrider.inference.loading.memory_plan import Held, Place, planned_device
-from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
 _TOGETHER = 4  # most batches that are answered together: a prompt of the next one begins when an answer ends
 
 
-@rehearsable
 def generate_responses(config: GenerateConfig) -> None:
     """Answer the prompts of `config.data` and write the answers to `config.out_dir` (see `responses.directory`).
 

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Positive, Seed, Url, free, opt, require_default
+from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.targets.settings import Model, RunDtype, TargetConfig
+from outrider.draft_models.targets.settings import TARGET, Model, Rehearsed, RunDtype, TinyModel
 from outrider.inference.settings.sampling import SamplingConfig
 
 NotNegative = Annotated[int, Ge(0)]
@@ -16,41 +16,46 @@ _OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(TargetConfig):
+class GenerateConfig(Rehearsed, RunConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
     asks: ClassVar[bool] = True  # its records are prompts
     leaves: ClassVar[tuple[str, ...]] = ("responses-*.jsonl",)
-    target: Model = free()
+    target: Model = free(debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name: a causal LM of transformers whose forward takes past_key_values"""
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     data: DataConfig = free()
     """its user turns, or the beginnings of its plain texts, are the prompts, without held-out records; it may grow"""
     turns: Literal["all", "first"] = "all"
     """conversations: answer all user turns, each after the target's own answers, or the first"""
-    prefix_tokens: Count = opt(64, "plain text: tokens of a text to continue, at most half of the text")
-    max_new_tokens: Count = opt(512, "per answer")
+    prefix_tokens: Count = opt(64, "plain text: tokens of a text to continue, at most half of the text", debug=24)
+    max_new_tokens: Count = opt(512, "per answer", debug=12)
     greedy_tokens: NotNegative = opt(4, "so many first tokens of an answer are the likeliest, the rest are sampled")
     temperature: float = opt(1.0, "of the sampled tokens")
     top_k: int = opt(0, "sample among the k likeliest tokens; 0: all")
     top_p: float = opt(1.0, "sample among the likeliest tokens that together have this probability; 1: all")
     keep_truncated: bool = opt(True, "false: drop answers that reached max_new_tokens without an end")
-    top_k_logits: NotNegative = 0
+    top_k_logits: NotNegative = opt(0, debug=8)
     """also keep the target's k largest log-probabilities at every token, for distillation"""
-    batch_size: Count = free(32, "prompts decoded together by one process")
+    batch_size: Count = free(32, "prompts decoded together by one process", debug=8)
     smallest_batch: Count | None = free(None)
     """prompts with which a batch goes on, the others left for later, where minutes= would not hold it; null: all"""
-    shard_size: Count = free(512, "prompts in one file; a killed process repeats at most shard_size + batch_size - 1")
+    shard_size: Count = free(
+        512, "prompts in one file; a killed process repeats at most shard_size + batch_size - 1", debug=8
+    )
     dtype: RunDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
-    minutes: Positive | None = free(None)
+    minutes: Positive | None = free(None, debug=None)
     """time limit of all runs in out_dir together; prompts of all lengths are answered; null: no limit"""
-    server: Url | None = free(None)
+    server: Url | None = free(None, debug=None)
     """URL of an OpenAI-compatible server that runs the target, only its config and tokenizer are read here"""
-    server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
-    concurrency: Count = free(16, "requests to the server at a time, batch_size at most")
-    server_timeout: Positive = free(600.0, "seconds that the server may take for one request")
-    server_retries: NotNegative = free(5, "retries of a failed request, after 1, 2, 4, … 60 s, or as the server says")
-    device_map: str | None = free(None, "auto spreads a large target over all GPUs of one process")
+    server_model: str | None = opt(None, "the target's name there; null: the first one that it lists", debug=None)
+    concurrency: Count = free(16, "requests to the server at a time, batch_size at most", debug=DEFAULT)
+    server_timeout: Positive = free(600.0, "seconds that the server may take for one request", debug=DEFAULT)
+    server_retries: NotNegative = free(
+        5, "retries of a failed request, after 1, 2, 4, … 60 s, or as the server says", debug=DEFAULT
+    )
+    device_map: str | None = free(None, "auto spreads a large target over all GPUs of one process", debug=None)
     plan: bool = free(False)
     """only print the number of prompts, the most tokens and memory that they take, and what ends the run; needs no
     weights"""

@@ -34,7 +34,6 @@ from outrider.inference.core.target_session import Runtime
 from outrider.inference.doctor.scores import refuse, table
 from outrider.inference.evaluate.served import export_drafters, require_served, serve_methods
 from outrider.inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
-from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import (
     Models,
     TargetSetup,
@@ -78,7 +77,6 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
 
-@rehearsable
 def evaluate(config: EvaluateConfig) -> None:
     """evaluate-checkpoint: compare methods on the prompts; measure-engine: also in an engine. Raises `UserError`."""
     if config.plan:

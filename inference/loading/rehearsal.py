@@ -1,11 +1,10 @@
 """debug=true: the same command on tiny random models and a few rows, without a network; the inputs are checked first.
 
-`small` makes settings small by the options' names, for all commands and all steps of a pipeline.
+What becomes small is said by the marks of the options (`debug=` of `outrider.base.settings.opt`).
 """
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable
 from outrider.base.run_dirs import clear, rehearsal_folder, require_rehearsal
-from outrider.base.settings import Settings
+from outrider.base.settings import Config, RunConfig, Settings, debug_value, gives
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.prompts import read_prompts
@@ -21,7 +20,7 @@ from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig, SourceConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.encoder import open_encoder
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET, TinyModel
 from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, kind_in
@@ -30,52 +29,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MODELS = "tiny_models"
-Config = TypeVar("Config", bound=RehearsedConfig)
-Small = TypeVar("Small", bound=Settings)
+Run = TypeVar("Run", bound=RunConfig)
 Source = TypeVar("Source", bound=SourceConfig)
-# By an option's name, in any settings: limits of numbers, replacements of given values, values to set, and options to
-# reset to their defaults.
-_MOST: Mapping[str, float] = {
-    "seq_len": 64, "eval_rows": 4, "decode_prompts": 2, "decode_tokens": 8, "draft_vocabulary": 64, "draft_steps": 4,
-    "exit_layer": 1, "prompts": 4, "heldout_prompts": 2, "new_tokens": 8, "on_policy_tokens": 8, "prefix_tokens": 24,
-    "prompt_chars": 120, "max_new_tokens": 12, "top_k_logits": 8, "batch_size": 8, "shard_size": 8, "num_prompts": 2,
-    "repeats": 1, "workers": 1, "memory_gb": 0.1, "warmup": 2, "vocabulary": 320, "layers": 3,
-}  # fmt: skip
-_OF_STEPS: Mapping[str, float] = {"seq_len": 1024, "batch_rows": 4, "micro_batch_rows": 4}  # in one process, on answers
-_GIVEN: Mapping[str, object] = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
-_SET: Mapping[str, object] = {
-    "epochs": None, "steps": 2, "log_every": 1, "eval_every": 1, "save_every": 1, "compile": False, "model": "tiny",
-    "answers": "target", "minutes": None, "count": 96,
-}  # fmt: skip
-_DEFAULT = (
-    "revision", "wandb", "reading", "taps", "merge", "prompt_text", "doctor_lengths", "server", "server_model",
-    "server_timeout", "server_retries", "concurrency", "device_map", "wheel", KWARGS,
-)  # fmt: skip
-_MODELS = {
-    "target": TARGET, "tokenizer": TARGET, SMALL_LM: SMALL_LM, "path": SMALL_LM, EAGLE3: EAGLE3, TABLE: TABLE,
-    "checkpoint": EARLY_EXIT, "start": EARLY_EXIT,
-}  # fmt: skip
 _LIBRARY = SourceConfig(layout="code", max_records=10)  # replaces a source
 _STAYING_RECORDS = 40  # of a source that stays
 DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3)  # whose training records may name the prompts' template
 
 
-def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
-    """The command `run`; with debug=true it runs `small` settings instead of `config`."""
+def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[str] = ()) -> None:
+    """`run` with `config` made small, after making the tiny models that it needs.
 
-    @functools.wraps(run)
-    def run_or_rehearse(config: Config) -> None:
-        return _rehearse(run, config) if config.debug else run(config)
-
-    return run_or_rehearse
-
-
-def _rehearse(run: Callable[[Config], None], config: Config) -> None:
-    """`run` with the small settings of `config`, after making the models that they need.
-
-    First the inputs given on the command line are checked (see `read_some`). The tiny models have the architecture of
-    the given target, else a Llama's. Everything is written to `<out_dir>-debug`, which is locked against other runs
-    and, unless resume=true, emptied first. The run's out_dir is `run` in it. All processes of a launcher call this.
+    First the inputs given on the command line by `typed_keys` are checked (see `check_inputs`). The tiny models have
+    the architecture of the given target, else a Llama's. Everything is written to `<out_dir>-debug`, which is locked
+    against other runs and, unless resume=true, emptied first. The run's out_dir is `run` in it. All processes of a
+    launcher call this.
 
     Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
     """
@@ -86,100 +53,82 @@ def _rehearse(run: Callable[[Config], None], config: Config) -> None:
     from_main(state, lambda: None if config.resume else require_rehearsal(folder, MODELS))
     models, out_dir = folder / MODELS, folder / "run"
 
-    def prepare() -> None:
-        target = read_some(config, config.gives)
+    def save_models() -> None:
+        target = check_inputs(config, lambda key: gives(typed_keys, key))
         if not config.resume:
             clear(folder)
         architecture = save_tiny_models(models, target)
         print(f"debug target={models / TARGET} architecture={architecture} out_dir={out_dir}", flush=True)
 
     with only_run_of(state, require_writable(folder), "a debug run"):
-        from_main(state, prepare)
-        run(replace(small(config, folder, models), debug=False, out_dir=str(out_dir)))
+        from_main(state, save_models)
+        changes: dict[str, Any] = {"debug": False, "out_dir": str(out_dir)}
+        run(replace(shrink(config, folder, models), **changes))
 
 
-def small(config: Small, folder: Path, models: Path | None = None) -> Small:
+def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     """`config` at almost no cost: small numbers, no network, a few rows of text.
 
     models: the folder that `save_tiny_models` wrote; its models replace all others. None: `config` is a step of the
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """
-    if getattr(config, "file", None) is not None:  # prompts of a user's file: all of them
-        return config
-    changes, data = dict[str, Any](), getattr(config, "data", None)
-    most = {**_MOST, **(_OF_STEPS if models is None else {})}
-    if not (models is None and isinstance(data, DataConfig) and _has_answers(data, folder)):
-        most["seq_len"] = _MOST["seq_len"]
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if name in _DEFAULT:
-            changes[name] = field.default if field.default_factory is MISSING else field.default_factory()
-        elif isinstance(value, DataConfig):
-            changes[name] = _some_text(value, folder, models, asks=getattr(config, "asks", False))
-        elif isinstance(value, Settings):
-            changes[name] = small(value, folder, models)
-        elif name == "target" or (name in _MODELS and isinstance(value, str)):
-            changes[name] = _model(config, name, value, folder, models)
-        elif name == "features" and value not in (None, "auto"):
-            changes[name] = str(folder / name)
-        elif name == "prompts" and isinstance(value, str):
-            changes[name] = value if models is None and _is_in(folder, value) else "python_stdlib"
-        elif name in _SET or (name in _GIVEN and value is not None):
-            changes[name] = {**_SET, **_GIVEN}[name]
-        elif name in most and isinstance(value, int | float) and not isinstance(value, bool):
-            changes[name] = min(value, most[name])
-    if "path" in changes and changes["path"] is None:  # the small LM to continue is removed: train a new one
-        changes |= {"layers": 1, **_GIVEN}
-    if isinstance(config, EvaluateConfig):
-        gone = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
-        methods = {name: method for name, method in config.methods.items() if models or method.source not in gone}
-        changes["methods"] = {name: replace(method, skip=None) for name, method in methods.items()}
+    changes = dict[str, Any]()
+    for option in fields(config):
+        name, value = option.name, getattr(config, option.name)
+        mark = option.metadata.get("debug")
+        if config.unread_with(name) or (models is None and isinstance(value, str) and _is_in(folder, value)):
+            continue
+        if isinstance(value, DataConfig):
+            changes[name] = _shrink_text(value, folder, models, asks=getattr(config, "asks", False))
+        elif isinstance(mark, TinyModel):
+            if value is not None and not (models is None and mark.name == TARGET):
+                changes |= {name: _tiny_model(mark, value, models)} if models else {name: None, **mark.without}
+        elif mark is None and isinstance(value, Mapping) and name == "methods":
+            changes[name] = {key: shrink(method, folder, models) for key, method in value.items()}
+        elif mark is None and isinstance(value, Settings):
+            changes[name] = shrink(value, folder, models)
+        else:
+            changes[name] = debug_value(option, value, step=models is None)
+    if isinstance(config, EvaluateConfig) and models is None:
+        removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
+        changes["methods"] = {
+            name: method for name, method in changes["methods"].items() if method.source not in removed
+        }
     return replace(config, **changes)
 
 
-def _model(config: Settings, name: str, value: str | None, folder: Path, models: Path | None) -> str | None:
-    """The replacement of a model that the option `name` gives."""
-    if models is None:
-        return value if name in ("target", "tokenizer") or _is_in(folder, str(value)) else None
-    if name == "start" and hasattr(config, "draft_steps"):
-        return str(models / EAGLE3)
-    held = kind_in(str(value)) if name == "checkpoint" else None
-    return str(models / _MODELS.get(str(held and held.option), _MODELS[name]))
+def _tiny_model(mark: TinyModel, path: str, models: Path) -> str:
+    kind = kind_in(path) if mark.any_kind else None
+    name = mark.name if kind is None or kind.name == EARLY_EXIT or kind.option is None else kind.option
+    return str(models / name)
 
 
-def _some_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
+def _shrink_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
     """`data` with a few library files instead of each source, or a few records of a source that stays."""
 
-    def reduced(source: Source) -> Source:
-        if models is None and _stays(source, folder):
+    def stays(source: SourceConfig) -> bool:
+        inside = all(_is_in(folder, path) for path in source.path)
+        return models is None and source.source == "local" and inside
+
+    def reduce(source: Source) -> Source:
+        if stays(source):
             return replace(source, max_records=min(_STAYING_RECORDS, source.max_records or _STAYING_RECORDS))
         return replace(source, **vars(_LIBRARY))
 
     heldout = 0.5
-    if models is None and _has_answers(data, folder):  # all prompts are answered; some of the answers are held out
+    if any(map(stays, data.mix.values() or [data])):  # all prompts are answered; some of the answers are held out
         heldout = data.heldout_fraction if asks else 0.3
-    mix = {name: reduced(part) for name, part in data.mix.items()}
-    text = replace(data, mix=mix) if mix else reduced(data)
+    mix = {name: reduce(part) for name, part in data.mix.items()}
+    text = replace(data, mix=mix) if mix else reduce(data)
     return replace(text, heldout_fraction=heldout, cache_dir=str(folder / "cache"))
-
-
-def _has_answers(data: DataConfig, folder: Path) -> bool:
-    """Whether some of it is what earlier steps of the pipeline in `folder` wrote."""
-    sources: list[SourceConfig] = [*data.mix.values()] or [data]
-    return any(_stays(source, folder) for source in sources)
-
-
-def _stays(source: SourceConfig, folder: Path) -> bool:
-    """Whether `path` lies in the pipeline's `folder`."""
-    return source.source == "local" and all(_is_in(folder, path) for path in source.path)
 
 
 def _is_in(folder: Path, path: str) -> bool:
     return Path(path).absolute().is_relative_to(folder.absolute())
 
 
-def read_some(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedConfig | None":
+def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedConfig | None":
     """The config of the target in a command's settings; None if they have no target, or it is not wanted.
 
     Also reads the target's tokenizer, and one record of the data and of the prompts, rendered as the command would.

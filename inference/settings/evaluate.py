@@ -7,18 +7,33 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 from annotated_types import Ge
 
 from outrider.base.errors import missing, require
-from outrider.base.settings import Count, Named, Positive, Settings, free, only, opt, require_default
+from outrider.base.settings import (
+    DEFAULT,
+    Count,
+    Named,
+    Positive,
+    RunConfig,
+    Settings,
+    free,
+    only,
+    opt,
+    require_default,
+)
 from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
 from outrider.draft_models.targets.settings import (
+    SMALL_LM,
+    TABLE,
+    TARGET,
     AnyDrafter,
     DecodeDtype,
     DrafterFolder,
     Head,
     Model,
     ReadingChanges,
-    RehearsedConfig,
+    Rehearsed,
     TableFolder,
+    TinyModel,
     Tokenizer,
 )
 from outrider.inference.settings.kind import Kind
@@ -37,7 +52,7 @@ RUNTIMES = get_args(Runtime)
 class DraftingConfig(Settings):
     """Methods, and the paths of drafters that can be loaded without a target."""
 
-    table: TableFolder | None = None
+    table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
     """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
     drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
@@ -92,24 +107,29 @@ class DraftingConfig(Settings):
 class DecodingConfig(DraftingConfig):
     """A target, its drafters, and how they decode."""
 
-    checkpoint: DrafterFolder | None = None
+    checkpoint: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT.name, any_kind=True))
     """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head or n-gram table"""
-    small_lm: Model | None = opt(None, "causal LM, as `target`, for methods with source=small_lm")
-    eagle3: Head | None = opt(None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3")
-    target: Model | None = None
+    small_lm: Model | None = opt(
+        None, "causal LM, as `target`, for methods with source=small_lm", debug=TinyModel(SMALL_LM)
+    )
+    eagle3: Head | None = opt(
+        None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3", debug=TinyModel(EAGLE3.name)
+    )
+    target: Model | None = opt(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for"""
-    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     template: PromptTemplate = "auto"
     """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; none:
     bare text. Any other template than the drafters' is refused"""
-    chat_template_kwargs: TemplateArguments = opt(factory=dict, help="what the chat template reads besides, by name")
+    chat_template_kwargs: TemplateArguments = opt(
+        factory=dict, help="what the chat template reads besides, by name", debug=DEFAULT
+    )
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     dtype: DecodeDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
     target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)"""
     device: str = opt("auto", "auto | cpu | cuda | cuda:N")
     runtime: Runtime = opt("auto", "graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)")
-    seed: int = opt(0, "of sampling, and of random stop rules and searches")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,40 +170,41 @@ class DecodingConfig(DraftingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(RehearsedConfig, DecodingConfig):
+class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
     leaves: ClassVar[tuple[str, ...]] = ("results-*.jsonl", "report.json")
-    prompts: PromptSource = "python_stdlib"
+    prompts: PromptSource = opt("python_stdlib", debug="python_stdlib")
     """python_stdlib: held-out standard-library files; a JSONL, JSON or parquet file; or a benchmark of the Hub by name:
     mt_bench, gsm8k, humaneval, alpaca, cnn_dm, xsum or wmt"""
-    prompt_text: list[str] = free(factory=list, help="inline prompts instead")
-    prompt_chars: Count = free(1000, "python_stdlib: characters of a file to continue from")
-    num_prompts: Count | None = free(24, "evenly spread; null: all")
-    minutes: Positive | None = free(None)
+    prompt_text: list[str] = free(factory=list, help="inline prompts instead", debug=DEFAULT)
+    prompt_chars: Count = free(1000, "python_stdlib: characters of a file to continue from", debug=120)
+    num_prompts: Count | None = free(24, "evenly spread; null: all", debug=2)
+    minutes: Positive | None = free(None, debug=None)
     """start no new prompt after this time (all runs in out_dir together), but measure at least 5; null: all prompts"""
-    max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of each method; the prefill decides the first")
+    max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of each method; the prefill decides the first", debug=12)
     ignore_eos: bool = opt(False, "continue after end tokens, to max_new_tokens")
     generation_config: Literal["target", "none"] = "target"
     """target: use its settings that affect greedy decoding; none: ignore them"""
     stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
     """text also ends with the first of these; none: the target's"""
-    repeats: Count = 1
+    repeats: Count = opt(1, debug=1)
     """timed runs of every prompt, with new random numbers when sampling; the run of median time counts"""
+    seed: int = opt(0, "of sampling, and of random stop rules and searches")
     compare_transformers: bool = opt(True, "also time model.generate")
     batch: Count = opt(1, "prompts that each method decodes at once; model.generate takes one after another")
     plan: bool = free(False, "only say what every device would hold; needs no weights")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
-    reading: ReadingChanges = field(default_factory=ReadingChanges)
+    reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
     """how the EAGLE-3 head is read where its config.json is wrong"""
     doctor: bool | None = None
     """examine the drafters before they are measured: how often they agree with the target, and whether another reading
     would agree more; null: only EAGLE-3 heads of other trainers, and quickly"""
-    doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
+    doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = opt((), debug=())
     """lengths in tokens of texts, joined from the prompts, on which agreement is measured too"""
     show_prompts: Annotated[int, Ge(0)] = free(4)
     """texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed"""
-    wandb: WandbConfig = free(factory=WandbConfig, help="the table and the page in Weights & Biases too")
+    wandb: WandbConfig = free(factory=WandbConfig, help="the table and the page in Weights & Biases too", debug=DEFAULT)
     card: bool = free(False, "also put the table into README.md of the drafters evaluated")
     out_dir: str = free("runs/evaluate", "where the report goes")
 

@@ -216,7 +216,7 @@ class MethodConfig(Settings):
     """early_exit, small_lm, eagle3, skip_layers: where the last so many tokens occurred before in prompt or answer, the
     draft is the text that followed them; null: every draft is the model's; `survival` and `opt_tree_auto` have 3"""
     ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
-    skip: tuple[Annotated[int, Ge(0)], ...] | None = None
+    skip: tuple[Annotated[int, Ge(0)], ...] | None = opt(None, debug=None)
     """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
     the first and the last"""
 

@@ -34,7 +34,7 @@ class ServeConfig(DecodingConfig):
     max_bytes: Count = opt(2**22, "of a request")
     timeout: Positive = opt(600.0, "seconds that a request may take, waiting included")
     grace: Count = opt(30, "seconds to finish what is being answered after SIGTERM or Ctrl-C")
-    seed: int = opt(0, "given: of requests that have none, in their order; else the system draws theirs")
+    seed: int | None = opt(None, "of requests that have none, in their order; null: the system draws theirs")
 
     def _check_methods(self) -> None:
         require(len(self.methods) < 2, "method", sorted(self.methods), "one, as one drafter serves all requests")

@@ -23,8 +23,8 @@ from typing_extensions import TypedDict
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json
 
-Made = TypeVar("Made")
-_hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
+Value = TypeVar("Value")
+Config = TypeVar("Config", bound="Settings")
 READ_WITH = "read with"  # what a field is read with, in its JSON schema
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -70,15 +70,59 @@ Seed = Annotated[int, Ge(0), Lt(2**31)]
 Url = Annotated[str, Named("http://HOST:PORT or https://…, without password and query", r"https?://[^@?#\\\s]+")]
 
 
+DEFAULT = object()  # debug=DEFAULT: a rehearsal has the field's default
+
+
 def opt(
-    default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING, decides: bool = True
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    factory: Any = dataclasses.MISSING,
+    decides: bool | str = True,
+    **debug: object,
 ) -> Any:
-    """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it."""
-    metadata = {"description": help or None, "decides": decides}  # pydantic reads `description`
+    """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it.
+
+    decides: the name of an option without which it does not. debug: the value in a rehearsal: of a number the largest,
+    of a function what it makes of the value, `DEFAULT` the field's default, else this one. step_debug: the same in a
+    step of a pipeline.
+    """
+    if debug.get("debug") is DEFAULT:
+        debug["debug"] = lambda _: default if factory is dataclasses.MISSING else factory()
+    metadata = {"description": help or None, "decides": decides, **debug}  # pydantic reads `description`
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
 
 
 free = partial(opt, decides=False)  # a field that does not affect results, so that a resumed run may change its value
+
+
+def debug_value(field: "dataclasses.Field[object]", value: object, step: bool) -> object:
+    """The value of an option in a rehearsal (see `opt`), or in a step of one."""
+    debug = field.metadata.get("debug", value)
+    debug = field.metadata.get("step_debug", debug) if step else debug
+    if callable(debug):
+        return debug(value)
+    if isinstance(debug, int | float) and not isinstance(debug, bool):
+        return min(value, debug) if isinstance(value, int | float) else value
+    return debug
+
+
+def always(value: object) -> Callable[[object], object]:
+    """debug=always(2): a rehearsal has 2, also where the option is null."""
+    return lambda _: value
+
+
+def if_given(value: object) -> Callable[[object], object]:
+    """debug=if_given(64): a rehearsal has 64, unless the option is null."""
+    return lambda current: None if current is None else value
+
+
+_type_hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
+
+
+def field_types(kind: Any) -> dict[str, object]:
+    """The types of the fields of a dataclass, with their metadata."""
+    return {field.name: _type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
 
 
 class Settings:
@@ -88,7 +132,6 @@ class Settings:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
-    typed_keys: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
     __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
@@ -96,10 +139,8 @@ class Settings:
         kind: Any = type(self)
         _validated(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
-            of_type = getattr(_hints(kind)[field.name], "__metadata__", ())
-            for option, values in (pair for rule in of_type if isinstance(rule, Only) for pair in rule.options):
-                if getattr(self, option) not in values:
-                    require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
+            for option in self.unread_with(field.name):
+                require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -122,9 +163,11 @@ class Settings:
         """Raise `UserError` naming the option with the dotted key `key` and its value, unless `condition` holds."""
         require(condition, key, attrgetter(key)(self), expected)
 
-    def gives(self, key: str) -> bool:
-        """Whether the command line set the option with the dotted key `key`, or a group that contains it."""
-        return any(key == group or key.startswith(f"{group}.") for group in self.typed_keys)
+    def unread_with(self, name: str) -> list[str]:
+        """The options with whose values the field `name` is not read (see `only`)."""
+        metadata = getattr(field_types(type(self))[name], "__metadata__", ())
+        conditions = [condition for rule in metadata if isinstance(rule, Only) for condition in rule.options]
+        return [option for option, values in conditions if getattr(self, option) not in values]
 
     def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
         """Raise `UserError` for the first `Place`, also in nested settings, at which nothing is, or something else.
@@ -136,14 +179,21 @@ class Settings:
             for name, item in value.items() if isinstance(value, Mapping) else [("", value)]:
                 if isinstance(item, Settings):
                     item.require_places(checks, _at(key, name) if name else key)
-            for constraint in _constraints(_hints(type(self))[field.name]) if value is not None and checks(key) else ():
+            for constraint in (
+                _constraints(field_types(type(self))[field.name]) if value is not None and checks(key) else ()
+            ):
                 paths = value.values() if isinstance(value, Mapping) else value
                 for item in [value] if isinstance(value, str) else paths:
                     constraint.require(key, item)
 
     def deciding(self) -> dict[str, Any]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
-        return {field.name: _decided(getattr(self, field.name)) for field in dataclasses.fields(self) if decides(field)}
+        deciding = {}
+        for field in dataclasses.fields(self):
+            mark = field.metadata.get("decides", True)
+            if getattr(self, mark) if isinstance(mark, str) else mark:
+                deciding[field.name] = _deciding(getattr(self, field.name))
+        return deciding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +208,16 @@ class RunConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.out_dir), "out_dir", self.out_dir, "a directory")
+
+
+def gives(keys: Collection[str], key: str) -> bool:
+    """Whether the dotted `key` or one of those that contain it, such as a group, is among `keys`."""
+    return any(key == outer or key.startswith(f"{outer}.") for outer in keys)
+
+
+def describe_type(kind: object) -> str:
+    """What a text of the type `kind` must be, in words; empty if it may be any."""
+    return next((constraint.what for constraint in _constraints(kind)), "")
 
 
 def decides(field: "dataclasses.Field[object]") -> bool:
@@ -176,7 +236,7 @@ def require_default(config: Settings, name: str, why: str, prefix: str = "") -> 
 
 
 @overload
-def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
+def construct(kind: type[Value], value: object, path: str = "") -> Value: ...
 
 
 @overload
@@ -196,7 +256,7 @@ def construct(kind: object, value: object, path: str = "") -> object:
     return _validated(partial(_adapter(kind).validate_json, strict=True), text, path, value)[0]
 
 
-def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
+def read_as(kind: type[Value], path: Path | str, what: str, remedy: str) -> Value:
     """The JSON file `path` as a `kind` (see `construct`). Raises `UserError` as `read_json` does."""
     value = read_json(path, what, remedy)
     try:
@@ -214,8 +274,7 @@ def _adapter(kind: Any) -> "TypeAdapter[Any]":
 @cache
 def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
     """The validator of an instance's fields, given as a mapping in a 1-tuple."""
-    kinds = {field.name: _hints(kind)[field.name] for field in dataclasses.fields(kind)}
-    return _adapter(cast(Any, TypedDict)(kind.__name__, kinds))
+    return _adapter(cast(Any, TypedDict)(kind.__name__, field_types(kind)))
 
 
 def _checked(settings: Settings) -> Settings:
@@ -262,12 +321,12 @@ def _value_at(parts: Sequence[int | str], value: object, path: str) -> tuple[str
     return path, value
 
 
-def _decided(value: object) -> object:
+def _deciding(value: object) -> object:
     if isinstance(value, Settings):
         return value.deciding()
     if isinstance(value, Mapping):
-        return {key: _decided(item) for key, item in value.items()}
-    return type(value)(map(_decided, value)) if isinstance(value, list | tuple) else value
+        return {key: _deciding(item) for key, item in value.items()}
+    return type(value)(map(_deciding, value)) if isinstance(value, list | tuple) else value
 
 
 def _constraints(kind: object) -> Iterator[Named]:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from outrider.commands import value_of
+from outrider.commands.composing import value_of
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 
 

@@ -9,24 +9,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter
 
 from outrider.base.settings import READ_WITH
 from outrider.base.words import typed
-from outrider.cli import usage
-from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, settings_of
+from outrider.cli import COMMANDS, usage
+from outrider.commands.composing import compose_config, groups_of
 
 _WORDS = {"string": "text", "boolean": "true or false", "null": "null", "integer": "integer", "number": "number"}
 _SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _WIDTH = 110
 _USUAL, _OF_MOST = 5, ("target", "checkpoint", "prompts", "minutes", "out_dir", "resume")
-_COMPOSED = re.compile(r"\w+(?:/\w+)+")
 
 
 @dataclass(frozen=True)
@@ -39,13 +33,14 @@ class Option:
     meaning: str
 
 
-def help_text(name: str, schema: type, overrides: list[str]) -> str:
+def help_text(name: str, overrides: list[str]) -> str:
     """The output of `--help` for the command whose config is conf/<name>.yaml, with `overrides` applied."""
+    schema = COMMANDS[name].load_settings()
     purpose = re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
     indent, texts = " " * 4, dict[str, list[str]]()
     for group, choices in groups_of(name).items():
         texts[group] = textwrap.wrap(f"{group}: {', '.join(choices)}", _WIDTH, subsequent_indent=indent)
-    for option in options_of(schema, compose_defaults(name, overrides)):
+    for option in options_of(schema, compose_config(name, overrides)):
         meaning = textwrap.wrap(option.meaning, _WIDTH, initial_indent=indent, subsequent_indent=indent)
         texts[option.key] = [f"{option.key}={option.default}   ({option.kind})", *meaning]
     lines = [f"Options are key=value; a group is chosen with group=choice. {purpose}", ""]
@@ -61,44 +56,6 @@ def usual(name: str, available: Collection[str]) -> list[str]:
     words = [word for line in usage(name) for word in shlex.split(line, comments=True) if "=" in word]
     keys = dict.fromkeys([*(word.partition("=")[0] for word in words), *_OF_MOST])
     return [key for key in keys if key in available][:_USUAL]
-
-
-def compose_defaults(name: str, overrides: Sequence[str]) -> DictConfig:
-    """conf/<name>.yaml composed over its registered schema, with `overrides`."""
-    store_composed(overrides)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base=None):
-        return compose(name, overrides=[*overrides])
-
-
-def store_composed(words: Sequence[str]) -> None:
-    """Add the composed methods in `words`, the overrides of a command, to the choices of Hydra's group `method`.
-
-    Raises `UserError` like `settings_of`, and Hydra's errors for what is no name of a choice, which Hydra crashes at.
-    """
-    for word in words:
-        key, _, value = word.partition("=")
-        chosen = key.lstrip("+").partition("@")[0]
-        picks = OverridesParser.create().parse_overrides([word])[0].value() if (CONF_DIR / chosen).is_dir() else ""
-        if any(isinstance(pick, int | float | dict | None) for pick in (picks if isinstance(picks, list) else [picks])):
-            raise MissingConfigException(word, f"{chosen}/{value}")
-        for name in _COMPOSED.findall(value) if chosen == "method" else ():
-            group, _, last = f"method/{name}".rpartition("/")
-            ConfigStore.instance().store(last, settings_of(name), group, package=f"methods.{known_as(name)}")
-
-
-def groups_of(name: str) -> dict[str, list[str]]:
-    """The groups that conf/<name>.yaml chooses from, the experiments for it, and the parts of a method, with their
-    choices."""
-    defaults = OmegaConf.load(CONF_DIR / f"{name}.yaml").defaults
-    group_names = [next(iter(item)) for item in defaults if not isinstance(item, str)]
-    groups = {group: choices_of(group) for group in group_names}
-    if experiments := choices_of(f"experiment/{name}"):
-        groups["experiment"] = [f"{name}/{choice}" for choice in experiments]
-    if "method" in groups:
-        groups["method"] += ["SOURCE/SHAPE", "SOURCE/STOP", "SOURCE/SHAPE/STOP"]
-        groups |= {f"+{part}@methods.NAME": choices_of(part) for part in PARTS}
-    return {group: choices for group, choices in groups.items() if choices}
 
 
 def options_of(schema: type, composed: DictConfig) -> list[Option]:

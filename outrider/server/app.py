@@ -94,8 +94,7 @@ class Service:
         self.workers = Workers(model, config.batch, config.batch + config.queue)
         self.measured: dict[str, float] = {}
         self._token_name = cache(lambda token: json.dumps(model.tokenizer.decode([token])))
-        is_chosen = config.seed or config.gives("seed")
-        self._seeds = random.Random(config.seed) if is_chosen else random.SystemRandom()  # of requests that have none
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)  # for requests
         self._key = config.api_key or secret("OUTRIDER_API_KEY")
 
     def warm_up(self) -> None:

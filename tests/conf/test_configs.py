@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY
-from outrider.commands import CONF_DIR, build, config_for, main_of, register, reported
+from outrider.commands import CONF_DIR, config_for, main_of, reported
+from outrider.commands.composing import build, compose_config, typed_keys_of
 from outrider.commands.interrupts import Terminated, continuing
-from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
 from outrider.inference.settings.method import preset as method
@@ -58,13 +58,6 @@ GROUPS = {
 REQUIRED = {"drafter=pretrained": ["drafter.path=x"], "data=local": ["data.path=x.jsonl"]}
 
 
-@cache
-def registered(command: str) -> type:
-    """The command's schema, which Hydra knows from now on."""
-    register(command, COMMANDS[command][0])
-    return COMMANDS[command][0]
-
-
 def compose_and_build(command: str, overrides: Sequence[str]) -> Any:
     return _composed(command, *overrides)
 
@@ -77,7 +70,7 @@ def as_typed(command: str, overrides: Sequence[str]) -> Any:
 
 @cache  # what is composed is frozen, and no file of conf/ changes meanwhile
 def _composed(command: str, *overrides: str) -> Any:
-    return build(registered(command), compose_defaults(command, [*overrides]))
+    return build(COMMANDS[command][0], compose_config(command, overrides), typed_keys_of(overrides))
 
 
 def test_every_primary_config_belongs_to_a_command() -> None:
@@ -138,11 +131,11 @@ def test_sizes_are_numbers_or_auto_and_layers_to_skip_a_list_or_null() -> None:
 # An interpreter that has imported what commands begin with, and runs each in a fork: a line says where, which and how.
 WITHOUT_TORCH = """
 import json, os, runpy, sys
-from outrider.commands.options import compose_defaults
+from outrider.commands.composing import compose_config
 from outrider.cli import COMMANDS
 for command in COMMANDS.values():
     command.load_settings()
-compose_defaults("hydra_quiet", [])
+compose_config("fetch_target", [])
 for line in sys.stdin:
     here, *sys.argv = json.loads(line)
     if not (fork := os.fork()):
@@ -197,13 +190,12 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
     ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
     ("data=null", "data=null: no such choice. There are local, "),
     ("experiment=[eesd/demo,3]", "experiment=[eesd/demo,3]: no such choice; did you mean 'eesd/demo'?"),
-    ("drafter=small", "drafter: no such option of this command, whose options --help says"),
+    ("drafter=small", "drafter: no such option"),
     ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
     ("-target=m", "-target=m: options are written without dashes, as target=m"),
     ("--hlep", "--hlep: no such flag; did you mean '--help'?"),
     ("out_dir=", "out_dir='': expected a directory"),
-    ("fit=x", "fit: expected names with values"), ("fit=null", "fit: null: expected a value"),
-    ("fit=[1]", "fit: expected the other of a list"),
+    ("fit=x", "fit=x: expected names with values, as fit={NAME:VALUE}"), ("fit=null", "fit=null: expected names with"),
     ("out_dir=~/runs", "out_dir=~/runs: not an option; give it, if ~/runs is one text, as \"out_dir='~/runs'"),
     ("seq_len=many", "seq_len='many': expected a valid integer"),
     ("method=[mcsd,small_lm/optree]", "method=small_lm/optree: no such method; did you mean 'opt_tree'? There are"),

@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from outrider.base.errors import UserError
 from outrider.base.wandb_config import WandbConfig
-from outrider.commands import CONF_DIR, build, has_gpu, main_of
-from outrider.commands.options import compose_defaults
+from outrider.commands import CONF_DIR, carry_out, main_of
+from outrider.commands.composing import build, compose_config, has_gpu, typed_keys_of
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import TARGET
 from outrider.draft_models.tiny.models import save_tiny_model, save_tiny_models, shrunk
-from outrider.inference.loading.rehearsal import MODELS, small
+from outrider.inference.loading.rehearsal import MODELS, shrink
 from outrider.train.settings.fit import FitConfig
-from tests.conf.test_configs import COMMANDS, compose_and_build, registered
+from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
@@ -42,9 +42,9 @@ def composed(name: str, *overrides: str) -> Any:
     return compose_and_build(command, [f"experiment={name}", *mandatory, *overrides])
 
 
-def run(command: str, config: Any) -> None:
-    """What the command does with its config, in this process."""
-    main_of(command).__wrapped__(config)
+def run(command: str, config: Any, *words: str) -> None:
+    """What the command does with its config, which `words` gave, in this process."""
+    carry_out(command, main_of(command).__wrapped__, config, typed_keys_of(words))
 
 
 def test_an_experiment_is_in_the_folder_of_its_command() -> None:
@@ -111,8 +111,8 @@ def test_the_corpora_of_aded() -> None:
 
 def on(monkeypatch: pytest.MonkeyPatch, gpu: bool, command: str, *overrides: str) -> Any:
     """A config as composed on a machine with or without a GPU."""
-    monkeypatch.setattr("outrider.commands.has_gpu", lambda: gpu)
-    return build(registered(command), compose_defaults(command, [*overrides]))
+    monkeypatch.setattr("outrider.commands.composing.has_gpu", lambda: gpu)
+    return build(COMMANDS[command][0], compose_config(command, overrides))
 
 
 def test_sizes_that_nobody_gives_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +174,6 @@ def test_a_rehearsal_is_repeated_or_resumed_and_deletes_only_its_own(tmp_path: P
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 
 
-def commanded(command: str, *overrides: str) -> Any:
-    """The config that the command line with these overrides has, which knows what it was given."""
-    return build(registered(command), compose_defaults(command, [*overrides]), overrides)
-
-
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat model, one without a template, one without a tokenizer; conversations, prompts, and no text."""
@@ -190,7 +185,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = {"talk": {"messages": says}, "asked": {"turns": ["hi"]}, "odd": {"messages": 3}}
     for name, line in lines.items():
         (folder / f"{name}.jsonl").write_text(json.dumps(line))
-    (folder / "nothing.jsonl").touch()
+    (folder / "nothing.jsonl").write_text('{"messages": []}')
     return folder
 
 
@@ -202,13 +197,14 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("eesd", "target=HERE/chat data=local data.path=HERE/nothing.jsonl", "data: no usable record in path="),
     ("generate_responses", "target=HERE/bare data=local data.path=HERE/asked.jsonl", "bare' has no chat template"),
     ("evaluate_checkpoint", "target=HERE/bare method=prompt_lookup prompts=HERE/asked.jsonl", "no chat template"),
-    ("build_trigrams", "tokenizer=HERE/talk.jsonl", "talk.jsonl: not a SentencePiece model"),
+    ("build_trigrams", "tokenizer=HERE/talk.jsonl", "talk.jsonl: another kind of file"),
 ])  # fmt: skip
 def test_a_rehearsal_refuses_what_the_run_would(
     given: Path, tmp_path: Path, command: str, words: str, said: str
 ) -> None:
     options = words.replace("HERE", str(given)).split()
-    refusal(said, run, command, commanded(command, *options, "debug=true", f"out_dir={tmp_path / 'run'}"))
+    options += ["debug=true", f"out_dir={tmp_path / 'run'}"]
+    refusal(said, run, command, compose_and_build(command, options), *options)
     assert not list(tmp_path.glob("*/run"))
 
 
@@ -223,10 +219,11 @@ def test_a_rehearsal_is_of_the_targets_architecture(
     shutil.copytree(given / "chat", tmp_path / "mine")
     (tmp_path / "mine/config.json").write_text(json.dumps(described))
     words = [f"target={tmp_path / 'mine'}", "data=local", f"data.path={given / 'talk.jsonl'}"]
-    run("eesd", commanded("eesd", *words, "debug=true", f"out_dir={tmp_path / 'run'}"))
+    words += ["debug=true", f"out_dir={tmp_path / 'run'}"]
+    run("eesd", compose_and_build("eesd", words), *words)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run-debug" / MODELS / TARGET)
-    small = model.config
-    assert (small.model_type, small.rms_norm_eps, small.max_position_embeddings) == ("qwen2", 0.125, 256)
+    tiny = model.config
+    assert (tiny.model_type, tiny.rms_norm_eps, tiny.max_position_embeddings) == ("qwen2", 0.125, 256)
     assert (tmp_path / "run-debug/run/drafter.json").exists()
 
 
@@ -246,13 +243,13 @@ def test_what_is_small_keeps_its_kind() -> None:
     debug, models = Path("run-debug"), Path("run-debug/tiny_models")
     for given in (None, 32000):
         config = composed("eesd/llama2_13b", f"draft_vocabulary={given or 'null'}")
-        assert small(config, debug, models).draft_vocabulary == (given and 64)
+        assert shrink(config, debug, models).draft_vocabulary == (given and 64)
     part = MixPart(source="hub", path="x", template="vicuna", weight=3)
     data = DataConfig(source="mix", mix={"a": part, "b": MixPart(weight=0)}, heldout_fraction=0.1)
-    text = small(replace(config, data=data), debug, models).data
+    text = shrink(replace(config, data=data), debug, models).data
     assert [(name, weight, own.source) for name, weight, own in text.parts()] == [("a", 3, "python_stdlib")]
     assert text.cache == Path("run-debug/cache")
     online = WandbConfig(mode="online")
-    fit = small(FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online), debug, models)
+    fit = shrink(FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online), debug, models)
     assert (fit.steps, fit.epochs, fit.warmup, fit.wandb.mode) == (2, None, 2, "disabled")
     assert (fit.batch_rows, fit.optimizer) == (16, "muon")

@@ -14,9 +14,8 @@ from docs.make_options import PAGE, page
 from outrider.base.errors import UserError
 from outrider.base.settings import RunConfig, Settings, decides
 from outrider.cli import COMMANDS as LISTED
-from outrider.commands import register
-from outrider.commands.options import compose_defaults, groups_of, help_text, options_of
-from outrider.train.settings.drafters import EesdConfig
+from outrider.commands.composing import compose_config, groups_of
+from outrider.commands.options import help_text, options_of
 from tests.conf.test_configs import COMMANDS, compose_and_build
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +28,7 @@ def test_the_page_is_current() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_meaning(name: str) -> None:
-    schema = LISTED[name].load_settings()
-    register(name, schema)
-    options = options_of(schema, compose_defaults(name, []))
+    options = options_of(LISTED[name].load_settings(), compose_config(name, []))
     assert [option.key for option in options if not option.meaning] == []
     assert all("GGUF" in option.meaning for option in options if option.key == "target")
     keys = [option.key for option in options]
@@ -39,8 +36,7 @@ def test_every_option_has_a_meaning(name: str) -> None:
 
 
 def test_help_is_of_this_command_and_of_what_is_chosen() -> None:
-    register("eesd", EesdConfig)
-    text = help_text("eesd", EesdConfig, ["data=ultrachat", "fit.lr=0.25"])
+    text = help_text("eesd", ["data=ultrachat", "fit.lr=0.25"])
     assert "data.path=HuggingFaceH4/ultrachat_200k" in text
     assert "fit.lr=0.25   (number > 0)\n    the highest learning rate" in text
     assert "exit_layer=null   (integer ≥ 1 or null)\n    with start=null: N, the target layers under" in text
@@ -71,7 +67,7 @@ GIVEN = {
     "pipeline": ["experiment=demo"],
 }
 # Marked for what holds in general; with these the command itself chooses among the weights, or has it on record.
-BESIDES = {"eesd": {"fit.eval_every"}, "eagle3": {"fit.eval_every"}, "finetune_drafter": {"fit.eval_every", "revision"}}
+BESIDES = {name: {"fit.eval_every"} for name in ("eesd", "eagle3", "finetune_drafter")}
 
 
 def made(command: str) -> Any:

@@ -12,7 +12,7 @@ from outrider.base.errors import UserError
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.inference.loading.memory_plan import Held
-from outrider.inference.loading.rehearsal import small
+from outrider.inference.loading.rehearsal import shrink
 from outrider.inference.report.wording import recommendation
 from outrider.train import auto_run
 from outrider.train.auto import main
@@ -218,7 +218,7 @@ def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -
     prompts = str(own_prompts(tmp_path)) if own else None
     pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
     assert (pipeline.resume, pipeline_of(CONFIG, Choice((), {}, {}), LOOK).resume) == (False, True)
-    step = small(settings_of(pipeline)["prompts"], tmp_path)
+    step = shrink(settings_of(pipeline)["prompts"], tmp_path)
     assert (step.file, step.target, step.count < 100) == (prompts, None if own else "org/model", not own)
 
 

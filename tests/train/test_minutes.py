@@ -19,7 +19,7 @@ from outrider.base.errors import UserError
 from outrider.base.progress import RELAY, Stage
 from outrider.commands import config_for, main_of
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
-from outrider.inference.loading.rehearsal import read_some
+from outrider.inference.loading.rehearsal import check_inputs
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train import auto
@@ -186,9 +186,9 @@ def test_an_error_about_a_template_spells_the_option_of_its_command(
     given = [f"target={tiny_models / TARGET}", *(word.replace("HERE", str(tmp_path)) for word in words)]
     config = compose_and_build(name, given)
     with pytest.raises(UserError, match="no chat template") as raised:
-        read_some(config, lambda _: True)
+        check_inputs(config, lambda _: True)
     assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {f"{option}=none", f"{option}=vicuna"}
-    read_some(compose_and_build(name, [*given, f"{option}=none"]), lambda _: True)
+    check_inputs(compose_and_build(name, [*given, f"{option}=none"]), lambda _: True)
 
 
 def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from outrider.draft_models.calibration_head import CalibrationHead, log_odds
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import pick_dtype
 from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
-from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import end_tokens, position_limits
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.kind import Kind
@@ -34,7 +33,6 @@ from outrider.train.settings.drafters import CalibrateConfig
 from outrider.train.students import calibration as students
 
 
-@rehearsable
 def calibrate(config: CalibrateConfig) -> None:
     """Capture, fit, report, and store the head in `config.checkpoint`.
 

@@ -29,7 +29,6 @@ from outrider.draft_models.losses import head_product, linear_cross_entropy, lin
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
-from outrider.inference.loading.rehearsal import rehearsable
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
 from outrider.train.parts.drafter import frozen_dtype, parameters_of, pick_tokens, write_records
@@ -42,7 +41,6 @@ from outrider.train.students.eagle3 import Guesses, HeadOnTarget, head_plan, jud
 FEATURES = "features"  # in out_dir, while a training with features=auto runs
 
 
-@rehearsable
 def train_eagle3(config: Eagle3Config) -> None:
     """Train a head according to `config`. The result is `config.out_dir`, a directory that serving engines can load.
 

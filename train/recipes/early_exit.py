@@ -23,7 +23,6 @@ from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyEx
 from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from outrider.inference.drafters.early_exit.drafter import draft_model_of
-from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import prepare as prepare_drafters
 from outrider.inference.settings.kinds import EARLY_EXIT
 from outrider.train.core.driver import train
@@ -43,7 +42,6 @@ from outrider.train.settings.drafters import EesdConfig
 from outrider.train.students.early_exit import ExitOnFrozenLayers, exit_plan, layers_read, with_shape
 
 
-@rehearsable
 def train_early_exit(config: EesdConfig) -> None:
     """Train an exit layer according to `config`. The drafter is `config.out_dir` (see `early_exit.checkpoint`).
 

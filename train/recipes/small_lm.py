@@ -26,7 +26,6 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target, p
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
-from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import prepare as prepare_for_decoding
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
@@ -45,7 +44,6 @@ from outrider.train.settings.drafters import FinetuneConfig
 from outrider.train.students import small_lm as students
 
 
-@rehearsable
 def finetune_drafter(config: FinetuneConfig) -> None:
     """Train a small LM according to `config`. The drafter is `config.out_dir`, a Hugging Face directory.
 

@@ -7,18 +7,22 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Positive, Settings, Share, free, only, opt
+from outrider.base.settings import DEFAULT, Count, Positive, RunConfig, Settings, Share, free, if_given, only, opt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import (
+    EAGLE3,
+    EARLY_EXIT,
+    SMALL_LM,
+    TARGET,
     Divergence,
     DrafterFolder,
     FloatDtype,
     Head,
     Model,
     ReadingChanges,
-    RehearsedConfig,
+    Rehearsed,
     RunDtype,
-    TargetConfig,
+    TinyModel,
     Written,
 )
 from outrider.train.settings.fit import CHECKPOINTS, FitConfig
@@ -27,22 +31,30 @@ NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
+TINY_SHAPE = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}  # of a Llama in a rehearsal
 _NEW = only(start=None)  # read with a new drafter alone: a finished one has decided it
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterTraining(TargetConfig):
-    """The settings that all trainings of drafters have."""
+class DrafterTraining(Settings):
+    """What all trainings of drafters have. The best drafter of those evaluated on the way is kept."""
 
     leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
+    out_dir: str = free(help="where everything goes")
+    target: Model = free(help="model directory, GGUF file or Hub name", debug=TinyModel(TARGET))
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     data: DataConfig
     fit: FitConfig
     objective: Objective
-    draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all")
-    seq_len: Width = opt(2048, "tokens of a row")
-    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
-    decode_prompts: Count = opt(16, "held-out prompts that give eval_tau, which chooses the drafter")
-    decode_tokens: Annotated[int, Ge(2)] = opt(64, "new ones of each of those prompts; the first is the prefill's")
+    draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all", debug=64)
+    seq_len: Width = opt(2048, "tokens of a row", debug=64, step_debug=1024)
+    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`", debug=None)
+    decode_prompts: Count = opt(
+        16, "held-out prompts that give eval_tau, which chooses the drafter", debug=2, decides="decode_prompts"
+    )
+    decode_tokens: Annotated[int, Ge(2)] = opt(
+        64, "new ones of each of those prompts; the first is the prefill's", debug=8, decides="decode_prompts"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,14 +66,16 @@ class DrafterTraining(TargetConfig):
         return self.objective != "cross_entropy"
 
     def deciding(self) -> dict[str, object]:
-        """As of all settings; besides, the best drafter of those evaluated is kept."""
-        return super().deciding() | {"eval_every": self.fit.eval_every}
+        """As of all settings; besides, what chooses among the weights on the way."""
+        return super().deciding() | ({"eval_every": self.fit.eval_every} if self.decode_prompts else {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaughtTraining(DrafterTraining):
-    """A training that can learn from cached distributions of the target, and to draft several tokens in one pass."""
+class Distillation(Settings):
+    """What a training has that can learn from cached distributions of the target, and to draft several tokens in one
+    pass."""
 
+    objective: Objective
     teacher: Teacher = "online"
     """source of the target's distribution, for objectives other than cross_entropy: online runs the whole target;
     cached reads the top k stored with `data`"""
@@ -72,33 +86,32 @@ class TaughtTraining(DrafterTraining):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
-        cached = self.teacher == "cached"
-        self.require("debug", not (self.debug and cached), "teacher=online: a tiny target has no cached answers")
-        needed = "a divergence as objective and data=local with the responses of generate-responses (top_k_logits=K)"
-        at_hand = not cached or (self.distils and self.data.source == "local")
-        self.require("teacher", at_hand, f"online; cached needs {needed}")
 
     @property
     def online(self) -> bool:
         """Whether the whole target runs along for the loss."""
-        return self.distils and self.teacher == "online"
+        return self.objective != "cross_entropy" and self.teacher == "online"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EesdConfig(TaughtTraining):
+class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     """EESD: train an early-exit drafter on the first layers of `target`."""
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
-    target: Model = free(help="model directory, GGUF file or Hub name; only the layers needed are read")
-    start: DrafterFolder | None = None
+    target: Model = free(
+        help="model directory, GGUF file or Hub name; only the layers needed are read", debug=TinyModel(TARGET)
+    )
+    start: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT))
     """an early exit of this target to continue training, for example on more data; null: a new one, which begins as the
     target's last layer, norm and head"""
-    exit_layer: Annotated[Count | None, _NEW] = opt(None, "N, the target layers under the exit; null: 8 % of them")
+    exit_layer: Annotated[Count | None, _NEW] = opt(
+        None, "N, the target layers under the exit; null: 8 % of them", debug=1
+    )
     exit_depth: Annotated[Count, _NEW] = opt(1, "transformer layers of the exit")
     train_head: Annotated[bool, _NEW] = True
     """train a head of its own; false: share the target's, recommended for a large vocabulary"""
-    draft_vocabulary: Annotated[Count | None, _NEW] = None
+    draft_vocabulary: Annotated[Count | None, _NEW] = opt(None, debug=64)
     """tokens that it predicts, the text's most frequent; null: all"""
     train_layer: Annotated[bool, _NEW] = True
     """a layer of its own; false: norm and head sit on the first N layers (the paper's ablation)"""
@@ -107,53 +120,49 @@ class EesdConfig(TaughtTraining):
     draft_models/losses.py"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    eval_rows: Count = free(64, "held-out rows that give eval_top1, eval_tau_text and eval_tau_analytic")
+    eval_rows: Count = free(64, "held-out rows that give eval_top1, eval_tau_text and eval_tau_analytic", debug=4)
     eval_batch_rows: Count = free(4, "held-out rows run together")
-    decode_prompts: NotNegative = 0
+    decode_prompts: NotNegative = opt(0, debug=2, decides="decode_prompts")
     """held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target"""
-    decode_tokens: Count = opt(64, "new ones of each of those prompts")
+    decode_tokens: Count = opt(64, "new ones of each of those prompts", debug=8, decides="decode_prompts")
     plan: bool = free(False, "only say what it would read, hold and compute; needs no weights")
     out_dir: str = free("runs/eesd", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_teacher(self)
         plain, why = self.fit.optimizer == "adamw", "adamw for train_layer=false: muon is for a layer's matrices"
         self.require("fit.optimizer", self.train_layer or plain, why)
         self.require("exit_depth", self.train_layer or self.exit_depth == 1, "1 with train_layer=false")
 
-    def deciding(self) -> dict[str, object]:
-        """As of all settings; what chooses among the weights on the way decides only where they are chosen from."""
-        chosen = () if self.decode_prompts else ("decode_prompts", "decode_tokens", "eval_every")
-        return {key: value for key, value in super().deciding().items() if key not in chosen}
-
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(RehearsedConfig):
+class CalibrateConfig(Rehearsed, RunConfig):
     """Train the calibration head of a drafter on the outcomes of its drafted tokens.
 
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
     """
 
     leaves: ClassVar[tuple[str, ...]] = (CHECKPOINTS,)
-    checkpoint: DrafterFolder = free()
+    checkpoint: DrafterFolder = free(debug=TinyModel(EARLY_EXIT, any_kind=True))
     """directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there"""
     data: DataConfig = free()
     fit: FitConfig = opt(help="a row is `EXAMPLES` drafted tokens")
-    target: Model | None = free(None)
+    target: Model | None = free(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for"""
-    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
-    reading: ReadingChanges = free(factory=ReadingChanges)
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
+    reading: ReadingChanges = free(factory=ReadingChanges, debug=DEFAULT)
     """corrections of an EAGLE-3 head's config.json; give evaluate-checkpoint the same"""
-    answers: Literal["target", "recorded"] = "target"
+    answers: Literal["target", "recorded"] = opt("target", debug="target")
     """target: it continues texts; recorded: `data` holds its greedy answers (see docs/when-to-stop.md). Then only the
     layers that the drafter shares are read, and the head sees no hidden state of the last layer"""
-    prompts: Count = free(400, "texts continued for training, each from the start of a row")
-    heldout_prompts: Count = free(64, "texts continued for the report")
-    minutes: Positive | None = None
+    prompts: Count = free(400, "texts continued for training, each from the start of a row", debug=4)
+    heldout_prompts: Count = free(64, "texts continued for the report", debug=2)
+    minutes: Positive | None = opt(None, debug=None)
     """continue texts until this time is over, but draft at least 64 tokens for training and 64 for the report, which
     share the time in proportion to their texts; null: all texts"""
-    seq_len: Width = free(512, "most tokens of a text before its continuation")
-    new_tokens: Annotated[int, Ge(3)] = 128
+    seq_len: Width = free(512, "most tokens of a text before its continuation", debug=64, step_debug=1024)
+    new_tokens: Annotated[int, Ge(3)] = opt(128, debug=8)
     """per prompt, greedy; the first is the prefill's, and the last is never drafted"""
     max_draft: Count = opt(10, "tokens drafted every round: the paper's positions")
     l2: Annotated[float, Ge(0)] = opt(1000.0, "penalty on the head's weights, in units of the loss of one token")
@@ -175,13 +184,15 @@ class CalibrateConfig(RehearsedConfig):
 class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
-    path: Model | None = opt(None, "model directory, GGUF file or Hub name")
-    revision: str | None = opt(None, "of that model on the Hub")
-    layers: Count | None = opt(None, "of a new drafter, instead of `path`")
-    hidden: Count | None = opt(None, "width")
-    heads: Count | None = opt(None, "of attention")
-    kv_heads: Count | None = opt(None, "null: heads")
-    intermediate: Count | None = opt(None, "width inside the MLPs")
+    path: Model | None = opt(
+        None, "model directory, GGUF file or Hub name", debug=TinyModel(SMALL_LM, without={"layers": 1, **TINY_SHAPE})
+    )
+    revision: str | None = opt(None, "of that model on the Hub", debug=None)
+    layers: Count | None = opt(None, "of a new drafter, instead of `path`", debug=3)
+    hidden: Count | None = opt(None, "width", debug=if_given(TINY_SHAPE["hidden"]))
+    heads: Count | None = opt(None, "of attention", debug=if_given(TINY_SHAPE["heads"]))
+    kv_heads: Count | None = opt(None, "null: heads", debug=if_given(TINY_SHAPE["kv_heads"]))
+    intermediate: Count | None = opt(None, "width inside the MLPs", debug=if_given(TINY_SHAPE["intermediate"]))
     tied: bool = opt(False, "from a shape: one matrix for embedding and head")
 
     def __post_init__(self) -> None:
@@ -206,14 +217,15 @@ def require_heads(hidden: int, heads: int, kv_heads: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(TaughtTraining):
+class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
 
+    revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit", debug=None)
     drafter: DrafterConfig
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     on_policy: Share = opt(0.0, "share of the steps that train on continuations sampled by the drafter")
-    on_policy_tokens: int = opt(64, "sampled per row in such a step")
-    draft_vocabulary: Count | None = None
+    on_policy_tokens: int = opt(64, "sampled per row in such a step", debug=8)
+    draft_vocabulary: Count | None = opt(None, debug=64)
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
     finished drafter"""
     lora_rank: NotNegative = opt(0, "0: all weights are trained")
@@ -224,6 +236,7 @@ class FinetuneConfig(TaughtTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_teacher(self)
         on_text, fits = self.on_policy == 0, 1 <= self.on_policy_tokens < self.seq_len
         target_at_hand = "0 without a target in the loop: give a divergence as objective and teacher=online"
         self.require("on_policy", on_text or self.online, target_at_hand)
@@ -238,42 +251,42 @@ class FinetuneConfig(TaughtTraining):
         finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
         self.require("lora_rank", adapted, finished)
 
-    def deciding(self) -> dict[str, object]:
-        """As of all drafters, and the target's revision."""
-        return super().deciding() | {"revision": self.revision}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(DrafterTraining):
+class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
     """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
-    start: Head | None = None
+    start: Head | None = opt(None, debug=TinyModel(EAGLE3))
     """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
     its logits' matrix begins as the target's"""
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
-    reading: ReadingChanges = opt(factory=ReadingChanges, help="corrections of the config.json of the head in `start`")
+    reading: ReadingChanges = opt(
+        factory=ReadingChanges, help="corrections of the config.json of the head in `start`", debug=DEFAULT
+    )
     version: Annotated[Literal["3", "3.1"], BeforeValidator(str), _NEW] = "3.1"  # YAML reads numbers
     """3.1: norms each tap and each step's output; 3: neither, as first published"""
-    taps: Annotated[tuple[NotNegative, ...], _NEW] = ()
+    taps: Annotated[tuple[NotNegative, ...], _NEW] = opt((), debug=())
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
-    intermediate: Annotated[Count | None, _NEW] = opt(None, "width inside its MLP; null: the target's")
-    draft_vocabulary: Annotated[Count | None, _NEW] = None
+    intermediate: Annotated[Count | None, _NEW] = opt(
+        None, "width inside its MLP; null: the target's", debug=if_given(TINY_SHAPE["intermediate"])
+    )
+    draft_vocabulary: Annotated[Count | None, _NEW] = opt(None, debug=64)
     """tokens that it predicts, the text's most frequent; null: all"""
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")
-    draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft")
+    draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft", debug=4)
     step_decay: Annotated[Share, Ge(0)] = opt(0.8, "weight of a step's loss relative to the step before")
     keep: Annotated[float, Gt(0), Le(1)] = opt(1.0, "share of a step's positions at which the next runs, drawn; 1: all")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
     dialect: Written = "specforge"
     """format of config.json and tensor names; SpecForge's heads have three taps"""
-    features: str | None = free("auto")
+    features: str | None = free("auto", debug=if_given("auto"))
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     auto: in out_dir until the end, if the text is read again and half of the disk's free space suffices; null: it runs
     along"""
-    eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic")
+    eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic", debug=4)
     eval_batch_rows: Count = free(4, "held-out rows run together")
     plan: bool = free(False, "only say what it would hold and compute; needs no weights")
     out_dir: str = free("runs/eagle3", "where everything goes")
@@ -285,6 +298,15 @@ class Eagle3Config(DrafterTraining):
         self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
         longest = self.seq_len - 2
         self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
+
+
+def require_teacher(config: EesdConfig | FinetuneConfig) -> None:
+    """Raise `UserError` for cached distributions where there can be none."""
+    cached = config.teacher == "cached"
+    config.require("debug", not (config.debug and cached), "teacher=online: a tiny target has no cached answers")
+    expected = "a divergence as objective and data=local with the responses of generate-responses (top_k_logits=K)"
+    is_stored = not cached or (config.distils and config.data.source == "local")
+    config.require("teacher", is_stored, f"online; cached needs {expected}")
 
 
 def require_heldout(data: DataConfig, why: str) -> None:

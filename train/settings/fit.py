@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from outrider.base.errors import UserError, require
-from outrider.base.settings import Count, Positive, Seed, Settings, free, opt
+from outrider.base.settings import DEFAULT, Count, Positive, Seed, Settings, always, free, opt
 from outrider.base.wandb_config import WandbConfig
 
 CHECKPOINTS = "checkpoint-*"  # in out_dir
@@ -19,27 +19,29 @@ NotNegative = Annotated[float, Ge(0)]
 class FitConfig(Settings):
     """The training loop. Exactly one of `steps` (optimizer steps) and `epochs` is given."""
 
-    steps: Count | None = opt(None, "optimizer steps, or:")
-    epochs: Positive | None = opt(None, "passes over the rows; one of the two is null")
-    batch_rows: Count = opt(64, "rows in one optimizer step, over all processes")
-    micro_batch_rows: Count | None = free(None, "rows in one forward of one process; null: batch_rows / processes")
+    steps: Count | None = opt(None, "optimizer steps, or:", debug=always(2))
+    epochs: Positive | None = opt(None, "passes over the rows; one of the two is null", debug=None)
+    batch_rows: Count = opt(64, "rows in one optimizer step, over all processes", step_debug=4)
+    micro_batch_rows: Count | None = free(
+        None, "rows in one forward of one process; null: batch_rows / processes", step_debug=4
+    )
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon is for the layers' matrices")
     lr: Positive = opt(1e-3, "the highest learning rate")
     muon_lr: Positive = opt(0.02, "optimizer=muon: the layers' matrices; everything else is AdamW at `lr`")
     betas: tuple[Beta, Beta] = opt((0.9, 0.95), "of AdamW")
     weight_decay: NotNegative = opt(0.0, "of matrices; norms and biases have none")
-    warmup: NotNegative = opt(0.0, "below 1: share of the steps; from 1: number of steps")
+    warmup: NotNegative = opt(0.0, "below 1: share of the steps; from 1: number of steps", debug=2)
     schedule: Literal["linear", "cosine", "constant"] = opt("linear", "of the learning rate after the warm-up")
     max_grad_norm: NotNegative = opt(1.0, "0: no clipping")
     precision: Literal["fast", "bf16", "fp32"] = "fast"
     """autocast over float32 masters, or plain fp32; fast: fp32 on a CPU without instructions for bf16, else bf16"""
     gradient_checkpointing: bool = free(False, "compute activations again instead of keeping them")
-    log_every: Count = free(10, "steps between lines of the log")
-    eval_every: Count | None = free(None, "steps; null: at the end only")
-    save_every: Count | None = free(None, "steps; null: at the end only")
+    log_every: Count = free(10, "steps between lines of the log", debug=1)
+    eval_every: Count | None = free(None, "steps; null: at the end only", debug=always(1))
+    save_every: Count | None = free(None, "steps; null: at the end only", debug=always(1))
     keep_checkpoints: Count = free(2, "latest checkpoints that are kept")
     seed: Seed = opt(0, "of the order of rows, and of all that training draws")
-    wandb: WandbConfig = free(factory=WandbConfig)
+    wandb: WandbConfig = free(factory=WandbConfig, debug=DEFAULT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -339,7 +339,7 @@ def test_a_verdicts_status_is_no_crashs(
     command: str, error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     words = {"audit": ["answers=a.jsonl"], "eesd": []}[command]
-    with patch.object(conf, "look_for_places", side_effect=error):
+    with patch.object(conf, "look_for_files", side_effect=error):
         said = ["outrider", command, "target=owner/name", f"out_dir={tmp_path}", *words]
         assert status_of(cli.main, *said) == status
     said = capsys.readouterr().err

@@ -27,7 +27,7 @@ from outrider.inference.evaluate import compare
 from outrider.inference.evaluate.compare import evaluate as command
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.memory_plan import Place, cache_bytes, drafter_memory
-from outrider.inference.loading.rehearsal import small
+from outrider.inference.loading.rehearsal import shrink
 from outrider.inference.loading.targets import find_target
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: s
     where, methods = str(tiny_models / folder), {"m": MethodConfig(name)}
     config = EvaluateConfig(checkpoint=where, target="t", methods=methods)
     assert config.paths == {name: where}
-    debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
+    debug = shrink(replace(config, debug=True), tiny_models.parent, tiny_models)
     assert debug.paths == {name: where}
     if name != "early_exit":  # which knows its target
         refusal(f"target: missing; .* the model.*holds {name}, for method=", replace, config, target=None)

@@ -18,7 +18,7 @@ from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel, skipped_layers
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.loading.rehearsal import small
+from outrider.inference.loading.rehearsal import shrink
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from tests.graph_contract import keep_contracts
@@ -86,5 +86,5 @@ def test_which_layers_are_skipped() -> None:
 
 def test_a_rehearsal_leaves_out_layers_that_a_tiny_model_has(tiny_models: Path) -> None:
     method = MethodConfig("skip_layers", skip=(20, 21))
-    rehearsed = small(EvaluateConfig(target="t", methods={"m": method}), tiny_models.parent, tiny_models)
+    rehearsed = shrink(EvaluateConfig(target="t", methods={"m": method}), tiny_models.parent, tiny_models)
     assert rehearsed.methods == {"m": MethodConfig("skip_layers")}

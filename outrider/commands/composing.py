@@ -1,0 +1,222 @@
+"""From the words of a command line to settings: the words are checked, Hydra composes, pydantic makes the settings.
+
+The dataclass alone defines names, types, defaults and checks; YAML files only choose values. Nothing that an entry
+script calls sees a DictConfig.
+"""
+
+import dataclasses
+import os
+import typing
+from collections.abc import Collection, Sequence
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from outrider.base.errors import UserError, missing
+from outrider.base.settings import Config, construct, describe_type, field_types
+from outrider.base.words import did_you_mean, in_shell, listed, option
+from outrider.cli import COMMANDS
+from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, no_such_method, settings_of
+
+_TEXT_TYPES = (str, str | None)
+
+
+def compose_config(name: str, words: Sequence[str]) -> DictConfig:
+    """conf/<name>.yaml composed over the defaults of the command's settings, with the options `words`.
+
+    Raises `UserError` as `check_words` does, and errors of Hydra and OmegaConf for other faults (see `explain`).
+    """
+    check_words(name, words)
+    store_defaults(name)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base=None):
+        return compose(name, overrides=[*words])
+
+
+def build(schema: type[Config], composed: DictConfig, typed_keys: Collection[str] = ()) -> Config:
+    """The composed config as an instance of `schema`. typed_keys: the dotted keys that the command line gave.
+
+    Raises `UserError` naming a key that is missing or impossible, or of a method or source that was not chosen.
+    """
+    for key in sorted(OmegaConf.missing_keys(composed)):
+        raise missing(key, describe_type(option_type(schema, key)) or "its value")
+    for key in typed_keys:
+        _require_chosen(schema, composed, key)
+    return construct(schema, _adapt(OmegaConf.to_container(composed, resolve=True), schema))
+
+
+def typed_keys_of(words: Sequence[str]) -> frozenset[str]:
+    """The dotted keys to which `words` give values, also by a group."""
+    overrides = [word for word in words if "=" in word and word[0] not in "-~"]
+    return frozenset(word.partition("=")[0].lstrip("+").rpartition("@")[2] for word in overrides)
+
+
+def store_defaults(name: str) -> None:
+    """Store the defaults of a command's settings as "<name>_schema", the first entry of conf/<name>.yaml's list.
+
+    In YAML ${by_device:A,B} is A with a GPU and B without one; ${unless:${debug},A} is A, in a rehearsal null.
+    """
+    OmegaConf.register_new_resolver("by_device", lambda gpu, cpu: gpu if has_gpu() else cpu, replace=True)
+    OmegaConf.register_new_resolver("unless", lambda flag, value: None if flag else value, replace=True)
+    ConfigStore.instance().store(f"{name}_schema", _plain_defaults(COMMANDS[name].load_settings()))
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU that is not hidden, judged without torch by the files of NVIDIA's and AMD's drivers."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+
+
+def check_words(name: str, words: Sequence[str]) -> None:
+    """Raise `UserError` for an unknown option or choice, and for a value of an option that holds others.
+
+    Composed methods are added to the choices of Hydra's group `method`. Flags and their values are Hydra's own.
+    """
+    groups, schema = groups_of(name), COMMANDS[name].load_settings()
+    sweeps = not {"-m", "--multirun"}.isdisjoint(words)
+    for word in words:
+        if word[0] == "-" or ("=" not in word and word[0] != "~"):
+            continue
+        (override,) = OverridesParser.create().parse_overrides([word])
+        key, is_mapping = override.key_or_group, isinstance(override.value(), dict)
+        if override.is_sweep_override() and not sweeps:
+            raise UserError(_not_an_option(word))
+        if override.package is not None or key in groups:
+            _check_choice(override)
+        elif not key.startswith("hydra"):
+            kind = option_type(schema, key, groups)
+            if dataclasses.is_dataclass(kind) and not (is_mapping or override.is_delete()):
+                raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
+
+
+def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
+    """The type of the option of `schema` with a dotted key. Raises `UserError` if there is none.
+
+    groups: the groups of the command, for suggestions.
+    """
+    kind: typing.Any = schema
+    path = ""
+    for part in key.split("."):
+        path = f"{path}.{part}" if path else part
+        if kind in (typing.Any, object):
+            return kind
+        options = field_types(kind) if dataclasses.is_dataclass(kind) else {}
+        if part in options:
+            kind = options[part]
+        elif not (kind := _member_type(kind)):
+            hint = did_you_mean(part, [*options, *groups])
+            raise UserError(f"{path}: no such option{hint or '.'} Allowed here: {', '.join(options) or 'none'}")
+    return kind
+
+
+def _member_type(kind: typing.Any) -> object:
+    """The type of the values of a mapping; None for another type."""
+    plain = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    return typing.get_args(plain)[1] if typing.get_origin(plain) is dict else None
+
+
+def _check_choice(override: Override) -> None:
+    """Raise `UserError` if a group is given what is no name of its choices."""
+    group, value = override.key_or_group, override.value()
+    if override.is_delete() or (override.is_sweep_override() and not isinstance(value, ChoiceSweep)):
+        return
+    choices = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    for choice in choices:
+        name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]
+        if group == "method" and isinstance(choice, str):
+            settings = settings_of(name)
+            if "/" in name:
+                folder, _, last = f"method/{name}".rpartition("/")
+                ConfigStore.instance().store(last, settings, folder, package=f"methods.{known_as(name)}")
+        elif not isinstance(choice, str) or not (CONF_DIR / group / f"{name}.yaml").is_file():
+            raise UserError(no_such_method(name) if group == "method" else _no_such_choice(group, name))
+
+
+def _no_such_choice(group: str, name: str) -> str:
+    files = sorted((CONF_DIR / group).rglob("*.yaml"))
+    choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
+    return f"{group}={name}: no such choice{did_you_mean(name, choices) or '.'} There are {listed(choices)}; see --help"
+
+
+def groups_of(name: str) -> dict[str, list[str]]:
+    """The groups that conf/<name>.yaml chooses from, the experiments for it, and the parts of a method, with their
+    choices."""
+    defaults = OmegaConf.load(CONF_DIR / f"{name}.yaml").defaults
+    group_names = [next(iter(entry)) for entry in defaults if not isinstance(entry, str)]
+    groups = {group: choices_of(group) for group in group_names}
+    if experiments := choices_of(f"experiment/{name}"):
+        groups["experiment"] = [f"{name}/{choice}" for choice in experiments]
+    if "method" in groups:
+        groups["method"] += ["SOURCE/SHAPE", "SOURCE/STOP", "SOURCE/SHAPE/STOP"]
+        groups |= {f"+{part}@methods.NAME": choices_of(part) for part in PARTS}
+    return {group: choices for group, choices in groups.items() if choices}
+
+
+def explain(error: Exception) -> str:
+    """An error of Hydra or OmegaConf in one line, which begins with the key if the error has one."""
+    if isinstance(error, OverrideParseException):
+        return _not_an_option(error.override)
+    cause = error
+    while isinstance(cause.__cause__, OmegaConfBaseException):
+        cause = cause.__cause__
+    key = getattr(cause, "full_key", None)
+    return f"{key}: {str(cause).strip().splitlines()[0]}" if key else " ".join(str(error).split())
+
+
+def value_of(word: str) -> object:
+    """The value that Hydra reads from KEY=VALUE; the text itself if Hydra cannot read it."""
+    try:
+        return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
+    except (HydraException, OmegaConfBaseException):
+        return word.partition("=")[2]
+
+
+def _not_an_option(word: str) -> str:
+    key, equals, value = word.partition("=")
+    remedy = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
+    return f"{word}: not an option; give it, {remedy}"
+
+
+def _require_chosen(schema: type, composed: DictConfig, key: str) -> None:
+    """Raise `UserError` if `key` lies in an entry of a mapping of settings that was not chosen: it has no `source`."""
+    names = key.split(".")
+    for end in range(1, len(names)):
+        outer, name = ".".join(names[:end]), names[end]
+        member = _member_type(option_type(schema, outer))
+        if dataclasses.is_dataclass(member) and not OmegaConf.select(composed, f"{outer}.{name}.source"):
+            hint = f"{outer} holds no {name!r} in this run; choose it first, or check the name"
+            raise UserError(f"{outer}.{name}: {hint}")
+
+
+def _plain_defaults(schema: typing.Any) -> dict[str, object]:
+    """The defaults of `schema` as Hydra takes them; "???", OmegaConf's word, for an option that must be given."""
+    defaults, kinds = dict[str, object](), typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(kind := kinds[field.name]):
+            defaults[field.name] = _plain_defaults(kind)
+        elif typing.get_origin(kind) is dict:
+            defaults[field.name] = DictConfig({}, flags={"struct": False})  # it takes any name
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        else:
+            defaults[field.name] = "???" if field.default is dataclasses.MISSING else field.default
+    return defaults
+
+
+def _adapt(value: object, kind: object) -> object:
+    """`value` for an option of the type `kind`: a number as a text where the type wants that, and ~/ as the home."""
+    if isinstance(value, dict):
+        kinds = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        of_members = typing.get_args(kind)[-1:]  # of a mapping by name
+        return {key: _adapt(member, kinds.get(key, *of_members)) for key, member in value.items()}
+    if isinstance(value, list):
+        return [str(member) if kind == list[str] and isinstance(member, int | float) else member for member in value]
+    if isinstance(value, str):
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    return str(value) if kind in _TEXT_TYPES and isinstance(value, int | float) else value
