@@ -1,4 +1,4 @@
-"""Write docs/options.md: every option of every command, from the settings themselves.
+"""Write docs/options.md: every option of every command, from the settings themselves; and what follows the stop rules.
 
 python docs/make_options.py
 """
@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from outrider.cli import COMMANDS, Command
 from outrider.commands.composing import compose_config, groups_of
 from outrider.commands.options import options_of, usual
+from outrider.inference.settings.method import CONF_DIR
+from outrider.inference.stopping import RULES
 
-PAGE = Path(__file__).parent / "options.md"
+PAGE, STOPS = (Path(__file__).parent / name for name in ("options.md", "when-to-stop.md"))
+_AUTO = "the draft is shorter than the length that should be fastest, by measured costs and acceptance"  # of `fixed`
 HEAD = """# Options
 
 Every command takes `key=value`. This page is made from the settings by `python docs/make_options.py`; `--help` prints \
@@ -49,5 +52,20 @@ def section(command: Command) -> str:
     return "\n\n".join([*parts, "\n".join(rows)])
 
 
+def page_of_rules() -> str:
+    """The expected content of docs/when-to-stop.md: its table has `RULES`, and `auto`, a setting of fixed."""
+    rows = ["| rule | it drafts another token while | needs the head |", "|---|---|---|"]
+    for name, entry in RULES.items():
+        paper = f" ([{entry.paper}](https://arxiv.org/abs/{entry.paper}))" if entry.paper else ""
+        rows.append(f"| `{name}` | {entry.continues}{paper} | {'yes' if entry.needs_head else 'no'} |")
+        if name == "fixed":
+            rows.append(f"| `auto` | {_AUTO} | no |")
+    return re.sub(r"\| rule \|.*?\n\n", lambda _: "\n".join(rows) + "\n\n", STOPS.read_text("utf-8"), flags=re.DOTALL)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), "utf-8")
+    STOPS.write_text(page_of_rules(), "utf-8")
+    for name, entry in RULES.items():
+        if not (file := CONF_DIR / "stop" / f"{name}.yaml").exists():  # the others may set more than the rule
+            file.write_text(f"# Drafts on while {entry.continues}.\nstop:\n  rule: {name}\n", "utf-8")

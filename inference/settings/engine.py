@@ -41,7 +41,7 @@ def why_not(engine: str, method: MethodConfig) -> str | None:
 
 def draft_length(method: MethodConfig) -> int:
     """The tokens of a draft of a method that an engine can run."""
-    return method.stop.longest() if _has_stop(method) else method.ngrams.depth
+    return method.stop.longest() if KINDS[method.source].has_stop else method.ngrams.depth
 
 
 def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:
@@ -54,14 +54,9 @@ def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequ
 
 
 def _with_length(method: MethodConfig, count: int) -> MethodConfig:
-    if _has_stop(method):
+    if KINDS[method.source].has_stop:
         return replace(method, stop=replace(method.stop, max_draft=count))
     return replace(method, ngrams=replace(method.ngrams, depth=count))
-
-
-def _has_stop(method: MethodConfig) -> bool:
-    kind = KINDS[method.source]
-    return kind.shaped or "stop.max_draft" in kind.keys
 
 
 def python_in(path: str | None) -> str:

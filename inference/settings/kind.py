@@ -40,6 +40,11 @@ class Kind:
     served: str | None = None
     layers: bool = False
 
+    @property
+    def has_stop(self) -> bool:
+        """Whether the length of its drafts is `stop.max_draft`, at most."""
+        return self.shaped or "stop.max_draft" in self.keys
+
     def load_plugin(self) -> "AnyPlugin":
         """A new object of its class."""
         module, _, name = self.plugin.partition(":")

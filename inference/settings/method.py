@@ -5,20 +5,20 @@ kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. The key of
 as in `methods.eagle3_opt_tree.structure.nodes=30` and in reports.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from outrider.base.errors import UserError, require, require_choice
-from outrider.base.settings import Count, Positive, Settings, Share, construct, only, opt, require_default
+from outrider.base.errors import UserError, require
+from outrider.base.settings import Count, KeyOf, Positive, Settings, Share, construct, only, opt, require_default
 from outrider.base.words import did_you_mean
 from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
 from outrider.inference.settings.sampling import Verification
+from outrider.inference.stopping import RULES, THRESHOLDS
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
@@ -37,33 +37,24 @@ def number(value: int | str) -> int:
     return value
 
 
-Rule = Literal[
-    "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival"
-]
-# The default of stop.threshold, for the rules that have a threshold.
-THRESHOLDS: Mapping[Rule, float] = {
-    "confidence": 0.4,
-    "adaedl": 0.5,
-    "svip": 0.6,
-    "rejection_risk": 0.7,
-    "posterior_mean": 0.5,
-}
-_THOMPSON: tuple[Rule, ...] = ("calibrated", "posterior_mean")
+_THOMPSON = ("calibrated", "posterior_mean")
+_WITH_HEAD = ", ".join(name for name, entry in RULES.items() if entry.needs_head)
+_BOUNDS = ", ".join(f"{RULES[name].bounds} ({name}; null: {bound})" for name, bound in THRESHOLDS.items())
 
 
 @dataclass(frozen=True)
 class StopConfig(Settings):
     """The stop rule of a chain or a tree (see inference/stopping/)."""
 
-    rule: Rule = "fixed"
-    """a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head that
-    `outrider calibrate` trains"""
+    rule: Annotated[str, KeyOf(RULES)] = opt(
+        "fixed", f"docs/when-to-stop.md; {_WITH_HEAD} need the head that `outrider calibrate` trains"
+    )
     max_draft: Size | None = None
     """most tokens of a chain, or levels of a tree, in a round; rule=fixed drafts exactly this many; auto: what pays;
     null: 8 tokens (15 with rule=survival), or the structure's own levels"""
-    threshold: Annotated[Annotated[float, Gt(0), Lt(1)] | None, only(rule=tuple(THRESHOLDS))] = None
-    """stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
-    risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7"""
+    threshold: Annotated[Annotated[float, Gt(0), Lt(1)] | None, only(rule=tuple(THRESHOLDS))] = opt(
+        None, f"stop at {_BOUNDS}"
+    )
     gamma: Annotated[Positive, only(rule="adaedl")] = opt(0.2, "γ: weight of the entropy in the bound")
     alpha: Annotated[Positive, only(rule="beta")] = opt(4.0, "successes that the prior counts for")
     beta: Annotated[Positive, only(rule="beta")] = opt(2.0, "failures that the prior counts for")
@@ -88,13 +79,18 @@ class StopConfig(Settings):
         sized = self.max_draft != AUTO or self.rule == "fixed"
         expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
         self.require("max_draft", sized, expected)
-        short = self.rule != "survival" or self.longest() <= LONGEST_CHAIN
-        self.require("max_draft", short, f"at most {LONGEST_CHAIN} with rule=survival, or null")
+        short = not self.by_costs or self.longest() <= LONGEST_CHAIN
+        self.require("max_draft", short, f"at most {LONGEST_CHAIN} with rule={self.rule}, or null")
 
     @property
     def needs_head(self) -> bool:
         """Whether the rule asks a calibration head."""
-        return self.rule in (*_THOMPSON, "rejection_risk") or self.score == "head"
+        return RULES[self.rule].needs_head or self.score == "head"
+
+    @property
+    def by_costs(self) -> bool:
+        """Whether the rule weighs the tokens of a chain against measured costs."""
+        return RULES[self.rule].by_costs
 
     @property
     def bound(self) -> float:
@@ -105,7 +101,7 @@ class StopConfig(Settings):
         """The most tokens of a chain, or levels of a tree, which has `levels` by itself."""
         if self.max_draft is None and levels is not None:
             return levels
-        if self.max_draft == AUTO or (self.max_draft is None and self.rule == "survival"):
+        if self.max_draft == AUTO or (self.max_draft is None and self.by_costs):
             return LONGEST_CHAIN
         return CHAIN_TOKENS if self.max_draft is None else number(self.max_draft)
 
@@ -200,21 +196,28 @@ class NgramConfig(Settings):
         self.require("max_probability", self.increment <= self.max_probability, f"increment ({self.increment}) to 1")
 
 
+_SHAPED = ", ".join(kind.name for kind in KINDS.values() if kind.shaped)
+_UNSHAPED = " and ".join(kind.name for kind in KINDS.values() if not kind.shaped)
+
+
 @dataclass(frozen=True)
 class MethodConfig(Settings):
     """One decoding method: its drafter, draft shape and stop rule."""
 
-    source: str = EARLY_EXIT.name
-    """early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)"""
+    source: Annotated[str, KeyOf(KINDS)] = opt(
+        EARLY_EXIT.name, f"the kind of drafter; {_UNSHAPED} shape their drafts themselves"
+    )
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     verify: Literal["auto", Verification] = "auto"
     """when sampling; exact: token by token; block: all tokens of a chain together, which accepts more; auto: block for
     a chain, exact for a tree; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline"""
     max_ngram: Count = opt(3, "prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens")
-    copy: Count | None = None
-    """early_exit, small_lm, eagle3, skip_layers: where the last so many tokens occurred before in prompt or answer, the
-    draft is the text that followed them; null: every draft is the model's; `survival` and `opt_tree_auto` have 3"""
+    copy: Count | None = opt(
+        None,
+        f"{_SHAPED}: where the last so many tokens occurred before in prompt or answer, the draft is the text that "
+        "followed them; null: every draft is the model's; `survival` and `opt_tree_auto` have 3",
+    )
     ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
     skip: tuple[Annotated[int, Ge(0)], ...] | None = opt(None, debug=None)
     """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
@@ -222,28 +225,27 @@ class MethodConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("source", self.source, tuple(KINDS))
         kind = KINDS[self.source]
-        calibrated = ", ".join(name for name, drafter in KINDS.items() if drafter.calibration is not None)
+        calibrated = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
         another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
         self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
-        modelled, tree, shape = kind.shaped, self.structure, self.structure.kind
+        tree, shape = self.structure, self.structure.kind
         self._refuse_unread(kind)
-        sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.keys)
-        chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
-        self.require("stop.max_draft", sized, f"a number or null: auto chooses the length of a chain {chains}")
+        sized = self.stop.max_draft != AUTO or (shape == "chain" if kind.shaped else kind.has_stop)
+        chains = ", ".join(name for name, entry in KINDS.items() if entry.has_stop)
+        self.require("stop.max_draft", sized, f"a number or null: auto chooses the length of a chain of {chains}")
         rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth)
         self.require("stop.rule", rigid, "fixed where sizes are auto, which decide how deep a tree goes")
-        counted = self.stop.rule != "survival" or shape == "chain"
-        self.require("stop.rule", counted, "another rule for a tree: survival counts the tokens of a chain")
-        drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
+        suits = not self.stop.by_costs or shape == "chain"
+        self.require("stop.rule", suits, f"another rule for a tree: {self.stop.rule} counts the tokens of a chain")
+        drawn = kind.shaped and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
         self.require("verify", self.verify in (AUTO, "exact") or drawn, "auto where no candidate is ever drawn")
         self.require("verify", self.verify != "block" or shape == "chain", "auto, exact or naive for a tree")
 
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
         why = f"source={self.source} does not read it"
-        unread = {name for drafter in KINDS.values() for name in drafter.keys if "." not in name} - {*kind.keys}
+        unread = {name for entry in KINDS.values() for name in entry.keys if "." not in name} - {*kind.keys}
         for part in fields(self.stop) if not kind.shaped else ():  # first: a stop rule may be what makes it copy
             if f"stop.{part.name}" not in kind.keys:
                 require_default(self.stop, part.name, why, "stop.")
@@ -260,7 +262,7 @@ class MethodConfig(Settings):
     def adapts(self) -> bool:
         """Whether something is chosen by costs measured here."""
         tree, sizes = self.structure, (self.stop.max_draft, self.ngrams.nodes)
-        return self.stop.rule == "survival" or AUTO in (tree.nodes, tree.max_depth, *sizes)
+        return self.stop.by_costs or AUTO in (tree.nodes, tree.max_depth, *sizes)
 
     @property
     def lacks_delta(self) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.inference.settings import LONGEST_CHAIN
+from outrider.inference.settings.method import StopConfig
 from outrider.inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
-from outrider.inference.stopping.interface import Step, StopRule, sigmoid
+from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask, sigmoid
 
 PRIOR_ROUNDS = 4.0  # weight of the rate expected at the start, in rounds of this generation
 DRIFT = 0.03  # share of the prior's variances added per round: text has easy and hard stretches
@@ -134,6 +135,15 @@ class Survival(StopRule):
         self._shares = self._evidence.shares()
         self._emitted = KEEP * self._emitted + accepted + 1
         self._seconds = KEEP * self._seconds + self._costs.of_chain(drafted)
+
+
+def make_survival(max_draft: int, stop: StopConfig, inputs: RuleInputs) -> Survival:
+    """The rule by the scores of the draft itself, or of the calibration head."""
+    if stop.score == "draft":
+        trust = Trust(DRAWN if inputs.drawn else DRAFT)
+        return Survival(inputs.tuning, lambda step: float(step.log_odds), trust, max_draft)
+    head, trust = inputs.head, Trust(DRAWN if inputs.drawn else HEAD)
+    return Survival(inputs.tuning, lambda step: ask(head, step), trust, max_draft)
 
 
 class BestLength(StopRule):

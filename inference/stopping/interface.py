@@ -1,4 +1,4 @@
-"""The interface of a stop rule, what it may ask of a drafted token, and the plainest rule."""
+"""The interface of a stop rule, what it may ask of a drafted token and of its generation, and the plainest rule."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,11 +8,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead, log_odds
+from outrider.inference.sizing.policy import Tuning
 
 # Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
 ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
-Known = TypeVar("Known")
+Value = TypeVar("Value")
 
 
 class Source(Protocol):
@@ -106,19 +108,43 @@ def ask(head: CalibrationHead, step: Step) -> float:
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))
 
 
-@dataclass
+@dataclass(frozen=True)
+class RuleInputs:
+    """What a rule of one generation, from which it learns, may ask besides its settings.
+
+    streams: the generation's. calibration_head: the drafter's, if it has one. measured: costs, if they were measured.
+    drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
+    """
+
+    streams: Streams
+    calibration_head: CalibrationHead | None = None
+    measured: Tuning | None = None
+    drawn: bool = False
+
+    @property
+    def head(self) -> CalibrationHead:
+        """The calibration head. Raises `ValueError` without one."""
+        return required(self.calibration_head, "this stop rule needs the drafter's calibration head")
+
+    @property
+    def tuning(self) -> Tuning:
+        """The measured costs. Raises `ValueError` without them."""
+        return required(self.measured)
+
+
 class FixedLength(StopRule):
     """Always draft `max_draft` tokens, or levels: the K of plain speculative decoding."""
 
-    max_draft: int
+    def __init__(self, max_draft: int, *_: object):
+        self.max_draft = max_draft
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.max_draft
 
 
 def required(
-    optional: Known | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
-) -> Known:
+    optional: Value | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
+) -> Value:
     """`optional`; raises `ValueError` saying `why` if it is None."""
     if optional is None:
         raise ValueError(why)

@@ -1,4 +1,4 @@
-"""The stop rules, and how one is made of its settings.
+"""The stop rules of the table (see `RULES`), and how one is made of its settings.
 
 Rules that compare one number with a bound: a length, a probability, an entropy or a risk. EESD's Thompson sampling on
 observed acceptance, alone or combined with a calibration head's estimate. Those by measured costs have a module of
@@ -9,48 +9,47 @@ right. Both bound the acceptance probability from below by 1 − √(c H(q)), an
 """
 
 import math
-import random
-from dataclasses import dataclass
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.settings.method import AUTO, StopConfig
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping.by_costs import DRAFT, DRAWN, HEAD, BestLength, Survival, Trust
-from outrider.inference.stopping.interface import FixedLength, Step, StopRule, ask, required, sigmoid
+from outrider.inference.stopping import RULES
+from outrider.inference.stopping.by_costs import BestLength
+from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask, sigmoid
 
-_HEAD = "this stop rule needs the drafter's calibration head"
 # AdaEDL's threshold: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
 # Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
 AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
 
 
-@dataclass
-class Confidence(StopRule):
-    """Stop as soon as the drafter gave its token a probability below `threshold`. One transfer per token.
+class Thresholded(StopRule):
+    """A rule that compares one number a token with the bound of its settings. One transfer per token."""
+
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
+        self.max_draft, self.threshold = max_draft, stop.bound
+
+
+class Confidence(Thresholded):
+    """Stop as soon as the drafter gave its token a probability below `threshold`.
 
     This is the rule of transformers' assisted generation, whose threshold is 0.4.
     """
-
-    max_draft: int
-    threshold: float
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.max_draft or math.exp(float(step.log_probability)) < self.threshold
 
 
-@dataclass
-class AdaEDL(StopRule):
+class AdaEDL(Thresholded):
     """Stop when 1 − √(γ H(q)) is below a threshold λ that adapts to the acceptance (arXiv 2410.18351).
 
     After a round that accepted the share r of its draft, r̄ ← KEPT_RATE · r̄ + (1 − KEPT_RATE) · r, and λ moves by STEP
     towards longer drafts if r̄ is above AIM, else towards shorter ones, smoothed by KEPT_THRESHOLD.
     """
 
-    max_draft: int
-    threshold: float  # λ
-    gamma: float
-    rate: float = AIM  # r̄
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
+        super().__init__(max_draft, stop, inputs)  # the threshold is λ
+        self.gamma, self.rate = stop.gamma, AIM  # the rate is r̄
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.max_draft or 1 - math.sqrt(self.gamma * float(step.entropy)) < self.threshold
@@ -63,31 +62,25 @@ class AdaEDL(StopRule):
         self.threshold = KEPT_THRESHOLD * self.threshold + (1 - KEPT_THRESHOLD) * moved
 
 
-@dataclass
-class SVIP(StopRule):
+class SVIP(Thresholded):
     """Stop when √H(q) is above `threshold` (arXiv 2411.18462)."""
-
-    max_draft: int
-    threshold: float
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.max_draft or math.sqrt(float(step.entropy)) > self.threshold
 
 
-class RejectionRisk(StopRule):
+class RejectionRisk(Thresholded):
     """SpecDec++ (arXiv 2405.19715): stop when the draft probably contains a wrong token.
 
     That is when 1 − Π ĉ_j is above `threshold`, ĉ_j the head's probability that the draft's j-th token is right.
 
     The paper proves that a threshold on this probability is the optimal form, and trains a special head for ĉ. Here ĉ
-    is the calibration head's. One transfer per token.
+    is the calibration head's.
     """
 
-    def __init__(self, head: CalibrationHead, max_draft: int, threshold: float):
-        self.head = head
-        self.max_draft = max_draft
-        self.threshold = threshold
-        self._survival = 1.0
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
+        super().__init__(max_draft, stop, inputs)
+        self.head, self._survival = inputs.head, 1.0
 
     def stop(self, step: Step) -> bool:
         before = self._survival if step.drafted > 1 else 1.0
@@ -113,11 +106,11 @@ class BetaThompson(StopRule):
     along a text, so with many old trials the posterior is overconfident. The paper's value is 1.
     """
 
-    def __init__(self, max_draft: int, stop: StopConfig, generator: random.Random):
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
         self.max_draft = max_draft
         self.alpha, self.beta = self._prior = stop.alpha, stop.beta
         self.update, self.discount = stop.update, stop.discount
-        self._random = generator
+        self._random = inputs.streams.of("stop")
 
     def stop(self, step: Step) -> bool:
         theta = self._random.betavariate(self.alpha, self.beta)
@@ -145,8 +138,8 @@ class PosteriorMean(StopRule):
     These are the paper's ablations.
     """
 
-    def __init__(self, max_draft: int, stop: StopConfig, head: CalibrationHead):
-        self.max_draft, self.settings, self.head = max_draft, stop, head
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
+        self.max_draft, self.settings, self.head = max_draft, stop, inputs.head
         self.estimate = stop.prior
         self.verifications = 0
         self._tested = 1  # the prior's weight
@@ -183,9 +176,9 @@ class PosteriorMean(StopRule):
 class CalibratedThompson(PosteriorMean):
     """Sample θ from that posterior, clamp it to [0, 1], and continue with probability θ (EESD, Algorithm 3)."""
 
-    def __init__(self, max_draft: int, stop: StopConfig, head: CalibrationHead, generator: random.Random):
-        super().__init__(max_draft, stop, head)
-        self._random = generator
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
+        super().__init__(max_draft, stop, inputs)
+        self._random = inputs.streams.of("stop")
 
     def stop(self, step: Step) -> bool:
         mean, variance = self.posterior(step)
@@ -202,34 +195,8 @@ def make_rule(
     levels: int | None = None,
     drawn: bool = False,
 ) -> StopRule:
-    """A new stop rule for one generation, from which it learns; `streams` are that generation's.
-
-    head: for rules that use one. tuning: for max_draft=auto and rule=survival. levels: how many a tree has by itself;
-    None for a chain. drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
-    """
+    """A new stop rule of one generation (see `RuleInputs`). levels: how many a tree has by itself; None for a chain."""
+    inputs = RuleInputs(streams, head, tuning, drawn)
     if stop.max_draft == AUTO:
-        return BestLength(required(tuning))
-    longest = stop.longest(levels)
-    match stop.rule:
-        case "confidence":
-            return Confidence(longest, stop.bound)
-        case "adaedl":
-            return AdaEDL(longest, stop.bound, stop.gamma)
-        case "svip":
-            return SVIP(longest, stop.bound)
-        case "rejection_risk":
-            return RejectionRisk(required(head, _HEAD), longest, stop.bound)
-        case "beta":
-            return BetaThompson(longest, stop, streams.of("stop"))
-        case "calibrated":
-            return CalibratedThompson(longest, stop, required(head, _HEAD), streams.of("stop"))
-        case "posterior_mean":
-            return PosteriorMean(longest, stop, required(head, _HEAD))
-        case "survival" if stop.score == "head":
-            scorer = required(head, _HEAD)
-            return Survival(required(tuning), lambda step: ask(scorer, step), Trust(DRAWN if drawn else HEAD), longest)
-        case "survival":
-            trust = Trust(DRAWN if drawn else DRAFT)
-            return Survival(required(tuning), lambda step: float(step.log_odds), trust, longest)
-        case "fixed":
-            return FixedLength(longest)
+        return BestLength(inputs.tuning)
+    return RULES[stop.rule].load_factory()(stop.longest(levels), stop, inputs)

@@ -48,6 +48,24 @@ class Named:
         """Raise `UserError` if the path `value` of the option `key` does not suit (see `Place`)."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyOf:
+    """A text that is a key of `table`, whose entries may be added later; --help shows the keys as choices."""
+
+    table: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(kind))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "enum": [*self.table]}
+
+    def _checked(self, value: str) -> str:
+        if value not in self.table:
+            raise PydanticCustomError("key", "Input should be one of {keys}", {"keys": ", ".join(self.table)})
+        return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Only:
     """Values of other options with which a field is read; otherwise it must stay at its default."""

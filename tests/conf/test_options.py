@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from docs.make_options import PAGE, page
+from docs.make_options import PAGE, STOPS, page, page_of_rules
 from outrider.base.errors import UserError
 from outrider.base.settings import RunConfig, Settings, decides
 from outrider.cli import COMMANDS as LISTED
@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_page_is_current() -> None:
     """Where it is not: python docs/make_options.py."""
     assert PAGE.read_text() == page()
+    assert STOPS.read_text() == page_of_rules()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

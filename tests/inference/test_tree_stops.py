@@ -20,7 +20,7 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.stopping.interface import FixedLength, Step, StopRule
-from outrider.inference.stopping.rules import BetaThompson, Confidence
+from outrider.inference.stopping.rules import make_rule
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
 from tests.tiny import STRUCTURES, random_prompt
@@ -172,9 +172,10 @@ def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
     assert levels == 4
     if name == "opt_tree":
         assert bare == 4 + 4  # one a level, and one of the source
-    never = BetaThompson(99, StopConfig(rule="beta", alpha=1e9, beta=1e-9), random.Random(0))
+    never = make_rule(StopConfig(rule="beta", max_draft=99, alpha=1e9, beta=1e-9), Streams(0))
+    looks = make_rule(StopConfig(rule="confidence", max_draft=4, threshold=1e-9), Streams(0))
     assert transfers(FixedLength(4)) == transfers(never) == (bare, levels)
-    assert transfers(Confidence(4, 1e-9))[0] > bare  # power: this one looks
+    assert transfers(looks)[0] > bare  # power: this one looks
 
 
 make = pytest.fixture(scope="module")(targets)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.loading.targets import new_drafter
-from outrider.inference.settings.method import MethodConfig, NgramConfig, Rule, StopConfig, StructureConfig
+from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure
 from outrider.inference.shapes.structure import plain_probs
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping import RULES
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.known_source import KnownSource, random_q, root
 from tests.refusals import refusal
@@ -50,7 +51,7 @@ SHAPES = {
     "static": StructureConfig(kind="static"),
     "binary": StructureConfig(kind="static", shape="binary"),
 }
-STOPS = {rule: StopConfig(rule=rule) for rule in get_args(Rule)}
+STOPS = {rule: StopConfig(rule=rule) for rule in RULES}
 TREE_STOPS = ("fixed", "confidence", "beta", "calibrated")
 METHODS = {
     **{f"{shape}, {rule}": MethodConfig(structure=SHAPES[shape], stop=STOPS[rule])

@@ -16,13 +16,13 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import TargetSession
 from outrider.inference.drafters.draft_model import OnePass
+from outrider.inference.drafters.early_exit import drafter as early_exit
 from outrider.inference.drafters.early_exit.drafter import EarlyExitPasses
-from outrider.inference.drafters.early_exit.drafter import drafter as early_exit
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses, draft_model_of
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import Chain, make_tree
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from outrider.train.parts.capture import Drafting, Text, capture
 from outrider.train.parts.heldout import Decoding
 from tests.faults import plant

@@ -12,9 +12,10 @@ from torch import Tensor
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.core.verify import Chance, Rejection
-from outrider.inference.settings.method import THRESHOLDS, StopConfig, StructureConfig
+from outrider.inference.settings.method import StopConfig, StructureConfig
 from outrider.inference.shapes.factory import Chain, make_tree
 from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping import THRESHOLDS
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import make_rule
 from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships
@@ -51,7 +52,7 @@ def shipped(rule: str) -> Callable[[Chance, Step], bool]:
     """The decision of the shipped rule; rules other than "chance" depend on the draft only."""
     head = CalibrationHead(1, 1).requires_grad_(False)
     head.draft += 0.7  # the hidden state of a row is its number
-    stop = StopConfig(rule=rule, threshold=0.5 if rule in THRESHOLDS else None)  # type: ignore[arg-type]
+    stop = StopConfig(rule=rule, threshold=0.5 if rule in THRESHOLDS else None)
     made = make_rule(stop, Streams(0), head, Tuning(costs(0.4, node=0.1, rest=0.1, plain=1.1)))
     return lambda _, step: made.stop(step)
 

@@ -6,24 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
 from outrider.inference.settings import LONGEST_CHAIN
-from outrider.inference.settings.method import Rule, StopConfig
+from outrider.inference.settings.method import StopConfig, settings_of
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
-from outrider.inference.stopping import rules
+from outrider.inference.stopping import RULES, RuleEntry, rules
 from outrider.inference.stopping.by_costs import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
-from outrider.inference.stopping.interface import Step, StopRule
+from outrider.inference.stopping.interface import RuleInputs, Step, StopRule
 from tests.inference.priced import costs
 from tests.inference.test_tree_stops import Transfers
+from tests.refusals import refusal
 from tests.tiers import as_many
 
 AT_ITS_WORD = Belief((0.0, 0.0), (1.0, 0.0))
@@ -62,14 +65,14 @@ def test_rules_of_the_drafts_own_distribution(weights: list[int], token: int, cu
     }
     for name, (value, bound, below) in expected.items():
         if abs(value - bound) > 1e-4:
-            rule = rules.make_rule(StopConfig(rule=name, max_draft=3, threshold=cut), Streams(0))  # type: ignore[arg-type]
+            rule = rules.make_rule(StopConfig(rule=name, max_draft=3, threshold=cut), Streams(0))
             assert rule.stop(at) == ((value < bound) == below), name
             assert rule.stop(step(3, [1.0, 0.0]))
 
 
 def test_adaedls_threshold_follows_the_acceptance() -> None:
     """r̄ ← (r̄ + r) / 2; λ ← 0.9 λ + 0.1 (λ ± 0.01), up where r̄ is at most 0.9."""
-    rule, rate, threshold = rules.AdaEDL(9, 0.5, 0.2), rules.AIM, 0.5
+    rule, rate, threshold = rules.AdaEDL(9, StopConfig("adaedl"), RuleInputs(Streams(0))), rules.AIM, 0.5
     for drafted, accepted in ((4, 4), (4, 4), (5, 0), (0, 0), (2, 1), *[(3, 3)] * 6):
         rule.observe(drafted, accepted)
         if drafted:
@@ -84,7 +87,8 @@ def test_rejection_risk_is_of_any_token_of_this_draft() -> None:
     survival = np.cumprod([1 / (1 + math.exp(-logit)) for logit in says])
     for place, alive in enumerate(survival[:-1]):
         for threshold in (1 - alive - 0.01, 1 - alive + 0.01):
-            rule = rules.RejectionRisk(head(says), 99, threshold)
+            stop = StopConfig("rejection_risk", threshold=threshold)
+            rule = rules.RejectionRisk(99, stop, RuleInputs(Streams(0), head(says)))
             expected = next((i for i, left in enumerate(survival, 1) if 1 - left > threshold), 4)
             for _ in range(2):  # a draft does not depend on the one before
                 assert draft_length(rule, 4) == expected
@@ -168,8 +172,8 @@ def all_rules() -> dict[str, Callable[[], Any]]:
     def made(stop: StopConfig) -> Callable[[], Any]:
         return lambda: rules.make_rule(stop, Streams(0), asked, tuning)
 
-    found = {rule: made(StopConfig(rule=rule)) for rule in get_args(Rule)}
-    return {**found, "survival, head": made(StopConfig(rule="survival", score="head"))}
+    by_name = {rule: made(StopConfig(rule=rule)) for rule in RULES}
+    return {**by_name, "survival, head": made(StopConfig(rule="survival", score="head"))}
 
 
 @pytest.mark.parametrize("name", all_rules())
@@ -191,7 +195,7 @@ def test_a_rule_transfers_one_number_a_token_and_keeps_its_bound(name: str) -> N
 
 def beta(update: str = "natural", discount: float = 1.0) -> rules.BetaThompson:
     stop = StopConfig(rule="beta", alpha=2.0, beta=3.0, update=update, discount=discount)  # type: ignore[arg-type]
-    return rules.BetaThompson(1000, stop, random.Random(1))
+    return rules.BetaThompson(1000, stop, RuleInputs(Streams(1)))
 
 
 @settings(deadline=None)
@@ -212,6 +216,32 @@ def test_trials_of_the_beta_posterior(outcomes: list[tuple[int, int]], update: s
         hits = accepted if update == "natural" else max(0, accepted - 1)
         right, wrong = discount * right + hits, discount * wrong + min(accepted + 1, drafted) - hits
     assert (rule.alpha, rule.beta) == (pytest.approx(2 + right), pytest.approx(3 + wrong))
+
+
+class EvenLength(StopRule):
+    """Drafts an even number of tokens, at most `max_draft`."""
+
+    def __init__(self, max_draft: int, stop: StopConfig, inputs: RuleInputs):
+        self.max_draft = max_draft
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft or step.drafted % 2 == 0
+
+
+def test_one_entry_adds_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an option's choice, drafts, and says what it needs; without the entry it is refused."""
+    refusal("rule='even': expected one of survival, ", StopConfig, rule="even")
+    monkeypatch.setitem(RULES, "even", RuleEntry(f"{__name__}:EvenLength", "…", needs_head=True))
+    stop = StopConfig(rule="even", max_draft=5)
+    assert (draft_length(rules.make_rule(stop, Streams(0))), stop.needs_head) == (2, True)
+    assert TypeAdapter(StopConfig).json_schema()["properties"]["rule"]["enum"][-1] == "even"  # what --help shows
+
+
+def test_every_rule_has_a_file_in_conf() -> None:
+    """Where it has not: python docs/make_options.py."""
+    for name, entry in RULES.items():
+        stop = construct(StopConfig, settings_of(f"early_exit/{name}")["stop"])
+        assert (stop.rule, stop.threshold, stop.needs_head) == (name, None, entry.needs_head)
 
 
 @pytest.mark.parametrize("rule", ["beta", "calibrated"])
@@ -240,12 +270,13 @@ def test_draft_length_follows_the_acceptance_rate() -> None:
 def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> rules.PosteriorMean:
     known = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5} if evidence == "both" else {}
     stop = StopConfig(rule="calibrated", evidence=evidence, **{**known, **changes})  # type: ignore[arg-type]
-    return rules.PosteriorMean(50, replace(stop, mean=mean) if mean == "printed" else stop, head([bias]))
+    stop = replace(stop, mean=mean) if mean == "printed" else stop
+    return rules.PosteriorMean(50, stop, RuleInputs(Streams(0), head([bias])))
 
 
 def calibrated(**changes: Any) -> rules.CalibratedThompson:
     believed = posterior(**changes)
-    return rules.CalibratedThompson(50, believed.settings, believed.head, random.Random(0))
+    return rules.CalibratedThompson(50, believed.settings, RuleInputs(Streams(0), believed.head))
 
 
 def test_posterior_moves_from_the_model_to_the_sample() -> None:
@@ -284,8 +315,9 @@ def test_evidence_of_one_kind_alone() -> None:
             rule.observe(4, 2)
     assert model.posterior_of(0.9) == pytest.approx((0.9, 0.3**2))
     assert sample.posterior_of(0.9) == sample.posterior_of(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
-    sample.head = None  # type: ignore[assignment]
-    assert draft_length(rules.CalibratedThompson(50, sample.settings, sample.head, random.Random(0))) >= 1
+    blind: Any = rules.CalibratedThompson(50, sample.settings, RuleInputs(Streams(0), sample.head))
+    blind.head = None
+    assert draft_length(blind) >= 1
 
 
 def test_the_head_is_asked_about_the_token_just_drafted() -> None:
@@ -302,7 +334,7 @@ def test_the_mean_alone_decides_without_chance() -> None:
     """The first token at which μ is below the threshold is the last one, every time."""
     for bias, threshold in ((0.5, 0.6), (0.5, 0.65), (-1.0, 0.2)):
         stop = StopConfig(rule="posterior_mean", model_sigma=0.3, sample_sigma=0.6, prior=0.3, threshold=threshold)
-        rule = rules.PosteriorMean(4, stop, head([bias]))
+        rule = rules.PosteriorMean(4, stop, RuleInputs(Streams(0), head([bias])))
         for _ in range(6):
             mean = rule.posterior_of(1 / (1 + math.exp(-bias)))[0]
             assert draft_length(rule) == (1 if mean < threshold else 4)
