@@ -37,7 +37,7 @@ from outrider.commands import reported
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.rounds import Generation
-from outrider.inference.loading.targets import end_tokens
+from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.serving.engine_process import EngineProcess, running
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from outrider.inference.core.target_session import Runtime
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.shapes.factory import make_structure
 from tests.fitted_heads import fitted_head
 from tests.tiny import STRUCTURES, method_of, random_prompt
@@ -37,7 +37,7 @@ def require_same_texts(
     answers = [(random_prompt(length), answer) for length, answer in expected.items()]
     head = change(fitted_head(target.stack(dtype=torch.float32), answers)).double()
     head = head.to(device, torch.float32)  # a change of dtype is a move on any device
-    prepare(stack, {"eagle3": head})
+    prepare_models(stack, {"eagle3": head})
     runtime = Graphed(16)
     runtime.prepare(40, ())
     for each in (Runtime(), runtime):

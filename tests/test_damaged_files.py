@@ -30,7 +30,9 @@ from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, map_tab
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
-from outrider.inference.loading.targets import find_setup, load_drafters, load_models, load_plain
+from outrider.inference.loading.drafters import load_drafters
+from outrider.inference.loading.models import load_models, load_plain
+from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.measure import bench
 from outrider.inference.measure.replay import read_transcripts
 from outrider.inference.measure.results import sealed, unsealed

@@ -33,7 +33,7 @@ from outrider.inference.engines.graphs import cuda_graphs
 from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention_shape
 from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.measure.arms import Asked, make_arms, measure, measure_deviations
 from outrider.inference.measure.lossless import judge
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, StopConfig
@@ -56,7 +56,7 @@ def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack,
     stack = layer_stack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
     model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
     drafter = EarlyExit(model, exit_layer, own_head=True).requires_grad_(False)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare_models(stack, {"early_exit": Calibrated(drafter)})
     return stack, drafter
 
 

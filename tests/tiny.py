@@ -122,7 +122,7 @@ def unproven() -> Iterator[None]:
     """Targets are taken as they are, so that a planted fault gets past the loading."""
     with (
         patch("outrider.draft_models.targets.open_target.prove_layers"),
-        patch("outrider.inference.loading.targets.prove_layers"),
+        patch("outrider.inference.loading.models.prove_layers"),
     ):
         yield
 

@@ -27,7 +27,7 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target, p
 from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
 from outrider.inference.loading.cache_budget import free_bytes
-from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
+from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, weight_bytes
 from outrider.inference.measure.bench import require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
@@ -74,7 +74,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     tokenizer = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
     there = free_bytes(torch.device(device))
-    storage = Place(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
+    storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
     weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
     rows = auto_choice.rows_of(device, weights / storage.itemsize, text, there - weights)
     unseen = Look(device, rows, context=context_limit(target.config))

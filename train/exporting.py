@@ -26,7 +26,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.settings import Exported
 from outrider.draft_models.targets.vocabulary import for_rows
 from outrider.inference.drafters.ngrams.drafter import open_table
-from outrider.inference.loading.targets import no_drafter_in, open_target_of
+from outrider.inference.loading.target_setup import no_drafter_in, open_target_of
 from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page
 from outrider.inference.settings.engine import python_in

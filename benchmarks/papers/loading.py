@@ -14,7 +14,9 @@ from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.inference.drafters.ngrams.drafter import open_table
-from outrider.inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
+from outrider.inference.loading.drafters import load_drafters
+from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
+from outrider.inference.loading.target_setup import TargetSetup, find_setup
 from outrider.inference.measure.bench import render
 from outrider.inference.measure.replay import load_vocabulary, read_transcripts, recordings
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -51,12 +53,12 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
     drafters = dict(load_drafters(config, setup.target, **placed))
     drafters |= {"ngrams": others[options.table[0]]} if options.table else {}
     stack = load_stack(setup.target, None, **placed, by_layers=True)
-    prepare(stack, drafters)
+    prepare_models(stack, drafters)
     trained = sorted(Path(options.ablation).glob("*/drafter.json")) if options.ablation else []
     for where in (str(path.parent) for path in trained):  # early exits besides --checkpoint
         own = {"plain": PLAIN, **{key_of(row): row.method for row in rows if row.method and row.other == where}}
         loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), setup.target, **placed)
-        prepare(stack, {"early_exit": loaded["early_exit"]})
+        prepare_models(stack, {"early_exit": loaded["early_exit"]})
         others[where] = loaded["early_exit"]
     runtime = make_runtime("auto", setup.device)
     answers = options.work / "answers.json"

@@ -34,8 +34,8 @@ from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
+from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.arms import Asked as Prompted
 from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession

@@ -25,7 +25,8 @@ from outrider.draft_models.targets.open_target import open_target, pick_device, 
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
 from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
-from outrider.inference.loading.targets import end_tokens, load_plain
+from outrider.inference.loading.models import load_plain
+from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig

@@ -39,8 +39,8 @@ from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_
 from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.loading import memory_plan
-from outrider.inference.loading.memory_plan import Held, Place, planned_device
-from outrider.inference.loading.targets import end_tokens
+from outrider.inference.loading.memory_plan import Memory, Storage, planned_device
+from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
 _TOGETHER = 4  # most batches that are answered together: a prompt of the next one begins when an answer ends
@@ -83,13 +83,13 @@ def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Seque
     return f"{plan}\n  {ending(config)}; the first batch tells how long all prompts take"
 
 
-def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) -> list[Held]:
+def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) -> list[Memory]:
     """The memory of one device, or with device_map of all GPUs together. longest: tokens of the longest text."""
     if config.server:
         return []
-    storage = Place.of(config.dtype, target, longest, device := planned_device())
+    storage = Storage.of(config.dtype, target, longest, device := planned_device())
     texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
-    caches = Held(texts, config.batch_size * memory_plan.cache_bytes(target, storage), "batch_size or max_new_tokens")
+    caches = Memory(texts, config.batch_size * memory_plan.cache_bytes(target, storage), "batch_size or max_new_tokens")
     return [*memory_plan.target_memory(target, storage), *memory_plan.packed_copies(target, storage, device), caches]
 
 
@@ -149,7 +149,7 @@ def generate(
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    with memory_plan.explained(lambda: memory_of(config, target.config, context)):
+    with memory_plan.explain_out_of_memory(lambda: memory_of(config, target.config, context)):
         responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
         rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()

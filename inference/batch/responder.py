@@ -26,7 +26,7 @@ from outrider.inference.batch.tasks import OWN, Answer, Task, render, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.engines.cpu.recorded import can_pack, ruled
 from outrider.inference.engines.packing import lay_out, pack_linears
-from outrider.inference.loading.targets import end_tokens
+from outrider.inference.loading.target_setup import end_tokens
 
 
 class Responder:

@@ -6,7 +6,8 @@ from typing import Any
 
 from outrider.inference.doctor.examinees import EXAMINERS, Examinee
 from outrider.inference.doctor.scores import Recording, Scores, is_better, join, record, score
-from outrider.inference.loading.targets import Models, TargetSetup
+from outrider.inference.loading.models import Models
+from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 

@@ -28,22 +28,14 @@ from outrider.base.settings import construct
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.draft_models.card import add_report
 from outrider.draft_models.formats.model_name import model_name
-from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.core.rounds import Clock
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.doctor.scores import refuse, table
 from outrider.inference.evaluate.served import export_drafters, require_served, serve_methods
-from outrider.inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
-from outrider.inference.loading.targets import (
-    Models,
-    TargetSetup,
-    context_length,
-    find_setup,
-    find_target,
-    load_drafters,
-    load_models,
-    make_runtime,
-)
+from outrider.inference.loading.drafters import context_length, load_drafters
+from outrider.inference.loading.memory_plan import evaluation_memory, evaluation_plan, explain_out_of_memory
+from outrider.inference.loading.models import Models, load_models, make_runtime
+from outrider.inference.loading.target_setup import TargetSetup, find_setup, find_target
 from outrider.inference.measure.bench import (
     Peers,
     Prepared,
@@ -80,9 +72,7 @@ from outrider.inference.settings.kinds import KINDS
 def evaluate(config: EvaluateConfig) -> None:
     """evaluate-checkpoint: compare methods on the prompts; measure-engine: also in an engine. Raises `UserError`."""
     if config.plan:
-        target, device = find_target(config).config, planned_device(config.device)
-        facts = {"positions": context_limit(target), "dtype": dtype_of(config.dtype, target, device)}
-        print(describe(evaluation_memory(config, target), device, **facts), flush=True)
+        print(evaluation_plan(config, find_target(config).config), flush=True)
         return
     warn_if_busy()
     prompts = read_prompts(
@@ -93,7 +83,7 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     if isinstance(config, EngineConfig):
         config = replace(config, methods=config.all_methods, draft_tokens=())
-    with explained(lambda: evaluation_memory(config, find_target(config).config)):
+    with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config).config)):
         evaluate_checkpoint(config, prompts)
 
 

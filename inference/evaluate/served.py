@@ -34,7 +34,9 @@ from outrider.inference.batch.server import RETOKENISED, Json, Server, Streamed
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.ngrams.drafter import open_table
-from outrider.inference.loading.targets import TargetSetup, context_length, load_plain
+from outrider.inference.loading.drafters import context_length
+from outrider.inference.loading.models import load_plain
+from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import PromptResult, append_line, read_lines
 from outrider.inference.measure.threads import load_average, machine_load
 from outrider.inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row

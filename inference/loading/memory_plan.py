@@ -29,23 +29,23 @@ _ALLOCATION = re.compile("out of memory|DefaultCPUAllocator|can't allocate memor
 
 
 @dataclass(frozen=True)
-class Held:
-    """`size` bytes of a device, for one purpose. less: the option that makes them fewer; "": none does."""
+class Memory:
+    """`size` bytes of a device, for one purpose. lowered_by: the option that makes them fewer; "": none does."""
 
-    what: str
+    purpose: str
     size: int
-    less: str = ""
+    lowered_by: str = ""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The storage of models: `itemsize` bytes per value, texts of up to `positions` tokens."""
+class Storage:
+    """How models are stored: `itemsize` bytes per value, texts of up to `positions` tokens."""
 
     itemsize: int
     positions: int
 
     @classmethod
-    def of(cls, dtype: str, target: PreTrainedConfig, positions: int, device: torch.device) -> "Place":
+    def of(cls, dtype: str, target: PreTrainedConfig, positions: int, device: torch.device) -> "Storage":
         """On `device`, with the option `dtype` of a command."""
         return cls(pick_dtype(dtype, target, device).itemsize, positions)
 
@@ -56,40 +56,42 @@ class Place:
         return -(-(self.positions + widest) // widest) * widest + widest
 
 
-def weight_bytes(model: PreTrainedConfig | nn.Module, storage: Place) -> int:
+def weight_bytes(model: PreTrainedConfig | nn.Module, storage: Storage) -> int:
     """Bytes of a model's weights; shared ones count once."""
     module = model if isinstance(model, nn.Module) else empty_model(model)
     return storage.itemsize * sum(tensor.numel() for tensor in module.parameters())
 
 
-def cache_bytes(config: PreTrainedConfig, storage: Place, layers: int | None = None) -> int:
+def cache_bytes(config: PreTrainedConfig, storage: Storage, layers: int | None = None) -> int:
     """Bytes of the keys and values of `layers` layers, by default all."""
     return storage.slots * position_bytes(config, storage.itemsize, layers)
 
 
-def pass_bytes(config: PreTrainedConfig, storage: Place) -> int:
+def pass_bytes(config: PreTrainedConfig, storage: Storage) -> int:
     """Bytes of the inputs and outputs of fixed-shape passes: hidden states and logits of the widest one."""
     return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * storage.itemsize
 
 
-def target_memory(target: PreTrainedConfig, storage: Place, layers: int | None = None, int8: str = "") -> list[Held]:
+def target_memory(
+    target: PreTrainedConfig, storage: Storage, layers: int | None = None, int8: str = ""
+) -> list[Memory]:
     """The target's weights. layers: the only ones that are read, with embedding and head; int8: whose codes are held,
     named for errors. Raises `UserError` for a model that int8 cannot hold."""
     if int8:
-        model = empty_model(target)
-        require_linear(model, int8)
-        return [Held("target's weights", int8_bytes(model, storage.itemsize))]
+        require_linear(model := empty_model(target), int8)
+        return [Memory("target's weights", int8_bytes(model, storage.itemsize))]
     if layers is None:
-        return [Held("target's weights", weight_bytes(target, storage), "dtype=fast, or int8 in evaluate-checkpoint")]
-    part = weight_bytes(empty_layers(target, range(layers)), storage) if layers else 0
-    return [Held(f"target's first {layers} layers, embedding and head", part)]
+        remedy = "dtype=fast, or int8 in evaluate-checkpoint"
+        return [Memory("target's weights", weight_bytes(target, storage), remedy)]
+    size = weight_bytes(empty_layers(target, range(layers)), storage) if layers else 0
+    return [Memory(f"target's first {layers} layers, embedding and head", size)]
 
 
 def drafter_memory(
-    kind: Kind, plugin: DrafterPlugin[nn.Module], where: str, target: PreTrainedConfig, storage: Place
-) -> list[Held]:
-    """The model of `kind` in `where`, and what its sessions hold. Raises `UserError` if it cannot be read."""
-    model = plugin.empty_model(where, target)
+    kind: Kind, plugin: DrafterPlugin[nn.Module], path: str, target: PreTrainedConfig, storage: Storage
+) -> list[Memory]:
+    """The drafter of `kind` at `path`, and the caches of its sessions. Raises `UserError` if it cannot be read."""
+    model = plugin.empty_model(path, target)
     if model is None:
         return []
     if isinstance(model, PreTrainedModel):
@@ -97,28 +99,35 @@ def drafter_memory(
     else:  # a layer like the target's, with its hidden states; and sessions of the target
         caches = cache_bytes(target, storage, layers=1) + 4 * pass_bytes(target, storage)
         caches += cache_bytes(target, storage) if plugin.own_sessions else 0
-    return [Held(f"{kind.name}'s weights", weight_bytes(model, storage)), Held(f"{kind.name}'s caches", caches)]
+    return [Memory(f"{kind.name}'s weights", weight_bytes(model, storage)), Memory(f"{kind.name}'s caches", caches)]
 
 
-def packed_copies(target: PreTrainedConfig, storage: Place, device: torch.device) -> list[Held]:
-    """Of the target's weights, which the runtime lays out on a CPU."""
-    copies = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
-    return [Held(copy, weight_bytes(target, storage)) for copy in copies if device.type == "cpu"]
+def packed_copies(target: PreTrainedConfig, storage: Storage, device: torch.device) -> list[Memory]:
+    """The copies of the target's weights, which the runtime lays out on a CPU."""
+    purposes = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
+    return [Memory(purpose, weight_bytes(target, storage)) for purpose in purposes if device.type == "cpu"]
 
 
-def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Held]:
+def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Memory]:
     """The memory of each device in an evaluation: both targets and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
     """
     device = planned_device(config.device)
-    storage = Place.of(config.dtype, target, context_limit(target), device)
+    storage = Storage.of(config.dtype, target, context_limit(target), device)
     int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
-    held = [*target_memory(target, storage, int8=int8), *packed_copies(target, storage, device)]
-    held += [Held("caches of plain decoding", cache_bytes(target, storage) + pass_bytes(target, storage))]
-    for name, where in config.paths.items():
-        held += drafter_memory(KINDS[name], config.plugin(KINDS[name]), where, target, storage)
-    return held
+    parts = [*target_memory(target, storage, int8=int8), *packed_copies(target, storage, device)]
+    parts.append(Memory("caches of plain decoding", cache_bytes(target, storage) + pass_bytes(target, storage)))
+    for name, path in config.paths.items():
+        parts += drafter_memory(KINDS[name], config.plugin(KINDS[name]), path, target, storage)
+    return parts
+
+
+def evaluation_plan(config: EvaluateConfig, target: PreTrainedConfig) -> str:
+    """What plan=true says of an evaluation with this target. Raises `UserError`."""
+    device = planned_device(config.device)
+    facts = {"positions": context_limit(target), "dtype": dtype_name(config.dtype, target, device)}
+    return describe(evaluation_memory(config, target), device, **facts)
 
 
 def planned_device(name: str = "auto") -> torch.device:
@@ -126,25 +135,28 @@ def planned_device(name: str = "auto") -> torch.device:
     return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else pick_device(name)
 
 
-def dtype_of(name: str, target: PreTrainedConfig, device: torch.device) -> str:
-    """The dtype that the option of that `name` takes on `device`, by its name."""
-    return name if name == "int8" else str(pick_dtype(name, target, device)).removeprefix("torch.")
+def dtype_name(option: str, target: PreTrainedConfig, device: torch.device) -> str:
+    """The name of the dtype that the value `option` of dtype= takes on `device`."""
+    return option if option == "int8" else str(pick_dtype(option, target, device)).removeprefix("torch.")
 
 
-def describe(held: Sequence[Held], device: object, **facts: object) -> str:
-    """The plan as text: a line of `facts`, key=value, then a line for each purpose."""
+def describe(parts: Sequence[Memory], device: object, **facts: object) -> str:
+    """The plan as text: a line of `facts`, key=value, then a line for each part of the memory."""
     head = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
-    lines = [f"{head} device_gb={sum(part.size for part in held) / GB:.2f} device={device}"]
-    return "\n".join([*lines, *(f"  {part.what}: {part.size / GB:.3f} GB" for part in held)])
+    lines = [f"{head} device_gb={sum(part.size for part in parts) / GB:.2f} device={device}"]
+    return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in parts)])
 
 
 @contextmanager
-def explained(held: Callable[[], Sequence[Held]]) -> Iterator[None]:
-    """Context manager: an out-of-memory error becomes a `UserError` that lists what is `held` and what lowers it."""
+def explain_out_of_memory(plan: Callable[[], Sequence[Memory]]) -> Iterator[None]:
+    """Context manager: an out-of-memory error becomes a `UserError` that lists what `plan` holds and what lowers it."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _ALLOCATION.search(str(error)):
             raise
-        parts = [f"{p.what} {p.size / GB:.2f} GB{f' (less with {p.less})' * bool(p.less)}" for p in held()]
+        parts = []
+        for part in plan():
+            remedy = f" (less with {part.lowered_by})" if part.lowered_by else ""
+            parts.append(f"{part.purpose} {part.size / GB:.2f} GB{remedy}")
         raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(parts)}") from error

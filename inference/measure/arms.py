@@ -20,8 +20,8 @@ from outrider.inference.core.rounds import Clock, Generation, Round, collect
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.lossless import Deviation, Forced, make_reference
 from outrider.inference.measure.results import Arm, Choosing, MakeArms, Noting, PromptResult, ShownRound, shown_rounds
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig

@@ -20,7 +20,9 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 from outrider.inference.core.batch import Batch
 from outrider.inference.core.rounds import Clock, synchronized_clock
-from outrider.inference.loading.targets import Models, TargetSetup, context_length
+from outrider.inference.loading.drafters import context_length
+from outrider.inference.loading.models import Models
+from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.arms import Asked, decode_all, make_arms, measure, measure_deviations, show_rounds
 from outrider.inference.measure.lossless import HALF
 from outrider.inference.measure.probe import NEW_TOKENS, tune

@@ -24,8 +24,8 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.drafters.model_drafter import ModelDrafter, TimedModel
+from outrider.inference.loading.drafters import Drafters, new_drafter, position_limits
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import Structure

@@ -45,7 +45,7 @@ from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, depths
 from outrider.inference.core.verify import verify_greedy
-from outrider.inference.loading.targets import Drafters, load_drafters, new_drafter
+from outrider.inference.loading.drafters import Drafters, load_drafters, new_drafter
 from outrider.inference.measure.statistics import (
     acceptance_by_position,
     decode_statistics,

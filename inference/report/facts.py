@@ -22,7 +22,7 @@ from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.inference.doctor.scores import table
-from outrider.inference.loading.targets import TargetSetup
+from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import coverage
 from outrider.inference.report.tables import Report

@@ -45,8 +45,10 @@ from outrider.inference.core.rounds import Round, synchronized_clock
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.cache_budget import budget_of
+from outrider.inference.loading.drafters import load_drafters, new_drafter
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
-from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
+from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
+from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, known_as, preset
@@ -94,7 +96,7 @@ class Decoder:
             target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
-            prepare(self.stack, self.drafters)
+            prepare_models(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self.budget = budget_of(self.stack, self.drafters, cache_bytes)
         self._worker = Worker(Batch(self.runtime, budget=self.budget), batch)  # computes whatever is of this target

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from outrider.api.asked import Asked
 from outrider.base.settings import Count
-from outrider.inference.loading.targets import context_length
+from outrider.inference.loading.drafters import context_length
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.workers import Job, RefusedError
 

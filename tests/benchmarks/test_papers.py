@@ -19,7 +19,7 @@ from outrider.draft_models.tiny.models import tiny_head
 from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.tree import OptimalTree
 from outrider.inference.drafters.model_plugin import Calibrated
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.token_graph import GraphTree
@@ -69,7 +69,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     eagle = tiny_head(stack.config).requires_grad_(False)
     drafters = {"small_lm": small, "early_exit": make_drafter(folder, LAYERS - 1, noise=0.3), "eagle3": eagle}
     found = {name: Calibrated(drafter, head) for name, drafter in drafters.items()}
-    prepare(stack, found)
+    prepare_models(stack, found)
     return stack, found
 
 

@@ -25,7 +25,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, save_tiny_models, shrunk
-from outrider.inference.loading.targets import load_drafters
+from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.report.facts import trained_seconds
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS

@@ -19,8 +19,8 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear
-from outrider.inference.loading.memory_plan import Place, weight_bytes
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.memory_plan import Storage, weight_bytes
+from outrider.inference.loading.models import prepare_models
 from tests.tiny import LAYERS, VOCABULARY, open_stack, random_prompt, save_target
 from tests.train.jobs import exit_student
 
@@ -96,14 +96,14 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
     stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
     assert not any(name.startswith("head") for name in stored)
-    planned = weight_bytes(EarlyExitPlugin().empty_model(str(tmp_path / "drafter"), target.config), Place(4, 64))
+    planned = weight_bytes(EarlyExitPlugin().empty_model(str(tmp_path / "drafter"), target.config), Storage(4, 64))
     assert planned == 4 * (sum(trained) + len(TOKENS) * width)
     placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     made = EarlyExitPlugin().load(str(tmp_path / "drafter"), target, {}, **placed)
     stack = target.stack(**placed)
     hidden = torch.randn(1, 4, width)
     expected = stack.head(made.norm(hidden))[..., TOKENS]
-    prepare(stack, {"early_exit": made})
+    prepare_models(stack, {"early_exit": made})
     assert (type(made.output_head) is PackedLinear) == can_pack(stack.device, torch.float32)
     torch.testing.assert_close(made.logits(hidden)[..., TOKENS], expected)
 

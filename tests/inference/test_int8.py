@@ -25,9 +25,9 @@ from outrider.inference.engines.cpu.vectors import PANEL
 from outrider.inference.engines.fused_layers import join
 from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, pack_linears
 from outrider.inference.evaluate.compare import evaluate as command
-from outrider.inference.loading import targets
+from outrider.inference.loading import models, target_setup
 from outrider.inference.loading.memory_plan import evaluation_memory
-from outrider.inference.loading.targets import make_runtime, prepare
+from outrider.inference.loading.models import make_runtime, prepare_models
 from outrider.inference.measure.lossless import BULK
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
@@ -125,7 +125,7 @@ def test_every_arm_decodes_the_int8_model(
     path, said = made
     stack = open_target(str(path)).stack(dtype=torch.float32, int8=True)
     drafter = make_drafter(path, LAYERS - 1, noise=0.15, own_head=False)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare_models(stack, {"early_exit": Calibrated(drafter)})
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "runtime": make_runtime(runtime, CPU)}
     if source is None or structure is None:
         rounds = list(autoregressive(stack, random_prompt(20), **options))
@@ -160,9 +160,9 @@ def test_a_report_says_int8_and_an_arm_of_floats_is_found(
     """The fault: this runtime decodes the floats that transformers' int8 model is made from."""
     prompts = [Prompt("a", "code", ("def add(first, second):",), False)]
     faulty = lambda target, plain, dtype, device, **_: target.stack(dtype=dtype, device=device)  # noqa: E731
-    with patch.object(targets, "pick_dtype", lambda *_: floats):
+    with patch.object(target_setup, "pick_dtype", lambda *_: floats):
         evaluate(config_for(made[0], tmp_path / "right"), prompts)
-        with patch.object(targets, "load_stack", faulty), pytest.raises(SystemExit):
+        with patch.object(models, "load_stack", faulty), pytest.raises(SystemExit):
             evaluate(config_for(made[0], tmp_path / "wrong"), prompts)
     name = str(floats).removeprefix("torch.")
     for report in json.loads((tmp_path / "right/report.json").read_text())["reports"]:

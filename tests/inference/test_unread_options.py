@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.inference.loading.targets import new_drafter
+from outrider.inference.loading.drafters import new_drafter
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure
 from outrider.inference.shapes.structure import plain_probs

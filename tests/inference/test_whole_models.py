@@ -27,7 +27,8 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear, pack_linears
-from outrider.inference.loading.targets import find_setup, load_stack, make_runtime
+from outrider.inference.loading.models import load_stack, make_runtime
+from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure

@@ -11,7 +11,7 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
-from outrider.inference.loading.memory_plan import Held
+from outrider.inference.loading.memory_plan import Memory
 from outrider.inference.loading.rehearsal import shrink
 from outrider.inference.report.wording import recommendation
 from outrider.train import auto_run
@@ -197,7 +197,7 @@ def test_a_plan_makes_nothing(
 
 
 def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.train.auto_run.evaluation_memory", lambda *_: [Held("weights", 10**15)])
+    monkeypatch.setattr("outrider.train.auto_run.evaluation_memory", lambda *_: [Memory("weights", 10**15)])
     with pytest.raises(UserError, match=r"decoding it takes memory_gb=1000000\.0 of"):
         run_auto(AutoConfig(target=chat_target, plan=True), config_for)
 

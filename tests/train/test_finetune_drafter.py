@@ -25,7 +25,7 @@ from outrider.draft_models.targets.open_target import load_config, load_tokenize
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPlugin
-from outrider.inference.loading.memory_plan import Place, weight_bytes
+from outrider.inference.loading.memory_plan import Storage, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -341,7 +341,7 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     assert weights["model.embed_tokens.weight"].shape[0] == 25
     assert ("lm_head.weight" in weights) == finished
     assert "cannot draft with it" in (out / "README.md").read_text()
-    planned = weight_bytes(SmallLMPlugin().empty_model(str(out), load_config(str(target))), Place(4, 64))
+    planned = weight_bytes(SmallLMPlugin().empty_model(str(out), load_config(str(target))), Storage(4, 64))
     assert planned == sum(tensor.nbytes for tensor in weights.values())
     methods = {
         "chain": MethodConfig("small_lm", stop=StopConfig(max_draft=3)),

@@ -259,7 +259,7 @@ def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:
     for tokens in (0, 8):
         run = finetuning(target, corpus, Path("out"), parallel=tokens)
         held = small_lm_plan(run, settings, drafter_config(run.drafter, settings, load_tokenizer(str(target)))).held
-        sizes.append(sum(one.size for one in held if one.what.startswith("activations")))
+        sizes.append(sum(one.size for one in held if one.purpose.startswith("activations")))
     assert 2 < sizes[1] / sizes[0] < 4
 
 

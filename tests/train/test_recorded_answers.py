@@ -29,7 +29,7 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import TopK
 from outrider.inference.core.decode import speculative
 from outrider.inference.engines.cpu.recorded import recorded
-from outrider.inference.loading.targets import load_stack, prepare
+from outrider.inference.loading.models import load_stack, prepare_models
 from outrider.train.core.training import Batch
 from outrider.train.parts import capture as capturing
 from outrider.train.parts.capture import Drafting, Text
@@ -124,7 +124,7 @@ def test_the_head_is_that_of_the_whole_target(
         assert bool(read) == bool(shared)
         head = stored.read_bytes()
         stack = load_stack(open_target(target), None, torch.float32, torch.device("cpu"), by_layers=True)
-        prepare(stack, {})
+        prepare_models(stack, {})
         ends = set[bool]()
         monkeypatch.setattr(capturing, "capture", decoded_by(stack, ends))
         calibrate(replace(run, out_dir=str(tmp_path / "live")))

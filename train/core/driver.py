@@ -19,7 +19,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import parse_json, require_writable, write_atomically
 from outrider.base.processes import join_processes, only_run_of
 from outrider.base.settings import RunConfig, construct
-from outrider.inference.loading.memory_plan import describe, explained, planned_device
+from outrider.inference.loading.memory_plan import describe, explain_out_of_memory, planned_device
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import WEIGHTS_FILE, load_trained, trained_parameters
@@ -76,7 +76,7 @@ def train(
         planned = plan()
         print(describe(planned.held, planned_device(), **planned.facts), flush=True)
         return
-    with explained(lambda: plan().held):
+    with explain_out_of_memory(lambda: plan().held):
         run_training(config, prepare, *also)
 
 

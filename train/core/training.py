@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from outrider.inference.loading.memory_plan import Held
+from outrider.inference.loading.memory_plan import Memory
 from outrider.train.settings.fit import FitConfig
 
 Student = TypeVar("Student", bound=nn.Module)
@@ -80,5 +80,5 @@ class Training(Generic[Student]):
 class Plan:
     """The memory of each device in a training, computed without weights. facts: printed above it."""
 
-    held: Sequence[Held]
+    held: Sequence[Memory]
     facts: Mapping[str, object]

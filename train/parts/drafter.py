@@ -23,8 +23,8 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype, special_tokens
 from outrider.draft_models.targets.vocabulary import KWARGS
-from outrider.inference.loading.memory_plan import Held, planned_device
-from outrider.inference.loading.targets import end_tokens
+from outrider.inference.loading.memory_plan import Memory, planned_device
+from outrider.inference.loading.target_setup import end_tokens
 from outrider.train.core import run_dir
 from outrider.train.core.optimizers import layer_matrices
 from outrider.train.core.sharding import trained_parameters
@@ -98,7 +98,7 @@ def parameters_of(student: nn.Module) -> tuple[int, int]:
     return trained, frozen
 
 
-def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabulary: int) -> list[Held]:
+def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabulary: int) -> list[Memory]:
     """The memory of training `student` (it may be on meta): its state, and what a step keeps for backward.
 
     read: numbers per token in the hidden states that the frozen layers hand over. A student with `steps` runs its
@@ -116,17 +116,19 @@ def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabular
     # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
     inside = 0 if fit.gradient_checkpointing else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
     held = [
-        Held("frozen weights", frozen, "frozen_dtype=bfloat16"),
-        Held("trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"),
-        Held(
+        Memory("frozen weights", frozen, "frozen_dtype=bfloat16"),
+        Memory(
+            "trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"
+        ),
+        Memory(
             f"activations of {rows} rows × {width} tokens",
             rows * width * FLOAT32_BYTES * (2 * read + steps * (handed_on + inside)),
             "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
         ),
-        Held("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
-        Held("a matrix's gradient in the loss", FLOAT32_BYTES * max(loose, default=0)),
+        Memory("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
+        Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(loose, default=0)),
     ]
-    return [*held, *([Held("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
+    return [*held, *([Memory("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
 
 
 def write_drafters_card(

@@ -22,7 +22,7 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import collect
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.loading.targets import end_tokens
+from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.statistics import acceptance_by_position, decode_statistics
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength

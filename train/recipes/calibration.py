@@ -21,7 +21,8 @@ from outrider.draft_models.calibration_head import CalibrationHead, log_odds
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import pick_dtype
 from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
-from outrider.inference.loading.targets import end_tokens, position_limits
+from outrider.inference.loading.drafters import position_limits
+from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.method import MethodConfig

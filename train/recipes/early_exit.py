@@ -23,7 +23,7 @@ from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyEx
 from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from outrider.inference.drafters.early_exit.drafter import draft_model_of
-from outrider.inference.loading.targets import prepare as prepare_drafters
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.settings.kinds import EARLY_EXIT
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
@@ -162,7 +162,7 @@ def evaluation_of(
         if full_target is not None:
             shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
             drafter = copy.deepcopy(student.drafter, shared).to(full_target.dtype).requires_grad_(False)
-            prepare_drafters(full_target, {EARLY_EXIT.name: drafter})
+            prepare_models(full_target, {EARLY_EXIT.name: drafter})
             metrics |= decoding(full_target, draft_model_of(drafter))
         return metrics | norms(student, step)
 

@@ -26,7 +26,7 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target, p
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
-from outrider.inference.loading.targets import prepare as prepare_for_decoding
+from outrider.inference.loading.models import prepare_models
 from outrider.train.core.driver import train
 from outrider.train.core.training import Metrics, Trained, Training, TrainRows
 from outrider.train.parts.drafter import (
@@ -78,7 +78,7 @@ def prepare(
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
         stack = target.stack(dtype=dtype, device=state.device, coded=not config.online and state.device.type == "cpu")
         if not config.online:  # it only decodes
-            prepare_for_decoding(stack, {})
+            prepare_models(stack, {})
     size = target.config.vocab_size
     lm = students.start_lm(config, shape, target.tokenizer, state.device, vocabulary, size, parallel)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)

@@ -18,9 +18,10 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.loading.memory_plan import Place, drafter_memory, dtype_of, planned_device, target_memory
-from outrider.inference.loading.targets import load_stack, open_target_of, templates_of
-from outrider.inference.loading.targets import prepare as prepare_drafters
+from outrider.inference.loading.chat_templates import templates_of
+from outrider.inference.loading.memory_plan import Storage, drafter_memory, dtype_name, planned_device, target_memory
+from outrider.inference.loading.models import load_stack, prepare_models
+from outrider.inference.loading.target_setup import open_target_of
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
@@ -127,10 +128,10 @@ def load_decoder(
         return partial(replay, session=partial(RecordedSession, **sizes, device=device))
     if layers is None:
         stack = load_stack(target, None, dtype, device, by_layers=kind.layers)
-        prepare_drafters(stack, {kind.name: model})
+        prepare_models(stack, {kind.name: model})
         return partial(speculative, stack)
     first = target.stack(range(layers), dtype=dtype, device=device, coded=device.type == "cpu")
-    prepare_drafters(first, {kind.name: model})
+    prepare_models(first, {kind.name: model})
     return partial(replay, session=partial(FirstLayersSession, first))
 
 
@@ -138,8 +139,8 @@ def capture_plan(config: CalibrateConfig, kind: Kind) -> Plan:
     """The memory of each device while the head's training data is captured."""
     target, device = find_target(config, kind).config, planned_device()
     positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
-    storage = Place.of(config.dtype, target, positions, device)
+    storage = Storage.of(config.dtype, target, positions, device)
     plugin = kind.load_plugin().read_with(config.reading)
     held = target_memory(target, storage, layers_read(config, kind))
     held += drafter_memory(kind, plugin, config.checkpoint, target, storage)
-    return Plan(held, {"positions": positions, "dtype": dtype_of(config.dtype, target, device)})
+    return Plan(held, {"positions": positions, "dtype": dtype_name(config.dtype, target, device)})

@@ -17,7 +17,7 @@ from outrider.draft_models.targets.model_files import empty_layers, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import stored_dtype
 from outrider.draft_models.targets.target import Rotary
-from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, planned_device, weight_bytes
+from outrider.inference.loading.memory_plan import GB, Memory, Storage, cache_bytes, planned_device, weight_bytes
 from outrider.train.core.training import Batch, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
 from outrider.train.parts.parallel import DraftRows, DraftStudent, Parallel
@@ -130,9 +130,9 @@ def exit_plan(config: EesdConfig, target: PreTrainedConfig) -> Plan:
         read += 3 * sum(sum(matrix.shape) for matrix in through if matrix.ndim == 2) // 4
     held = fit_memory(config, student, read, target.vocab_size)
     if config.decode_prompts:  # in addition to the student, in the dtype for serving
-        storage = Place.of("auto", target, context_limit(target), planned_device())
+        storage = Storage.of("auto", target, context_limit(target), planned_device())
         target_bytes = weight_bytes(target, storage) + cache_bytes(target, storage)
-        held.append(Held("the whole target, to decode with", target_bytes, "decode_prompts=0"))
+        held.append(Memory("the whole target, to decode with", target_bytes, "decode_prompts=0"))
     facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
     facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / GB:.2f}"}
     return Plan(held, facts | {"trained_parameters": parameters_of(student)[0]})

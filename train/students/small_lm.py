@@ -25,7 +25,7 @@ from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from outrider.draft_models.targets.open_target import load_config, load_proven, load_tokenizer, special_tokens
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.loading.memory_plan import Place, planned_device, target_memory
+from outrider.inference.loading.memory_plan import Storage, planned_device, target_memory
 from outrider.train.core.sharding import is_shared_out
 from outrider.train.core.training import Plan
 from outrider.train.parts.drafter import fit_memory, llama_config
@@ -202,6 +202,6 @@ def plain(lm: PreTrainedModel) -> PreTrainedModel:
 
 def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
     """The memory of training a small LM of config `drafter`, with the target."""
-    storage = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
+    storage = Storage.of(config.frozen_dtype, target, config.seq_len, planned_device())
     fitted = fit_memory(config, empty_model(drafter), 0, target.vocab_size)
     return Plan(target_memory(target, storage) + fitted, {})

@@ -34,7 +34,7 @@ from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.inference.batch.responder import load_target
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.loading.targets import load_plain, load_stack
+from outrider.inference.loading.models import load_plain, load_stack
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.students.small_lm import start_lm
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head

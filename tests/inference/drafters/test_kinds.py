@@ -26,9 +26,9 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import compare
 from outrider.inference.evaluate.compare import evaluate as command
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.memory_plan import Place, cache_bytes, drafter_memory
+from outrider.inference.loading.memory_plan import Storage, cache_bytes, drafter_memory
 from outrider.inference.loading.rehearsal import shrink
-from outrider.inference.loading.targets import find_target
+from outrider.inference.loading.target_setup import find_target
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kind import Kind
@@ -245,7 +245,7 @@ def test_a_head_is_reported_tuned_and_resumed(
 def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     """In passes of fixed shape, for texts as long as were planned."""
     target = open_target(str(tiny_models / TARGET))
-    where, place, runtime = str(tiny_models / EAGLE3), Place(4, 100), Graphed()
+    where, place, runtime = str(tiny_models / EAGLE3), Storage(4, 100), Graphed()
     head = open_head(where, target.config).load(torch.float32)
     stack = target.stack(dtype=torch.float32)
     Eagle3Plugin().prepare(head, stack)

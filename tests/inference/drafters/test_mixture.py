@@ -21,7 +21,7 @@ from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.ngrams.drafter import MixedDrafter
 from outrider.inference.drafters.ngrams.ngram_mixing import class_of, new_weights
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.loading.targets import load_plain
+from outrider.inference.loading.models import load_plain
 from outrider.inference.settings.method import NgramConfig
 from tests.draft_models.ngrams.test_suffixes import slow_successors
 from tests.graph_contract import keep_contracts

@@ -19,7 +19,7 @@ from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from outrider.inference.engines.packing import PackedLinear
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from tests import tiny
@@ -82,8 +82,8 @@ def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, archi
     narrow(model, DraftVocabulary(tokens, tiny.VOCABULARY))
     stack, hidden = layer_stack(model), torch.randn(1, 5, model.config.hidden_size)
     expected, whole = stack.draft_logits(hidden), stack.logits(hidden)
-    prepare(stack, {})
-    prepare(stack, {})
+    prepare_models(stack, {})
+    prepare_models(stack, {})
     assert stack.head.weight.shape[0] == len(tokens)
     assert stack.embed_tokens.weight.shape[0] == len(tokens) + 1
     torch.testing.assert_close(stack.draft_logits(hidden), expected)
@@ -112,7 +112,7 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
     (model, _), (_, stack), prompt = tiny.open_stack(path), tiny.open_stack(path), tiny.random_prompt(20)
     expected = tiny.reference_generate(model, prompt, 40)
     drafter = tiny.make_drafter(path, tiny.LAYERS - 1, noise=0.1, own_head=own_head)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare_models(stack, {"early_exit": Calibrated(drafter)})
     assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
     shaped = ModelDrafter(EarlyExitDraftModel(drafter), Chain(FixedLength(4)))
     rounds = list(speculative(stack, shaped, prompt, max_new_tokens=40))

@@ -32,7 +32,7 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.packing import compare_panels
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import load_plain, make_runtime, prepare
+from outrider.inference.loading.models import load_plain, make_runtime, prepare_models
 from outrider.inference.measure.arms import transformers_generate
 from outrider.inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -90,7 +90,7 @@ class Subject:
         for layer in self.stack.layers:
             spoilt(layer)
         self.drafter = make_drafter(path, LAYERS - 1, noise=0.15, dtype=dtype)
-        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
+        prepare_models(self.stack, {"early_exit": Calibrated(self.drafter)})
         self.runtime = make_runtime(runtime, torch.device("cpu"))
         self.references = []
         for number in range(prompts):
@@ -288,7 +288,7 @@ def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) 
     prompt, text = random_prompt(12), random_prompt(6, seed=1)
     clean = make_reference(model, prompt, text)
     stack = layer_stack(model)
-    prepare(stack, {})
+    prepare_models(stack, {})
     for fault in FAULTS:
         with planted(fault, 0, stack):
             stack.reserve(64)
@@ -374,10 +374,10 @@ def test_a_fault_of_one_block_of_stored_codes_is_seen(
         path = write_gguf(save_plain_target(tmp_path / "plain"), tmp_path / "model.gguf", stored)
     stack = open_target(str(path)).stack(dtype=torch.bfloat16, coded=True)
     linear = stack.layers[1].mlp.down_proj
-    prepare(stack, {})
+    prepare_models(stack, {})
     compare_panels(linear)
     fault(linear.parts[0].packed, linear.parts[0].kind)
     refusal("other weights than those that its file stores", compare_panels, linear)
     if stored != "int4":
         plain = load_plain(open_target(str(path)), torch.bfloat16, torch.device("cpu"))
-        refusal("other weights than those that its file stores", prepare, stack, {}, plain)
+        refusal("other weights than those that its file stores", prepare_models, stack, {}, plain)

@@ -17,7 +17,7 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from outrider.inference.core.decode import speculative
-from outrider.inference.loading.targets import new_drafter
+from outrider.inference.loading.drafters import new_drafter
 from outrider.inference.measure import replay as replaying
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, NgramConfig

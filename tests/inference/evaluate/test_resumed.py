@@ -24,7 +24,7 @@ from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.graphs.attention_kernels import attention_shape
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import compare
-from outrider.inference.loading import targets
+from outrider.inference.loading import target_setup
 from outrider.inference.measure.results import Measured, append_result, read_results, sealed, unsealed
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
@@ -296,7 +296,7 @@ def test_no_process_waits_for_one_that_failed(config: Callable[..., EvaluateConf
     assert together(used, 2) == [2, 2]
 
     def one_device(rank: int) -> None:  # in a fork
-        targets.pick_device = lambda name: torch.device("cpu", 0)
+        target_setup.pick_device = lambda name: torch.device("cpu", 0)
 
     assert together(config("one_gpu"), 2, one_device) == [2, 2]
 

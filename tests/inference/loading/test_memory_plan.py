@@ -19,7 +19,7 @@ from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate.compare import evaluate
 from outrider.inference.loading import memory_plan
-from outrider.inference.loading.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
+from outrider.inference.loading.memory_plan import Storage, cache_bytes, pass_bytes, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.optimizers import build_optimizer
@@ -48,7 +48,7 @@ def llama_2(size: int = 70, **changes: Any) -> LlamaConfig:
 def held(config: EesdConfig, target: LlamaConfig, exit_layer: int) -> dict[str, int]:
     """The bytes of a training, by purpose."""
     parts = exit_plan(replace(config, exit_layer=exit_layer), target).held
-    return {one.what: one.size for one in parts}
+    return {one.purpose: one.size for one in parts}
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,22 @@ def held(config: EesdConfig, target: LlamaConfig, exit_layer: int) -> dict[str, 
 def test_weights_are_what_loading_takes(tmp_path: Path, family: str) -> None:
     target = open_target(str(save_family(tmp_path, family)))
     loaded = sum(parameter.nbytes for parameter in target.layers(dtype=torch.bfloat16).parameters())
-    assert loaded == pytest.approx(weight_bytes(target.config, Place(2, 64)), rel=0.02)  # a router may stay in float32
+    assert loaded == pytest.approx(
+        weight_bytes(target.config, Storage(2, 64)), rel=0.02
+    )  # a router may stay in float32
 
 
 def test_a_matrix_with_two_names_is_held_once(tmp_path: Path) -> None:
     target = open_target(str(save_target(tmp_path, tied=True, kv_heads=2)))
     loaded = sum(parameter.nbytes for parameter in target.layers(dtype=torch.float32).parameters())
-    assert loaded == weight_bytes(target.config, Place(4, 64))
+    assert loaded == weight_bytes(target.config, Storage(4, 64))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
 def test_caches_are_what_decoding_takes(tmp_path: Path, family: str) -> None:
     """In passes of fixed shape, for texts as long as were planned."""
     target = open_target(str(save_family(tmp_path, family)))
-    runtime, place = Graphed(), Place(4, 100)
+    runtime, place = Graphed(), Storage(4, 100)
     runtime.prepare(place.positions, ())
     list(autoregressive(target.stack(dtype=torch.float32), random_prompt(60), max_new_tokens=40, runtime=runtime))
     (arena,) = runtime._arenas.values()
@@ -87,7 +89,7 @@ def test_passes_write_no_more_than_is_planned(tmp_path: Path) -> None:
     list(speculative(target.stack(dtype=torch.float32), PromptLookup(), prompt, max_new_tokens=20, runtime=runtime))
     (arena,) = runtime._arenas.values()
     written = sum(buffer.nbytes for buffer in arena.buffers.values() if buffer.is_floating_point())
-    planned = pass_bytes(target.config, Place(4, 100))
+    planned = pass_bytes(target.config, Storage(4, 100))
     assert 0 < written <= planned < 2 * written
 
 
@@ -126,10 +128,10 @@ def test_an_early_exit_beside_it(tmp_path: Path) -> None:
     target, folder = open_target(str(path)), tmp_path / "drafter"
     drafter = save_exit(folder, path, LAYERS - 1)
     config = EvaluateConfig(checkpoint=str(folder), methods={"m": MethodConfig()}, dtype="float32")
-    parts = {one.what: one.size for one in memory_plan.evaluation_memory(config, target.config)}
+    parts = {one.purpose: one.size for one in memory_plan.evaluation_memory(config, target.config)}
     assert parts["early_exit's weights"] == sum(parameter.nbytes for parameter in drafter.parameters())
     plain, own = parts["caches of plain decoding"], parts["early_exit's caches"]
-    layer = cache_bytes(target.config, Place(4, target.config.max_position_embeddings), layers=1)
+    layer = cache_bytes(target.config, Storage(4, target.config.max_position_embeddings), layers=1)
     assert plain + layer < own < 2 * plain + layer
 
 

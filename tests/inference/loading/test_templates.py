@@ -13,7 +13,8 @@ from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
-from outrider.inference.loading.targets import chat_template, find_setup, templates_of
+from outrider.inference.loading.chat_templates import chat_template, templates_of
+from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.measure.bench import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS

@@ -24,8 +24,8 @@ from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
+from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.probe import SIZES, probes, tune
 from outrider.inference.measure.results import PromptResult

@@ -30,7 +30,7 @@ from outrider.inference.engines.cpu import at_once, layout
 from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.fused_layers import fuse_layers
 from outrider.inference.engines.packing import run_at_once
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.shapes.factory import make_structure
 from tests.tiers import quick_where
 from tests.tiny import (
@@ -159,7 +159,7 @@ def test_a_verified_draft_has_the_logits_of_plain_decoding(
     """
     longest = {"vocab_size": VOCABULARY, "max_position_embeddings": past + rows}
     stack = open_stack(save_target(tmp_path, "llama", kv_heads=2, **longest), dtype)[1]
-    prepare(stack, {})
+    prepare_models(stack, {})
     monkeypatch.setattr(at_once, "SEEN", 30 * (past + rows))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(256, (rows,), generator=generator)
@@ -295,14 +295,14 @@ def test_decoding_on_an_unknown_machine(tmp_path: Path) -> None:
         from outrider.inference.engines.cpu.numbers import _yield_core
         from outrider.inference.core.decode import autoregressive
         from outrider.inference.evaluate import compare
-        from outrider.inference.loading.targets import prepare
+        from outrider.inference.loading.models import prepare_models
         from outrider.inference.measure.bench import peak_memory
         from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
         assert callable(getattr(_yield_core, "py_func", None)), "nothing is linked that is not there"
         assert peak_memory(torch.device("cpu")) == 0
         model, stack = open_stack(save_target(Path(sys.argv[1]), "opt"))  # by PyTorch: to compile anew takes a minute
-        prepare(stack, {})
+        prepare_models(stack, {})
         prompt = random_prompt(20)
         tokens = [token for r in autoregressive(stack, prompt, max_new_tokens=8) for token in r.tokens]
         assert tokens == reference_generate(model, prompt, 8)
@@ -361,7 +361,7 @@ def test_decoding_uses_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch
     """For target and early exit. After one wrong number in a pass of one row, the two paths decode different texts."""
     path = save_target(tmp_path, kv_heads=2)
     stack, drafter, prompt = open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3), random_prompt(20)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare_models(stack, {"early_exit": Calibrated(drafter)})
     seen: set[tuple[int, int, int]] = set()
     whole = LayersAtOnce.run
     wrong = False

@@ -38,7 +38,7 @@ from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.engines.graphs.cuda_graphs import Arena, Graphed
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
-from outrider.inference.loading.targets import prepare
+from outrider.inference.loading.models import prepare_models
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
@@ -84,9 +84,9 @@ def laid_out(path: Path) -> Models:
     made = Models(plain, target.stack(dtype=torch.float32, int8=True), open_stack(path)[1], layer_stack(some),
                   make_drafter(path, LAYERS - 1, noise=0.3), head, calibration)  # fmt: skip
     drafters = {"early_exit": Calibrated(made.exit, calibration), "small_lm": made.small, "eagle3": head}
-    prepare(made.stack, drafters)
+    prepare_models(made.stack, drafters)
     made.some_tokens.requires_grad_(False)  # as it is read from its files
-    prepare(made.int8, {"small_lm": made.some_tokens})
+    prepare_models(made.int8, {"small_lm": made.some_tokens})
     return made
 
 

@@ -37,7 +37,7 @@ from outrider.inference.engines.graphs.attention_kernels import (
 )
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload
-from outrider.inference.loading.targets import make_runtime, prepare
+from outrider.inference.loading.models import make_runtime, prepare_models
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure
 from tests import torch_kernels
@@ -195,7 +195,7 @@ def test_graphs_decode_to_the_same_tokens_by_each_kernel(
     prompt, count = random_prompt(20), 30
     expected = tokens_of(autoregressive(plain, prompt, max_new_tokens=count))
     lay_out_as_on_a_gpu(monkeypatch)
-    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare_models(stack, {"early_exit": Calibrated(drafter)})
     keep_contracts(monkeypatch)
     torch_kernels.stand_in(monkeypatch)
     placed = watch(monkeypatch, torch_kernels, "rotate_and_store", 0)

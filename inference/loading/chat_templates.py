@@ -1,0 +1,53 @@
+"""The template of chat prompts: by default the one by which the drafters' training data was rendered."""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
+
+_PLAIN = ("text", "code")  # layouts without conversations
+
+
+def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
+    """The templates of `conversations_in`."""
+    return frozenset(part.template for part in conversations_in(data, tokenizer))
+
+
+def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> list[DataConfig]:
+    """The sources of conversations in the recorded settings `data` of a training; none if they are unknown.
+
+    template=tokenizer is recorded for plain text too, so it means nothing if the tokenizer has no chat template.
+    """
+    if data is None or "template" not in data:
+        return []
+    try:
+        config: DataConfig = construct(DataConfig, data)
+    except UserError:
+        return []
+    parts = [part for _, _, part in config.parts()] or [config]
+    talk = [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
+    return [part for part in talk if part.template != "tokenizer" or tokenizer.chat_template]
+
+
+def chat_template(template: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
+    """The template of chat prompts: `template`, or for auto the template of the drafters' training.
+
+    It remains auto if none is recorded. Raises `UserError` if the drafters differ, or if `template` is another template
+    than one of them was trained with. template=none means bare text and is never refused.
+    """
+    kinds = ", ".join(f"{kind} by {' and '.join(sorted(names))}" for kind, names in trained.items())
+    templates = sorted(frozenset[ChatTemplate]().union(*trained.values()))
+    if template == "auto":
+        if len(templates) > 1:
+            raise UserError(f"template=auto: the training's conversations were rendered for {kinds}; give template=")
+        return templates[0] if templates else "auto"
+    for kind, names in trained.items():
+        if template != "none" and template not in names:
+            raise UserError(
+                f"template={template}: expected {' or '.join(sorted(names))}, by which the conversations were rendered "
+                f"that the {kind} drafter was trained on; leave template= out, or give template=none for bare text"
+            )
+    return template

@@ -1,0 +1,57 @@
+"""The drafters of a target: loaded by their paths, and made anew for each generation."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Unpack
+
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import position_limit
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.drafters.plugin import ModelOptions
+from outrider.inference.loading.target_setup import TargetSetup
+from outrider.inference.settings.evaluate import DraftingConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig, number
+from outrider.inference.shapes.shapes import find_shape
+from outrider.inference.sizing.policy import Tuning
+
+Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
+
+
+def load_drafters(config: DraftingConfig, target: Any, **tensor_options: Unpack[ModelOptions]) -> Drafters:
+    """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
+    for method in config.methods.values():
+        if KINDS[method.source].layers:
+            KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
+    drafters: dict[str, object] = {}
+    for name, where in config.paths.items():
+        drafters[name] = config.plugin(KINDS[name]).load(where, target, config.methods, **tensor_options)
+    for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
+        find_shape(tree.shape, number(tree.nodes))  # invalid shapes fail before the target is loaded
+    return {name: model for name, model in drafters.items() if model is not None}
+
+
+def context_length(setup: TargetSetup, drafters: Drafters) -> int:
+    """The context length that the target and all its draft models support."""
+    return min([context_limit(setup.config), *position_limits(drafters)])
+
+
+def position_limits(drafters: Drafters) -> list[int]:
+    """The context limits, in positions, of the models that `drafters` run, if they have limits."""
+    models = [model for name, drafter in drafters.items() for model in KINDS[name].load_plugin().causal_lms(drafter)]
+    return [limit for model in models if (limit := position_limit(model.config)) is not None]
+
+
+def new_drafter(
+    method: MethodConfig, drafters: Drafters, streams: Streams, drawn: bool = False, tuning: Tuning | None = None
+) -> Drafter:
+    """A new drafter of `method`, for the generation of `streams`.
+
+    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`): those that pay
+    beside other texts, unless drawn. What is drawn depends on the sizes, and is a function of the seed.
+    """
+    if tuning is not None and drawn:
+        tuning = replace(tuning, shared=None)
+    kind = KINDS[method.source]
+    return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)

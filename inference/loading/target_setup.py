@@ -1,0 +1,154 @@
+"""The target of a run before its weights are loaded: found, identified by digests, and how it will run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError, require, warn
+from outrider.base.words import listed
+from outrider.data_prep.text.settings import ChatTemplate, PromptTemplate
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
+from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.loading.chat_templates import chat_template, conversations_in
+from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit, read_generation_config
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
+from outrider.inference.settings.sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class TargetSetup:
+    """The target before its weights are loaded, and how it will run.
+
+    eos: the ids that end a text. stops: the stop strings. inherited: settings from its generation config.
+    int8: whether it is quantised to int8, computing in `dtype`.
+    template: as requested; trained: the templates of the drafters' training, by kind (see `templates_of`).
+    arguments: what the chat template reads besides.
+    """
+
+    target: OpenTarget
+    eos: frozenset[int]
+    stops: tuple[str, ...]
+    inherited: Inherited
+    device: torch.device
+    dtype: torch.dtype
+    int8: bool = False
+    template: PromptTemplate = "auto"
+    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def chat_template(self) -> PromptTemplate:
+        """The template that renders chat prompts (see `chat_template`). Raises `UserError`."""
+        return chat_template(self.template, self.trained)
+
+    def text(self, max_new_tokens: int, sampling: SamplingConfig) -> TextSettings:
+        """The decoding settings of texts with these lengths."""
+        return TextSettings(max_new_tokens, self.eos, sampling, self.inherited.config, self.stops, self.tokenizer)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.target.config
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return with_arguments(self.target.tokenizer, self.arguments, self.chat_template if self.arguments else "auto")
+
+    @property
+    def numbers(self) -> str:
+        """The name of the dtype of its weights."""
+        return "int8" if self.int8 else self.floats
+
+    @property
+    def floats(self) -> str:
+        """The name of the dtype it computes in."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def find_setup(config: EvaluateConfig) -> TargetSetup:
+    """The target of `config`, its device and how it will run. Raises `UserError`."""
+    target = find_target(config)
+    _ = target.fingerprint  # raises for an unusable target, before anything else does
+    eos = frozenset() if config.ignore_eos else end_tokens(target)
+    inherited = inherit(
+        target.source, target.revision, config.sampling, config.stop_strings,
+        eos=eos, vocabulary=target.config.vocab_size, ignore=config.generation_config == "none",
+    )  # fmt: skip
+    stops = tuple(config.stop_strings or inherited.fields.get("stop_strings", ()))
+    if stops:
+        StopStrings(stops, target.tokenizer)  # raises for unusable stop strings
+    device = pick_device(config.device)
+    dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
+    if int8:
+        target.require_int8()
+    arguments, trained = config.chat_template_kwargs, dict[str, frozenset[ChatTemplate]]()
+    for kind, record in config.training_records().items():
+        if parts := conversations_in(record.data, target.tokenizer):
+            trained[kind] = frozenset(part.template for part in parts)
+            if arguments not in (learned := [part.chat_template_kwargs for part in parts]):
+                warn(f"{KWARGS}={arguments}: the conversations that the {kind} drafter learned from had {learned[0]}")
+    if config.template == "none" and trained and {"none"} not in trained.values():
+        origins = ", ".join(f"{kind} learned by {' and '.join(sorted(names))}" for kind, names in trained.items())
+        warn(f"template=none: chat prompts are bare text, but {origins}; leave template= out to measure that")
+    setup = TargetSetup(target, eos, stops, inherited, device, dtype, int8, config.template, trained, arguments)
+    _ = setup.tokenizer  # raises for arguments that the template does not read
+    return setup
+
+
+def find_target(config: EvaluateConfig) -> OpenTarget:
+    """The target of `config`, else its early exit's. Raises `UserError`, also if `checkpoint` holds no drafter."""
+    if config.checkpoint is not None and config.held is None:
+        raise UserError(f"checkpoint={config.checkpoint}: {no_drafter_in(Path(config.checkpoint))}")
+    if config.early_exit is None:
+        assert config.target is not None
+        return open_target(config.target, config.revision, by_layers=config.by_layers)
+    return open_target_of(config.early_exit, config.target, config.revision)
+
+
+def open_target_of(checkpoint: str, target: str | None, revision: str | None) -> OpenTarget:
+    """The target of an early exit: `target` if given, else the recorded one. Raises `UserError`.
+
+    A recorded path that is relative is looked for here, then in the folders above `checkpoint`.
+    """
+    record = EARLY_EXIT.load_plugin().training_record(checkpoint)
+    paths = (folder / str(record.target) for folder in (Path(), *Path(checkpoint).resolve().parents))
+    source = next((str(path) for path in paths if path.exists()), record.target)
+    try:
+        return open_target(str(target or source), revision or record.revision)
+    except UserError as error:
+        if target is not None:
+            raise
+        raise UserError(f"{error}. checkpoint={checkpoint} was trained for it: give target=, where it is now") from None
+
+
+def no_drafter_in(folder: Path) -> str:
+    """An error text: the contents of `folder`, which is no drafter, and the expected ones."""
+    files: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        if kind.file is not None:
+            files.setdefault(kind.file, []).append(kind.name)
+    expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
+    if not folder.is_dir():
+        return f"no such directory; expected one with {expected}; a Hub name goes to small_lm= or eagle3="
+    contents = listed(sorted(file.name for file in folder.iterdir())) or "nothing"
+    return f"found {contents}: expected a directory with {expected}"
+
+
+def end_tokens(target: OpenTarget) -> frozenset[int]:
+    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer.
+
+    Raises `UserError` for invalid ids.
+    """
+    listed = read_generation_config(target.source, target.revision).eos_token_id
+    for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
+        if candidate is not None:
+            ids = candidate if isinstance(candidate, list) else [candidate]
+            valid = all(type(i) is int and i >= 0 for i in ids)
+            require(valid, f"{target.source}: eos_token_id", candidate, "token ids")
+            return frozenset(ids)
+    return frozenset()
