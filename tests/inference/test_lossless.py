@@ -209,10 +209,12 @@ def require_copies(target: Target, kind: str, structure: str = "the default") ->
     assert 1 < len(made) < len(drafts) - 1
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_drafts_are_copied_where_the_text_says_them(target: Target, kind: str) -> None:
-    for structure in ("chain", "opt_tree", "the default"):
-        require_copies(target, kind, structure)
+COPYING = list(itertools.product(SOURCES, ["chain", "opt_tree", "the default"]))
+
+
+@pytest.mark.parametrize(("kind", "structure"), typical_where(each_value(COPYING).__contains__, COPYING))
+def test_drafts_are_copied_where_the_text_says_them(target: Target, kind: str, structure: str) -> None:
+    require_copies(target, kind, structure)
 
 
 FAULTS = {  # in a function of a class, and what stands there instead
@@ -318,7 +320,7 @@ def test_eos_at_every_position(make: Callable[..., Target]) -> None:
     assert len(places) >= 5  # EOS fell on several positions of a draft
 
 
-@pytest.mark.parametrize("rule", quick_where(lambda rule: rule == "fixed", RULES))
+@pytest.mark.parametrize("rule", typical_where(("fixed", "beta").__contains__, RULES))
 def test_max_new_tokens_at_every_offset(target: Target, rule: str) -> None:
     full = target.text_after(PROMPT, COUNT)
     for count in range(1, 15):

@@ -321,6 +321,7 @@ def test_an_option_is_read_or_refused_by_its_name(model: Any, name: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_stream_that_is_left_unfinished_ends_with_the_process(folder: Path) -> None:
     code = f"""
 import threading, outrider

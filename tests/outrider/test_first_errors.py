@@ -72,7 +72,7 @@ def mistakes(command: str) -> Iterator[tuple[list[str], str]]:
         yield [command, *words, f"{key}={form.format(value)}"], value
 
 
-PARTS = [["eesd"], list(COMMANDS)[::3], list(COMMANDS)]
+PARTS = [["eesd"], list(COMMANDS)[::5], list(COMMANDS)]
 
 
 @pytest.mark.parametrize("commands", typical_where(PARTS[:2].__contains__, quick_where(PARTS[:1].__contains__, PARTS)))

@@ -94,6 +94,12 @@ def test_turns_are_documents_of_their_own(config: TrigramConfig) -> None:
     assert successors(table, answer[-1:])[0].tolist() == [encoder.eos]
 
 
+def test_held_out_records_are_left_out(config: TrigramConfig) -> None:
+    config = replace(config, data=replace(config.data, heldout_fraction=0.5))
+    build_table(config)
+    assert 0 < TrigramTable.open(config.out_dir).facts["documents"] < 300
+
+
 def test_the_tokenizer_of_a_gguf_file(config: TrigramConfig, tmp_path: Path) -> None:
     """The table is that of the model which the file was made of."""
     source = save_plain_target(tmp_path / "target")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,6 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
-from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ALONE, ENDS, letter_tokenizer, responses, save_answering, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
@@ -145,7 +145,6 @@ def test_what_is_written_and_printed_is_clean(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_ABCDEFGH")
     monkeypatch.setenv("SOME_PASSWORD", "tricky\x07pass")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "certainly")
     texts = (
         "a hf_ABCDEFGH b", repr("hf_ABCDEFGH\n"), f"{'tricky' + chr(7) + 'pass'!r}", "https://x.y/?a=1&api_key=tricky1",
         "s3://id:tricky2@bucket/x", "Authorization: Bearer tricky3", "https://h/p?X-Amz-Signature=tricky4&b=2",
@@ -153,51 +152,52 @@ def test_what_is_written_and_printed_is_clean(
     )  # fmt: skip
     for text in texts:
         for shown in (clean(text), str(UserError(f"read: {text}; mend it")), str(UserError(repr({"a": [text]})))):
-            assert "tricky" not in shown
-            assert "ABCDEFGH" not in shown
+            assert not re.search("tricky|ABCDEFGH", shown)
             assert clean(shown) == shown
-    plain = "http://localhost:8000/v1 is certainly there; mail a@b.c, see https://host:80/x@y and ?limit=3"
+    plain = "http://localhost:8000/v1 is there; mail a@b.c, see https://host:80/x@y and ?limit=3"
     assert clean(plain) == plain
-    vllm: dict[str, Any] = {"engine": "vllm", "methods": {"a": preset("prompt_lookup")}}
-    with pytest.raises(UserError, match="engine_options") as raised:
-        EngineConfig(target="t", engine_options={"hf_token": "tricky8"}, **vllm)
-    assert "tricky" not in str(raised.value)
     words = ["audit", "+x=https://me:tricky@host", "y=hf_ABCDEFGH"]
     with patch.object(sys, "argv", words), only_run(tmp_path, "an audit"):
-        held = (tmp_path / HOLDER_FILE).read_text()
-    assert "tricky" not in held
-    assert "ABCDEFGH" not in held
+        assert not re.search("tricky|ABCDEFGH", (tmp_path / HOLDER_FILE).read_text())
     warn(f"cannot load {texts[0]}")
-
-    def fails(_: object) -> None:
-        raise RuntimeError(f"Illegal header {texts[1]}")
-
-    with patch.object(cli, "find", fails):
+    with patch.object(cli, "find", side_effect=RuntimeError(f"Illegal header {texts[1]}")):
         assert status_of(cli.main, *words)
     printed = "".join(capsys.readouterr())
     assert "RuntimeError" in printed
     assert "ABCDEFGH" not in printed
 
 
-@pytest.mark.parametrize("reply", [{"choices": {}}, {"choices": "a"}, [], None])
-def test_a_reply_of_other_types_is_told_by_the_kind_of_error(reply: object, asked: Callable[..., Any]) -> None:
-    with (
-        replying(json.dumps(reply).encode()) as url,
-        pytest.raises(UserError, match=r"be read \((Attribute|Key|Type)Error: "),
-    ):
-        generate_responses(asked("generate", url))
-
-
 NESTED = b'{"data": [{"id": "tiny"}], "choices": [{"text": "", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}]}"
 
 
-@pytest.mark.parametrize("command", RUN)
-@pytest.mark.parametrize("where", ["models", "answers", "both ends only"])
-def test_a_nested_reply_is_no_reply(command: str, where: str, asked: Callable[..., Any]) -> None:
-    said = b"[" * 100_000 if where == "both ends only" else NESTED
-    models = said if where == "models" else MODELS
-    with replying(said, models) as url, pytest.raises(UserError, match="server=http"):
-        RUN[command](asked(command, url))
+def scored(logprob: object) -> bytes:
+    """A reply of one token with this log-probability."""
+    rows = {"tokens": ["token_id:5"], "token_logprobs": [logprob], "top_logprobs": [{"token_id:5": logprob}]}
+    choice = {"text": "a", "token_ids": [5], "finish_reason": "length", "logprobs": rows}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def listed(context: object) -> bytes:
+    """A list of one model with this length of context."""
+    return json.dumps({"data": [{"id": "tiny", "max_model_len": context}]}).encode()
+
+
+REPLIES: list[tuple[bytes, bytes]] = [  # to a request of text, and of the models
+    *((json.dumps(reply).encode(), MODELS) for reply in ({"choices": {}}, {"choices": "a"}, [], None)),
+    *((scored(logprob), MODELS) for logprob in (float("nan"), 1.5, 1e400, "0.1", None, 10**400, [1])),
+    *((b"{}", listed(context)) for context in ("many", -5, 0.5, [1], 1e400, {})),
+    (NESTED, MODELS), (b"[" * 100_000, MODELS), (MODELS, NESTED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REPLIES)))
+def test_what_is_no_reply_is_refused_with_the_servers_address(number: int, asked: Callable[..., Any]) -> None:
+    """Of other types, no numbers where numbers are asked for, or nested without end. By every command."""
+    text, models = REPLIES[number]
+    command = [*RUN][number % 2 if text in (NESTED, MODELS) else 1]
+    options = {"max_new_tokens": 1, "top_k_logits": 1} if command == "generate" else {}
+    with replying(text, models) as url, pytest.raises(UserError, match="server=http"):
+        RUN[command](asked(command, url, **options))
 
 
 def test_a_nested_stream_is_none(target: Path, asked: Callable[..., Any]) -> None:
@@ -265,21 +265,6 @@ def test_ids_that_the_target_has_not_are_asked_again(
         assert not report["arms"]["answers"]["faults"]
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1.5, 1e400, "0.1", None, 10**400, [1]])
-def test_log_probabilities_are_numbers_of_logarithms(value: Any, asked: Callable[..., Any]) -> None:
-    rows = {"tokens": ["token_id:5"], "token_logprobs": [value], "top_logprobs": [{"token_id:5": value}]}
-    reply = {"choices": [{"text": "a", "token_ids": [5], "finish_reason": "length", "logprobs": rows}]}
-    with replying(json.dumps(reply).encode()) as url, pytest.raises(UserError, match="server=http"):
-        generate_responses(asked("generate", url, max_new_tokens=1, top_k_logits=1))
-
-
-@pytest.mark.parametrize("length", ["many", -5, 0.5, [1], 1e400, {}])
-def test_a_context_length_is_a_number(length: Any, asked: Callable[..., Any]) -> None:
-    models = json.dumps({"data": [{"id": "tiny", "max_model_len": length}]}).encode()
-    with replying(b"{}", models) as url, pytest.raises(UserError, match="server=http"):
-        generate_responses(asked("generate", url))
-
-
 ABSURD = [
     {"temperature": 1e-320}, {"temperature": 1e300}, {"temperature": float("nan")}, {"temperature": "NaN"},
     {"temperature": -1}, {"temperature": 1, "top_k": 10**30}, {"temperature": 1, "top_k": -1}, {"top_p": "inf"},
@@ -297,18 +282,6 @@ def test_absurd_values_are_refused_with_their_line(absurd: dict[str, Any], targe
     file.write_text("".join(json.dumps(row) + "\n" for row in (good, {**good, **absurd})))
     with pytest.raises(UserError, match=rf"answers\.jsonl:2: .*{[*absurd][-1]}"):
         read_answers(str(file), open_target(str(target), None, by_layers=False))
-
-
-@pytest.mark.parametrize("key", ["prompt", "text"])
-@pytest.mark.parametrize("text", ["\\ud800", "a\\udfffb", "x" * 400_000], ids=["first", "last", "long"])
-def test_texts_that_are_none_or_too_long_are_refused_with_their_line(
-    key: str, text: str, target: Path, tmp_path: Path
-) -> None:
-    file, texts = tmp_path / "answers.jsonl", {"prompt": "abc", "text": "def", key: text}
-    file.write_text(f'{{"prompt": "{texts["prompt"]}", "text": "{texts["text"]}"}}\n')
-    with pytest.raises(UserError, match=r"answers\.jsonl:1: ") as raised:
-        read_answers(str(file), open_target(str(target), None, by_layers=False))
-    assert len(str(raised.value)) < 1000
 
 
 def test_values_at_the_limits_are_judged(model: PreTrainedModel) -> None:

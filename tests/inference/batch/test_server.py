@@ -77,7 +77,7 @@ def _fault(kind):
         if number % 3 != 1 or (kind == "shifts" and len({*reply["choices"][0]["token_ids"]}) == 1):
             return reply  # of one token said over and over any row may be of any place
         if kind == "slow":
-            time.sleep(0.6)
+            time.sleep(0.3)
         shifted = copy.deepcopy(reply)
         found = shifted["choices"][0]["logprobs"]
         planted.append(number)
@@ -97,7 +97,7 @@ def test_a_server_with_faults_gives_the_same_files(make, engine, kind):
         generate_responses(right)
     fault = _fault(kind)
     with serving(engine(fault)) as url:
-        config = asked(make, url, "wrong", records=TALKS[:5], top_k_logits=2, concurrency=1, server_timeout=0.4)
+        config = asked(make, url, "wrong", records=TALKS[:5], top_k_logits=2, concurrency=1, server_timeout=0.2)
         generate_responses(config)
     assert len(fault.planted) >= 3
     assert responses(config) == responses(right)

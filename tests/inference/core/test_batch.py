@@ -58,7 +58,7 @@ from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import FixedLength
 from tests import known_targets
 from tests.exact_distributions import distribution_of
-from tests.families import FAMILIES, TYPICAL, save_family
+from tests.families import FAMILIES, save_family
 from tests.faults import plant
 from tests.inference.priced import costs
 from tests.known_targets import SOURCES, tokens_of
@@ -250,10 +250,10 @@ EVERY = quick_where(lambda name: name in ("gemma2", "jetmoe", "mistral"), sorted
 def test_a_text_has_the_same_bits_in_any_company(
     make: Callable[..., Target], architecture: str, dtype: torch.dtype
 ) -> None:
-    asked = [Asked(make(architecture, dtype), number, *row) for number, row in enumerate(each_value(MATRIX) * 2)]
+    asked = [Asked(make(architecture, dtype), number, *row) for number, row in enumerate(each_value(MATRIX))]
     found = decode_together(asked, 6, leave=0.02)
     assert not different(asked, found)
-    assert sum(r.accepted for one in found for r in one.rounds) > 20
+    assert sum(r.accepted for one in found for r in one.rounds) > 10
     assert 1 <= sum(not one.ended for one in found) < len(found) // 2
 
 
@@ -277,7 +277,9 @@ def test_two_thousand_texts_have_the_same_bits(make: Callable[..., Target]) -> N
     assert not different(asked, decode_together(asked, 32, leave=0.1))
 
 
-@pytest.mark.parametrize("family", typical_where({*TYPICAL, *CHANGING, "mistral", "gemma3_text"}.__contains__, EVERY))
+@pytest.mark.parametrize(
+    "family", typical_where({*CHANGING, "mistral", "gemma3_text", "gpt2", "mixtral"}.__contains__, EVERY)
+)
 def test_other_layers_have_close_logits_and_equal_tokens(tmp_path: Path, family: str) -> None:
     dtype, near = torch.float64, 1e-9
     if "moe" in family or family in ("flex_olmo", "gpt_oss", "mimo_v2_flash", "mixtral"):  # no experts in float64
