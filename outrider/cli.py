@@ -86,7 +86,7 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its 
         "train.toy_target:train_toy_target",
     ),
     "export": ("train.settings.export:ExportConfig", "write a drafter as serving engines load it"),
-    "pipeline": ("train.pipeline_settings:PipelineConfig", "run several commands as one: from a target to a report"),
+    "pipeline": ("train.settings.pipeline:PipelineConfig", "run several commands as one: from a target to a report"),
     "serve": ("inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target"),
 }  # fmt: skip
 COMMANDS = {name: Command(name, *facts) for name, facts in _LISTED.items()}

@@ -16,11 +16,11 @@ from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StructureConfig, preset
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig, CompareConfig
-from outrider.train.pipeline_settings import PipelineConfig
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
 from outrider.train.settings.export import ExportConfig
 from outrider.train.settings.fit import FitConfig
+from outrider.train.settings.pipeline import PipelineConfig
 from outrider.train.settings.toy import ToyTargetConfig
 from tests.refusals import refusal
 

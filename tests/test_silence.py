@@ -144,7 +144,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "pipeline": (
         ["experiment=demo", "out_dir=out"],
-        {"train.pipeline_run:_tee": "pipeline > step 1/"},
+        {"train.steps:run_logged": "pipeline > step 1/"},
     ),
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ def unspoken(ears: Ears, patch: pytest.MonkeyPatch, command: str, patience: floa
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_slow_is_spoken_of(ears: Ears, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr("outrider.train.pipeline_run.subprocess", Mock(Popen=Mock(side_effect=KeyboardInterrupt)))
+    monkeypatch.setattr("outrider.train.steps.subprocess", Mock(Popen=Mock(side_effect=KeyboardInterrupt)))
     assert unspoken(ears, monkeypatch, command) == {}
 
 

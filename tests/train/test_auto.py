@@ -4,6 +4,7 @@ import json
 import shlex
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,65 +13,75 @@ from outrider.base.errors import UserError
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.inference.loading.memory_plan import Memory
-from outrider.inference.loading.rehearsal import shrink
 from outrider.inference.report.wording import recommendation
 from outrider.train import auto_run
 from outrider.train.auto import main
-from outrider.train.auto_choice import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
+from outrider.train.auto_choice import (
+    ENOUGH_TOKENS,
+    LEAST,
+    NO_CHOICE,
+    Choice,
+    FirstAnswers,
+    choose_rows,
+    choose_trainings,
+    configure_pipeline,
+)
 from outrider.train.auto_run import reports_in, run_auto
-from outrider.train.pipeline_settings import TIME
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import compose_and_build
 from tests.refusals import refusal
-from tests.train.test_pipeline import said_by
+from tests.train.test_pipeline import printed_by
 from tests.train.test_pipeline_options import settings_of
 
-LOOK = Look("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
+LOOK = FirstAnswers("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
 CONFIG = AutoConfig(target="org/model", minutes=60.0)
+configure = partial(configure_pipeline, config_for=config_for)
 
 
 def test_what_is_trained_follows_from_what_was_measured() -> None:
     """By tokens of answers that can be had, and by minutes; each kind that is not trained has a reason."""
-    assert choose(CONFIG, LOOK, {}).kinds == ("early_exit", "small_lm")
-    assert choose(CONFIG, replace(LOOK, device="cuda"), {}).kinds == ("eagle3", "early_exit", "small_lm")
-    slow = choose(CONFIG, replace(LOOK, tokens_per_second=50.0), {})
-    few = choose(CONFIG, replace(LOOK, prompts=400), {})
-    short = choose(replace(CONFIG, minutes=15.0), LOOK, {})
+    assert choose_trainings(CONFIG, LOOK, {}).kinds == ("early_exit", "small_lm")
+    assert choose_trainings(CONFIG, replace(LOOK, device="cuda"), {}).kinds == ("eagle3", "early_exit", "small_lm")
+    slow = choose_trainings(CONFIG, replace(LOOK, tokens_per_second=50.0), {})
+    few = choose_trainings(CONFIG, replace(LOOK, prompts=400), {})
+    short = choose_trainings(replace(CONFIG, minutes=15.0), LOOK, {})
     assert slow.kinds == few.kinds == short.kinds == ()
     assert "minutes" in slow.not_tried["early_exit"]
     assert "more minutes" in few.not_tried["small_lm"]
-    assert choose(CONFIG, LOOK, {"early_exit": "no layers"}).kinds == ("small_lm",)
-    for choice in (slow, few, short, choose(CONFIG, LOOK, {})):
+    assert choose_trainings(CONFIG, LOOK, {"early_exit": "no layers"}).kinds == ("small_lm",)
+    for choice in (slow, few, short, choose_trainings(CONFIG, LOOK, {})):
         assert {*choice.kinds, *choice.not_tried} == {*TRAINABLE}
 
 
 def test_the_minutes_that_a_reason_names_are_enough() -> None:
     for rate in (50.0, 300.0, 2000.0):
         look = replace(LOOK, tokens_per_second=rate)
-        why = choose(replace(CONFIG, minutes=10.0), look, {}).not_tried["early_exit"]
+        why = choose_trainings(replace(CONFIG, minutes=10.0), look, {}).not_tried["early_exit"]
         minutes = float(why.partition("about ")[2].partition(" minutes")[0])
-        assert "early_exit" in choose(replace(CONFIG, minutes=minutes + 1), look, {}).kinds
-        assert "early_exit" not in choose(replace(CONFIG, minutes=0.9 * minutes), look, {}).kinds
+        assert "early_exit" in choose_trainings(replace(CONFIG, minutes=minutes + 1), look, {}).kinds
+        assert "early_exit" not in choose_trainings(replace(CONFIG, minutes=0.9 * minutes), look, {}).kinds
 
 
 def test_a_user_has_the_last_word() -> None:
     slow = replace(LOOK, tokens_per_second=5.0)
-    assert choose(replace(CONFIG, train=("eagle3",)), slow, {}).kinds == ("eagle3",)
-    assert choose(replace(CONFIG, train=()), LOOK, {}).kinds == ()
+    assert choose_trainings(replace(CONFIG, train=("eagle3",)), slow, {}).kinds == ("eagle3",)
+    assert choose_trainings(replace(CONFIG, train=()), LOOK, {}).kinds == ()
     refusal("each kind once", AutoConfig, target="org/model", train=("eagle3", "eagle3"))
 
 
 def test_all_minutes_are_given_out() -> None:
     """To the steps that have a limit, to loading, and to what was spent on the look: the answers go on with theirs."""
     for look in (LOOK, replace(LOOK, device="cuda", answered=150), replace(LOOK, tokens_per_second=50.0)):
-        choice = choose(CONFIG, look, {})
+        choice = choose_trainings(CONFIG, look, {})
         loads = 2 + len(choice.kinds)
-        before = look.spent - look.answered * look.answer_tokens / look.in_a_minute + loads * look.loading + 1.5
+        before = look.spent - look.answered * look.answer_tokens / look.tokens_per_minute + loads * look.loading + 1.5
         assert sum(choice.minutes.values()) + before == pytest.approx(CONFIG.minutes)
         trained = [choice.minutes[step] for step in choice.minutes if step not in ("responses", "report")]
         assert len(trained) == len(choice.kinds)
         assert all(minutes >= 0.9 * LEAST[look.device] for minutes in trained)
-    refusal(r"minutes='4': expected 5 or more: loading takes 2\.9", choose, replace(CONFIG, minutes=4.0), LOOK, {})
+    refusal(
+        r"minutes='4': expected 5 or more: loading takes 2\.9", choose_trainings, replace(CONFIG, minutes=4.0), LOOK, {}
+    )
 
 
 def test_of_few_answers_enough_are_held_out() -> None:
@@ -78,9 +89,9 @@ def test_of_few_answers_enough_are_held_out() -> None:
     shares = {}
     for prompts in (10, 40, 4000):
         look = replace(LOOK, prompts=prompts, context=120)
-        pipeline = pipeline_of(replace(CONFIG, train=tuple(TRAINABLE)), Choice(tuple(TRAINABLE), {}, {}), look)
-        shares[prompts] = pipeline.options("eesd").get("data.heldout_fraction")
-        assert pipeline.options("report")["max_new_tokens"] == 60
+        pipeline = configure(replace(CONFIG, train=tuple(TRAINABLE)), Choice(tuple(TRAINABLE), {}, {}), look)
+        shares[prompts] = pipeline.steps["eesd"].get("data.heldout_fraction")
+        assert pipeline.steps["report"]["max_new_tokens"] == 60
     assert shares == {10: 0.5, 40: 0.2, 4000: None}
 
 
@@ -90,8 +101,8 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     """With the minutes chosen, own prompts and a template, and without the steps of what is not trained."""
     config = replace(CONFIG, prompts="p.jsonl", template="vicuna", train=kinds)
     look = replace(LOOK, device=device)
-    choice = choose(config, look, {})
-    pipeline = pipeline_of(config, choice, look)
+    choice = choose_trainings(config, look, {})
+    pipeline = configure(config, choice, look)
     made = {"eesd", "small_lm", "eagle3"} & {*pipeline.to_do}
     assert made == {"eesd" if kind == "early_exit" else kind for kind in kinds}
     built = settings_of(pipeline)
@@ -101,23 +112,23 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     assert built["report"].template == "vicuna"
     sources = {method.source for method in built["report"].methods.values()}
     assert sources == {*kinds, "ngrams", "prompt_lookup"}
-    assert pipeline.options("prompts") == {"file": "p.jsonl"}
-    step = settings_of(pipeline_of(replace(config, prompts=None), choice, look))["prompts"]
+    assert pipeline.steps["prompts"] == {"file": "p.jsonl"}
+    step = settings_of(configure(replace(config, prompts=None), choice, look))["prompts"]
     assert (step.target, step.template, step.minutes) == ("org/model", "vicuna", 7.2)
-    assert TIME not in pipeline.options("trigrams")
+    assert "minutes" not in pipeline.steps["trigrams"]
 
 
 def test_minutes_without_prompts_to_answer_go_to_the_report() -> None:
-    few = choose(CONFIG, replace(LOOK, prompts=20), {})
-    many = choose(replace(CONFIG, train=()), LOOK, {})
+    few = choose_trainings(CONFIG, replace(LOOK, prompts=20), {})
+    many = choose_trainings(replace(CONFIG, train=()), LOOK, {})
     assert few.minutes["responses"] < 1.2 < many.minutes["responses"]
     assert sum(few.minutes.values()) == pytest.approx(sum(many.minutes.values()))
 
 
 def test_measured_texts_are_as_long_as_answers() -> None:
     for tokens, length in ((10.0, 64), (140.0, 140), (900.0, 256)):
-        pipeline = pipeline_of(CONFIG, Choice((), {}, {}), replace(LOOK, answer_tokens=tokens))
-        assert pipeline.options("report")["max_new_tokens"] == length
+        pipeline = configure(CONFIG, NO_CHOICE, replace(LOOK, answer_tokens=tokens))
+        assert pipeline.steps["report"]["max_new_tokens"] == length
 
 
 def test_folders_are_named_after_targets() -> None:
@@ -147,7 +158,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     """A run, its resumption, and what it refuses to do twice."""
     monkeypatch.chdir(tmp_path)
     config = AutoConfig(target=chat_target, prompts=str(own_prompts(tmp_path)), minutes=8.0, out_dir="out")
-    said = said_by(lambda: run_auto(config, config_for))
+    said = printed_by(lambda: run_auto(config, config_for))
     folder = tmp_path / "out"
     assert "not tried: early_exit: all prompts make" in said
     assert "give more prompts" in said
@@ -165,7 +176,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     assert (len(held), len(answered), len(held | answered)) == (12, 18, 30)
     refusal(r"holds an earlier run \(auto\.json\); resume=true continues it", run_auto, config, config_for)
     refusal(r"minutes=9\.0 \(was 8\.0\)", run_auto, replace(config, minutes=9.0, resume=True), config_for)
-    again = said_by(lambda: run_auto(replace(config, resume=True), config_for))
+    again = printed_by(lambda: run_auto(replace(config, resume=True), config_for))
     assert again.count("state=done-before") == 4
     assert sentence in again
 
@@ -179,9 +190,9 @@ def test_after_a_slow_look_fewer_prompts_are_answered_together(
     (tmp_path / "responses").mkdir()
     (tmp_path / "responses/summary.json").write_text(json.dumps(counts))
     (tmp_path / "responses/seconds.json").write_text('{"seconds": 9.0}')
-    monkeypatch.setattr(auto_run.pipeline_run, "run_command", lambda *_: 0)
+    monkeypatch.setattr("outrider.train.steps.run_command", lambda *_: 0)
     config = AutoConfig(target="t", prompts=str(own_prompts(tmp_path)), out_dir=str(tmp_path))
-    look = auto_run._look(config, tmp_path, replace(LOOK, rows=25), time.monotonic(), config_for)
+    look = auto_run._time_answers(config, replace(LOOK, rows=25), time.monotonic(), config_for)
     assert (look.rows, look.answered, look.tokens_per_second) == (rows, answered, 10.0)
 
 
@@ -216,22 +227,22 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -> None:
     prompts = str(own_prompts(tmp_path)) if own else None
-    pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
-    assert (pipeline.resume, pipeline_of(CONFIG, Choice((), {}, {}), LOOK).resume) == (False, True)
-    step = shrink(settings_of(pipeline)["prompts"], tmp_path)
+    pipeline = configure(replace(CONFIG, prompts=prompts, debug=True), NO_CHOICE, LOOK)
+    assert (pipeline.resume, configure(CONFIG, NO_CHOICE, LOOK).resume) == (False, True)
+    step = settings_of(pipeline)["prompts"]
     assert (step.file, step.target, step.count < 100) == (prompts, None if own else "org/model", not own)
 
 
 def test_a_choice_of_nothing_leaves_the_table() -> None:
-    pipeline = pipeline_of(CONFIG, Choice((), {}, {}), LOOK)
+    pipeline = configure(CONFIG, NO_CHOICE, LOOK)
     assert pipeline.to_do == ["prompts", "responses", "trigrams", "report"]
     assert ENOUGH_TOKENS > 281_548  # from which none of three drafters paid
 
 
 def test_a_batch_fits_the_memory_and_the_minutes() -> None:
     """As many prompts as there is room for twice over; of larger targets fewer on a CPU, whose steps take longer."""
-    assert rows_of("cpu", 1.35e8, 1e6, 1e12) == 40
-    assert rows_of("cpu", 7e9, 1e6, 1e12) == 2
-    assert rows_of("cuda", 7e9, 1e6, 1e12) == 256
-    assert rows_of("cuda", 7e9, 0.5e9, 60e9) == 60
-    assert rows_of("cuda", 7e9, 0.5e9, 0.1e9) == 1
+    assert choose_rows("cpu", 1.35e8, 1e6, 1e12) == 40
+    assert choose_rows("cpu", 7e9, 1e6, 1e12) == 2
+    assert choose_rows("cuda", 7e9, 1e6, 1e12) == 256
+    assert choose_rows("cuda", 7e9, 0.5e9, 60e9) == 60
+    assert choose_rows("cuda", 7e9, 0.5e9, 0.1e9) == 1

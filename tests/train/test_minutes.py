@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,23 +18,26 @@ import pytest
 from outrider.base import progress
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY, Stage
+from outrider.base.settings import RunConfig
 from outrider.commands import config_for, main_of
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
 from outrider.inference.loading.rehearsal import check_inputs
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train import auto
-from outrider.train.auto_choice import Choice, Look, choose, describe, pipeline_of
+from outrider.train.auto_choice import Choice, FirstAnswers, choose_trainings, configure_pipeline, describe_choice
 from outrider.train.auto_run import run_auto
-from outrider.train.pipeline_run import Job, _tee, job_of, run_pipeline
-from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
+from outrider.train.pipeline_run import plan_steps, run_pipeline
 from outrider.train.settings.auto import AutoConfig
+from outrider.train.steps import run_logged
 from tests.conf.test_configs import compose_and_build
 from tests.typed import status_of
 
 CONFIG = AutoConfig(target="org/model", prompts="p.jsonl", minutes=15.0)
 # thirty prompts on two shared cores: the look has answered all that are not held out, and a step takes long to load
-BUSY = Look("cpu", 20, tokens_per_second=14.0, answer_tokens=157.0, prompts=20, answered=20, loading=0.5, spent=5.0)
+BUSY = FirstAnswers(
+    "cpu", 20, tokens_per_second=14.0, answer_tokens=157.0, prompts=20, answered=20, loading=0.5, spent=5.0
+)
 
 
 class Clock:
@@ -48,48 +52,45 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Commands that take `seconds` of `clock`, by step, and leave their products; their settings are in `given`."""
     made = SimpleNamespace(clock=Clock(), seconds={}, given={})
 
-    def run(job: Job, log: Path) -> int:
-        (step,) = (name for name in STEPS if STEPS[name].script == job.script)
-        made.given[step] = job.settings
-        made.clock.now += made.seconds.get(step, 0.0)
-        product = Path(job.settings.out_dir).parent / STEPS[step].product
-        product.parent.mkdir(exist_ok=True)
-        product.touch()
+    def run(script: str, words: list[str], settings: RunConfig, log: Path) -> int:
+        made.given[log.stem] = settings
+        made.clock.now += made.seconds.get(log.stem, 0.0)
+        Path(settings.out_dir).mkdir(exist_ok=True)
+        for product in ("prompts.json", "summary.json", "table.safetensors", "report.json"):
+            (Path(settings.out_dir) / product).touch()
         return 0
 
-    monkeypatch.setattr("outrider.train.pipeline_run.run_command", run)
-    monkeypatch.setattr("outrider.train.pipeline_run.time", SimpleNamespace(time=lambda: 1e9 + made.clock.now))
+    monkeypatch.setattr("outrider.train.steps.run_command", run)
+    monkeypatch.setattr("outrider.train.steps.time", SimpleNamespace(time=lambda: 1e9 + made.clock.now))
     return made
 
 
-def unread_jobs(pipeline: PipelineConfig) -> dict[str, Job]:
-    """The steps, whose inputs are not there."""
-    return {name: job_of(STEPS[name].script, pipeline.arguments(name), config_for) for name in pipeline.to_do}
+configure = partial(configure_pipeline, config_for=config_for)
 
 
 @pytest.mark.parametrize("slow", [20.0, 200.0])
 def test_what_a_step_leaves_goes_to_the_report(tmp_path: Path, steps: SimpleNamespace, slow: float) -> None:
     """And what it takes too long for is taken from there; a resumed run knows what the one before has spent."""
-    pipeline = replace(pipeline_of(CONFIG, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
+    pipeline = replace(configure(CONFIG, choose_trainings(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
     steps.seconds = {"responses": slow}
-    jobs = unread_jobs(pipeline)
-    run_pipeline(pipeline, jobs, TimeLimit(15.0, earlier=300.0, clock=steps.clock))
+    plan = plan_steps(pipeline, config_for)
+    run_pipeline(pipeline, plan, TimeLimit(15.0, earlier=300.0, clock=steps.clock))
     left = (15 * 60 - 300 - slow) / 60
     assert steps.given["report"].minutes == pytest.approx(left - BUSY.loading, rel=0.01)
-    (tmp_path / "out" / STEPS["report"].product).unlink()
-    run_pipeline(pipeline, jobs, TimeLimit(15.0, started=steps.clock.now, earlier=300.0, clock=steps.clock))
+    (tmp_path / "out/report/report.json").unlink()
+    run_pipeline(pipeline, plan, TimeLimit(15.0, started=steps.clock.now, earlier=300.0, clock=steps.clock))
     assert steps.given["report"].minutes == pytest.approx(left - BUSY.loading, rel=0.01)
 
 
 def test_without_a_limit_a_step_has_the_minutes_of_its_experiment(tmp_path: Path, steps: SimpleNamespace) -> None:
-    pipeline = replace(pipeline_of(CONFIG, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
-    run_pipeline(pipeline, unread_jobs(pipeline))
-    assert steps.given["report"].minutes == pipeline.options("report")[TIME]
+    pipeline = replace(configure(CONFIG, choose_trainings(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
+    run_pipeline(pipeline, plan_steps(pipeline, config_for))
+    assert steps.given["report"].minutes == pipeline.steps["report"]["minutes"]
 
 
 def test_a_plan_gives_no_minutes_to_answers_that_are_there() -> None:
     """They have those that the look took to answer; what else it spent, as on its prompts, is no step's."""
-    choice = choose(CONFIG, BUSY, {})
+    choice = choose_trainings(CONFIG, BUSY, {})
     looked = 20 * 157 / 14 / 60
     assert choice.minutes["responses"] == pytest.approx(looked)
     assert sum(choice.minutes.values()) == pytest.approx(CONFIG.minutes - 1.5 - 2 * BUSY.loading - (5 - looked))
@@ -99,15 +100,15 @@ def test_a_report_is_planned_with_its_loading_or_the_plan_says_that_it_is_too_lo
     """Texts become shorter until the fewest prompts fit; if they do not, the plan says what is missing."""
     for minutes in (13.0, 15.0, 20.0, 60.0):
         config = replace(CONFIG, minutes=minutes)
-        choice = choose(config, BUSY, {})
-        held, tokens = choice.minutes["report"], BUSY.length((), choice.minutes["report"])
-        assert pipeline_of(config, choice, BUSY).options("report")["max_new_tokens"] == tokens
-        fits = BUSY.report((), tokens) <= held + 0.1
-        assert fits == ("cannot hold" not in describe(choice, BUSY))
+        choice = choose_trainings(config, BUSY, {})
+        held, tokens = choice.minutes["report"], BUSY.text_tokens((), choice.minutes["report"])
+        assert configure(config, choice, BUSY).steps["report"]["max_new_tokens"] == tokens
+        fits = BUSY.report_minutes((), tokens) <= held + 0.1
+        assert fits == ("cannot hold" not in describe_choice(choice, BUSY))
         assert fits or tokens == 64
-        assert BUSY.report((), tokens) > 3 * BUSY.loading
-    assert BUSY.length((), 60.0) == 157
-    short = describe(choose(replace(CONFIG, minutes=10.0), BUSY, {}), BUSY)
+        assert BUSY.report_minutes((), tokens) > 3 * BUSY.loading
+    assert BUSY.text_tokens((), 60.0) == 157
+    short = describe_choice(choose_trainings(replace(CONFIG, minutes=10.0), BUSY, {}), BUSY)
     assert f"cannot hold the {MIN_PROMPTS} prompts" in short
     assert "give minutes=" in short
 
@@ -160,9 +161,9 @@ def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
 ) -> None:
     """In one stream, once for each change, and neither on the screen nor in the log as lines of its own."""
     seen = []
-    with patch("outrider.train.pipeline_run.relayed", lambda line: seen.append(line) or progress.relayed(line)):
+    with patch("outrider.train.steps.relayed", lambda line: seen.append(line) or progress.relayed(line)):
         (tmp_path / "child.py").write_text(CHILD)
-        assert _tee([sys.executable, str(tmp_path / "child.py")], tmp_path / "log") == 0
+        assert run_logged([sys.executable, str(tmp_path / "child.py")], tmp_path / "log") == 0
     shown = [line for line in seen if line.startswith("\x1e")]
     assert [re.findall(r"\d+/12 prompts > arm 2/4 ngrams", line) for line in shown] == [
         ["0/12 prompts > arm 2/4 ngrams"], ["3/12 prompts > arm 2/4 ngrams"],
@@ -197,8 +198,8 @@ def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: P
         run_auto(config, config_for)
     assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {"template=none", "template=vicuna"}
     assert not (tmp_path / "out").exists()
-    pipeline = pipeline_of(replace(config, template="none"), Choice(("early_exit",), {}, {}), BUSY)
-    given = {step: pipeline.options(step) for step in pipeline.to_do}
+    pipeline = configure(replace(config, template="none"), Choice(("early_exit",), {}, {}), BUSY)
+    given = pipeline.steps
     asked = {step for step, options in given.items() if options.get("data.template") == "none"}
     assert asked == {"responses", "eesd", "trigrams"}
     assert given["report"]["template"] == "none"

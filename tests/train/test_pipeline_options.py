@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.base.errors import UserError
 from outrider.base.files import read_json
 from outrider.commands import config_for
-from outrider.train.pipeline_run import job_of, jobs_of, words_of
-from outrider.train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
+from outrider.train.pipeline_run import plan_steps
+from outrider.train.settings.pipeline import STEPS, PipelineConfig
+from outrider.train.steps import write_words
 from tests.conf.test_configs import GROUPS
 from tests.refusals import refusal
 from tests.tiers import quick_where
@@ -22,8 +22,10 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
     "llama2_13b": ("meta-llama/Llama-2-13b-hf", {"small_lm"}),
     "opt_13b": ("facebook/opt-13b", {"eesd", "calibrate"}),
 }
-TRAINED = {*STEPS} - {"target", "eagle3", "trigrams"}
-FETCHED = {"smollm2_demo": {"fetch", "prompts", "report"}, "smollm2_drafters": TRAINED}
+FETCHED = {
+    "smollm2_demo": {"fetch", "prompts", "report"},
+    "smollm2_drafters": {*STEPS} - {"target", "eagle3", "trigrams"},
+}
 EXPERIMENTS = ("demo", *PAPERS, *FETCHED)
 
 
@@ -34,9 +36,8 @@ def pipeline(words: Sequence[str]) -> PipelineConfig:
 
 
 def settings_of(config: PipelineConfig) -> dict[str, Any]:
-    """What each step runs with; its inputs need not be there."""
-    placed = replace(config, out_dir="o")
-    return {name: job_of(STEPS[name].script, placed.arguments(name), config_for).settings for name in config.to_do}
+    """What each step runs with in the directory o; its inputs need not be there."""
+    return {step.name: step.settings for step in plan_steps(replace(config, out_dir="o"), config_for)}
 
 
 def steps_of(experiment: str) -> set[str]:
@@ -47,12 +48,15 @@ def steps_of(experiment: str) -> set[str]:
 
 def test_the_clones_drafters_are_made_as_their_records_say() -> None:
     """The options that their trainings ran with, but for the data's place."""
+    settings = settings_of(pipeline(["experiment=smollm2_drafters"]))
     for step, file, part in (("small_lm", "finetune_drafter.json", "settings"), ("eesd", "drafter.json", "training")):
-        said = read_json(ROOT / "drafters/smollm2" / step / file, "record", "")[part]
-        now = asdict(settings_of(pipeline(["experiment=smollm2_drafters"]))[step])
-        for mine, its, out in ((said, now, {"fit", "data", "target"}), (said["fit"], now["fit"], {"betas", "wandb"})):
-            assert len(known := mine.keys() & its.keys() - out) >= 10
-            assert {key: its[key] for key in known} == {key: mine[key] for key in known}
+        record = read_json(ROOT / "drafters/smollm2" / step / file, "record", "")[part]
+        today = asdict(settings[step])
+        for before, after, changed in (
+            (record, today, {"fit", "data", "target"}), (record["fit"], today["fit"], {"betas", "wandb"})
+        ):  # fmt: skip
+            assert len(keys := before.keys() & after.keys() - changed) >= 10
+            assert {key: after[key] for key in keys} == {key: before[key] for key in keys}
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -62,25 +66,22 @@ def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
     config = pipeline([f"experiment={name}", f"debug={str(debug).lower()}"])
     assert set(config.to_do) == (steps_of(name) - {"target"} if name in PAPERS and not debug else steps_of(name))
     assert debug or config.out_dir == f"runs/{name}"
-    here = f"{config.out_dir}-debug" if debug else "o"
-    rehearsed = {step: job.settings for step, job in jobs_of(config, config_for).items()} if debug else None
-    for step, built in (rehearsed or settings_of(config)).items():
-        assert (built.out_dir, built.resume) == (f"{here}/{step}", True)
-        if hasattr(built, "data") and (debug or name not in PAPERS):
-            sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
+    folder = "o-debug" if debug else "o"
+    for step, settings in settings_of(config).items():
+        assert (settings.out_dir, settings.resume) == (f"{folder}/{step}", True)
+        if hasattr(settings, "data") and (debug or name not in PAPERS):
+            sources = [part.source for _, _, part in settings.data.parts()] or [settings.data.source]
             assert set(sources) <= {"python_stdlib", "local"}  # no network
-        if hasattr(built, "fit"):
-            assert built.fit.wandb.mode == "disabled"
-        if debug:
-            fitted = hasattr(built, "fit") and (built.data.cache_dir, built.fit.steps)
-            assert fitted in (False, (f"{here}/cache", 2))
-            given = (getattr(built, name, None) for name in ("small_lm", "checkpoint", "table", "eagle3"))
-            assert all(Path(where).is_relative_to(here) for where in given if where is not None)
+        if hasattr(settings, "fit"):
+            assert settings.fit.wandb.mode == "disabled"
+            assert not debug or (settings.data.cache_dir, settings.fit.steps) == (f"{folder}/cache", 2)
+        models = (getattr(settings, option, None) for option in ("small_lm", "checkpoint", "table", "eagle3"))
+        assert not debug or all(Path(model).is_relative_to(folder) for model in models if model is not None)
 
 
 def minutes_of(config: PipelineConfig) -> float:
     """What all steps together are given."""
-    return sum(config.options(name).get("minutes", 0.0) for name in config.to_do)
+    return sum(settings.minutes or 0.0 for settings in settings_of(config).values() if hasattr(settings, "minutes"))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -89,18 +90,16 @@ def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
     plain = pipeline([f"experiment={name}"])
     whole = sum(plain.expected_minutes[step] for step in plain.to_do)
     for minutes in (0.6 * whole, 2 * whole):
-        config = pipeline([f"experiment={name}", f"minutes={minutes}"])
-        assert sum(config.expected_minutes[step] for step in config.to_do) == pytest.approx(minutes)
-        assert replace(config, debug=False).steps == config.steps  # which is not shared out again
+        config = replace(plain, minutes=minutes)
+        assert sum(config.expected(step) or 0.0 for step in config.to_do) == pytest.approx(minutes)
         assert minutes_of(config) == pytest.approx(minutes_of(plain) + minutes - whole, rel=0.02)
-        assert {**config.options("report"), "minutes": 0} == {**plain.options("report"), "minutes": 0}
-    mine = pipeline([f"experiment={name}", f"minutes={whole}", "steps.report.minutes=99"])
-    assert mine.options("report")["minutes"] == 99
+    by_user = pipeline([f"experiment={name}", f"minutes={whole}", "steps.report.minutes=99"])
+    assert settings_of(by_user)["report"].minutes == 99
 
 
 def test_minutes_that_cannot_be_kept_are_refused() -> None:
-    with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 3\.3 of loading, counting and saving"):
-        pipeline(["experiment=demo", "minutes=3"])
+    loading = r"minutes=3\.0: expected more than the 3\.3 of loading, counting and saving"
+    refusal(loading, pipeline, ["experiment=demo", "minutes=3"])
     refusal(r"expected null: how long eesd will take is not known", PipelineConfig, steps={"eesd": {}}, minutes=30.0)
     refusal("expected null with debug=true", pipeline, ["experiment=demo", "minutes=30", "debug=true"])
 
@@ -109,48 +108,52 @@ def test_minutes_that_cannot_be_kept_are_refused() -> None:
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step, none less than it has by its options; in all what README says."""
     config = pipeline([f"experiment={name}"])
-    for step in config.to_do:
-        assert config.expected_minutes[step] >= config.options(step).get("minutes", 0.0)
+    assert all(config.expected_minutes[step] >= config.limit(step) for step in config.to_do)
     assert 0.5 * most <= sum(config.expected_minutes[step] for step in config.to_do) <= most
 
 
 def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
     """Whatever takes longer on a slower machine is limited: all but reading, counting and loading."""
-    built = settings_of(pipeline(["experiment=demo"]))
-    del built["trigrams"]
-    for one in built.values():
-        assert not hasattr(one, "decode_prompts") or one.fit.eval_every is None  # one evaluation, at the end
-    assert sum(one.minutes for one in built.values()) <= 8
-    assert built["target"].minutes == max(one.minutes for one in built.values())
+    steps = settings_of(pipeline(["experiment=demo"]))
+    del steps["trigrams"]
+    for settings in steps.values():
+        assert not hasattr(settings, "decode_prompts") or settings.fit.eval_every is None  # one evaluation, at the end
+    assert sum(settings.minutes for settings in steps.values()) <= 8
+    assert steps["target"].minutes == max(settings.minutes for settings in steps.values())
 
 
-def test_drafters_that_no_step_trains_are_given() -> None:
-    """A link to what a step would leave is no option where the step is left out."""
-    options = pipeline(["experiment=smollm2_demo"]).options("report")
-    given = {key: value for key, value in options.items() if isinstance(value, str)}
-    shipped = {"checkpoint": "eesd", "small_lm": "small_lm", "table": "trigrams"}
-    places = {key: f"{REPOSITORY}/drafters/smollm2/{name}" for key, name in shipped.items()}
-    asked = f"{HERE}/prompts/heldout.jsonl"
-    assert given == {**places, "target": f"{HERE}/fetch", "prompts": asked, "dtype": "fast"}
-    assert pipeline(["experiment=smollm2_demo", "steps.report.small_lm=m"]).options("report")["small_lm"] == "m"
-    assert pipeline(["experiment=demo"]).options("report")["table"] == f"{HERE}/trigrams"
+def test_a_step_reads_what_earlier_ones_leave_or_what_its_options_name() -> None:
+    """What no step makes is no option, and a step is made again when what it reads was."""
+    shipped = settings_of(pipeline(["experiment=smollm2_demo", "steps.report.small_lm=m"]))["report"]
+    assert (shipped.target, shipped.prompts) == ("o/fetch", "o/prompts/heldout.jsonl")
+    assert (shipped.small_lm, shipped.eagle3) == ("m", None)
+    assert (shipped.checkpoint, shipped.table) == tuple(
+        str(ROOT / "drafters/smollm2" / name) for name in ("eesd", "trigrams")
+    )
+    report, table = (settings_of(pipeline(["experiment=demo"]))[name] for name in ("report", "trigrams"))
+    assert (report.checkpoint, report.small_lm, report.table) == ("o/eesd", "o/small_lm", "o/trigrams")
+    assert table.tokenizer == "o/target"
+    inputs = {step.name: {*step.inputs} for step in plan_steps(pipeline(["experiment=demo"]), config_for)}
+    assert inputs["eesd"] == {"target", "responses"}
+    assert inputs["calibrate"] == {"eesd"}  # whose directory gets the head
+    assert inputs["report"] == {"target", "eesd", "calibrate", "small_lm", "trigrams"}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: str) -> None:
     config = pipeline([f"experiment={name}", "target=mine"])
     assert set(config.to_do) == steps_of(name) - {"target", "fetch"}
-    options = {step: config.options(step) for step in config.to_do}
-    given = {step for step, one in options.items() if one.get("target") == "mine"}
-    reading = {"responses", "eesd", "small_lm"} | ({"report"} if name != "demo" else set())
-    assert given == reading & steps_of(name) | ({"prompts"} if name in FETCHED else set())  # others split a file
-    assert options.get("trigrams", {}).get("tokenizer") == (None if name in FETCHED else "mine")
-    assert "{target}" not in str(options)
+    readers = {step for step, settings in settings_of(config).items() if getattr(settings, "target", None) == "mine"}
+    reading = {"responses", "eesd", "small_lm", "report"} | ({"prompts"} if name in FETCHED else set())
+    assert readers == reading & steps_of(name)
+    assert name in FETCHED or settings_of(config)["trigrams"].tokenizer == "mine"
 
 
 def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
-    assert {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} == set(EXPERIMENTS)
-    assert set(GROUPS["experiment"]) == set(EXPERIMENTS)
+    """auto.yaml is completed by `outrider auto`: tests/train/test_auto.py."""
+    names = {*EXPERIMENTS, "auto"}
+    assert {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} == set(GROUPS["experiment"]) == names
+    assert {*settings_of(pipeline(["experiment=auto", "target=mine"]))} == {*STEPS} - {"target", "fetch", "calibrate"}
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -158,52 +161,56 @@ def test_a_paper_s_experiment_is_bounded_and_about_its_target(name: str) -> None
     """All that takes long has minutes, each training is watched by what it decodes, and data and prompts are named."""
     config = pipeline([f"experiment={name}"])
     assert config.target == PAPERS[name][0]
-    built = settings_of(config)
-    for step, one in built.items():
-        assert step == "trigrams" or one.minutes > 0
-        assert getattr(one, "target", None) in (None, config.target)
-    for step in {"eesd", "small_lm"} & {*built}:
-        assert built[step].decode_prompts > 0
-        assert built[step].fit.eval_every is not None
-    report, answers = built["report"], ("o/responses/responses-*.jsonl",)
+    steps = settings_of(config)
+    for step, settings in steps.items():
+        assert step == "trigrams" or settings.minutes > 0
+        assert getattr(settings, "target", None) in (None, config.target)
+    for step in {"eesd", "small_lm"} & {*steps}:
+        assert steps[step].decode_prompts > 0
+        assert steps[step].fit.eval_every is not None
+    report, answers = steps["report"], ("o/responses/responses-*.jsonl",)
     assert report.prompts == {"vicuna_7b": "mt_bench", "llama2_13b": "gsm8k", "opt_13b": "alpaca"}[name]
     assert report.template == ("vicuna" if name == "vicuna_7b" else "none")
-    assert built["trigrams"].data.path == answers
-    if "eesd" in built:  # Table 9
-        eesd = built["eesd"]
+    assert steps["trigrams"].data.path == answers
+    if "eesd" in steps:  # Table 9
+        eesd = steps["eesd"]
         assert (eesd.objective, eesd.exit_layer, eesd.seq_len) == ("cross_entropy", 3, 2048)
         assert (eesd.fit.lr, eesd.fit.batch_rows, eesd.fit.epochs) == (1e-3, 64, 4)
         assert eesd.data.mix["generated"].path == answers
-        assert {built[step].data.template for step in ("responses", "calibrate")} == {
+        assert {steps[step].data.template for step in ("responses", "calibrate")} == {
             "vicuna" if name == "vicuna_7b" else "tokenizer"
         }
 
 
 def test_a_rehearsal_has_the_target_that_a_user_gives() -> None:
     """Otherwise a toy, not what the experiment is about, which would have to be downloaded."""
-    for given, target in ((["target=mine"], "mine"), ([], None)):
-        assert pipeline(["experiment=vicuna_7b", "debug=true", *given]).target == target
-    as_it_comes = pipeline(["experiment=opt_13b", "~steps.small_lm"])
-    assert "small_lm" not in as_it_comes.options("report")
-    assert settings_of(as_it_comes)["report"].small_lm == "facebook/opt-125m"
+    for words, target in ((["target=mine"], "mine"), ([], None)):
+        assert pipeline(["experiment=vicuna_7b", "debug=true", *words]).target == target
+    assert settings_of(pipeline(["experiment=opt_13b", "~steps.small_lm"]))["report"].small_lm == "facebook/opt-125m"
 
 
-def test_what_you_say_replaces_what_the_experiment_says() -> None:
-    """Also of an option with dots, a group and a list; and it is taken back by ~."""
+def test_your_option_of_a_step_replaces_the_experiments() -> None:
+    """Also one with dots, a group and a list; and it is taken back by ~."""
     words = ["eesd.data.mix.open.weight=0.5", "eesd.fit.lr=1e-3", "eesd.data@data.mix.open=python_packages"]
-    own = pipeline(["experiment=demo", *(f"steps.{word}" for word in words), "steps.trigrams.orders=[2]"])
-    given = {"data.mix.open.weight": 0.5, "fit.lr": 0.001, "data@data.mix.open": "python_packages"}
-    assert own.options("eesd") == {**pipeline(["experiment=demo"]).options("eesd"), **given}
-    assert own.options("trigrams") == {"tokenizer": f"{HERE}/target", "orders": [2]}
-    assert pipeline(["experiment=demo", "~steps.calibrate.fit.wandb.mode", "~steps.calibrate.prompts"]).options(
-        "calibrate"
-    ) == {"checkpoint": f"{HERE}/eesd", "heldout_prompts": 32, "minutes": 0.4}
-    added = pipeline(["experiment=demo", "+steps.eagle3={seq_len:64,keep:1}", "steps.eagle3.fit.steps=9"])
-    assert added.options("eagle3") == {"target": f"{HERE}/target", "seq_len": 64, "fit.steps": 9, "keep": 1}
+    words += ["trigrams.orders=[2]", "eagle3.fit.steps=9", "eagle3.fit.epochs=null"]
+    removed = ["~steps.calibrate.fit.wandb.mode", "~steps.calibrate.prompts"]
+    added = "+steps.eagle3={seq_len:64}"
+    plain = {step.name: step for step in plan_steps(pipeline(["experiment=demo"]), config_for)}
+    config = pipeline(["experiment=demo", added, *(f"steps.{word}" for word in words), *removed])
+    steps = {step.name: step for step in plan_steps(config, config_for)}
+    eesd, open_part = steps["eesd"].settings, steps["eesd"].settings.data.mix["open"]
+    assert (eesd.fit.lr, open_part.weight, open_part.packages) == (0.001, 0.5, True)
+    assert {*plain["eesd"].options} - {*steps["eesd"].options} == {
+        "data.mix.open.weight=0.9", "data@data.mix.open=python_stdlib"
+    }  # fmt: skip
+    assert steps["trigrams"].settings.orders == (2,)
+    assert {*plain["calibrate"].options} - {*steps["calibrate"].options} == {"fit.wandb.mode=disabled", "prompts=128"}
+    assert (steps["eagle3"].settings.seq_len, steps["eagle3"].settings.fit.steps) == (64, 9)
 
 
-def test_options_may_be_nested() -> None:
+def test_options_may_be_nested_and_keep_any_text() -> None:
     """As in the YAML of a command."""
-    step = {"data": {"path": "{out_dir}/x", "max_records": 3}, "orders": [2]}
-    placed = PipelineConfig(steps={"trigrams": step}, target="t", out_dir="o").arguments("trigrams")
-    assert words_of(placed)[1:4] == ["data.path=o/x", "data.max_records=3", "orders=[2]"]
+    options = {"data": {"path": "x", "max_records": 3}, "orders": [2], "a": ["o'(/x", "t,1/y", "z"], "c": "o'(/y z"}
+    assert write_words(options) == [
+        "data.path=x", "data.max_records=3", "orders=[2]", r"a=['o\'(/x','t,1/y',z]", r"c='o\'(/y z'"
+    ]  # fmt: skip

@@ -29,14 +29,14 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.auto_run import run_auto
 from outrider.train.exporting import export_drafter
-from outrider.train.pipeline_run import fitted
-from outrider.train.pipeline_settings import PipelineConfig
+from outrider.train.pipeline_run import plan_steps
 from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import train_early_exit
 from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.settings.export import ExportConfig
+from outrider.train.settings.pipeline import PipelineConfig
 from tests.inference.batch.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
@@ -206,13 +206,11 @@ def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
     """And yours are not: the steps refuse them."""
     target = save(tmp_path / "target", max_position_embeddings=100)
     sizes = {"draft_vocabulary": 8192, "seq_len": 512}
-    base = PipelineConfig(steps={"eesd": sizes, "eagle3": sizes}, more={"eesd": {"draft_vocabulary": 9000}})
-    pipeline = fitted(replace(base, target=str(target)))
-    said = {name: pipeline.options(name) for name in pipeline.steps}
-    assert said["eagle3"]["draft_vocabulary"] == 260
-    assert said["eesd"]["draft_vocabulary"] == 9000
-    assert said["eesd"]["seq_len"] == said["eagle3"]["seq_len"] == 100
-    assert fitted(base) == base
+    steps = {name: {**sizes, "data": "responses"} for name in ("eesd", "eagle3")}
+    pipeline = PipelineConfig(steps=steps, more={"eesd": {"draft_vocabulary": 9000}}, target=str(target))
+    settings = {step.name: step.settings for step in plan_steps(pipeline, config_for)}
+    assert (settings["eesd"].draft_vocabulary, settings["eagle3"].draft_vocabulary) == (9000, 260)
+    assert settings["eesd"].seq_len == settings["eagle3"].seq_len == 100
 
 
 def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:

@@ -40,9 +40,8 @@ from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.own_prompts import write_prompts
-from outrider.train.auto_choice import Choice, Look, pipeline_of
-from outrider.train.pipeline_run import job_of
-from outrider.train.pipeline_settings import STEPS
+from outrider.train.auto_choice import Choice, FirstAnswers, configure_pipeline
+from outrider.train.pipeline_run import plan_steps
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import COMMANDS
 from tests.tiers import as_many
@@ -73,9 +72,8 @@ def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
 @example("a=b,(c)", "p [1].jsonl", "out{x}${y}")
 def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: str) -> None:
     config = AutoConfig(target=target, prompts=prompts, out_dir=out_dir)
-    pipeline = pipeline_of(config, Choice(tuple(TRAINABLE), {}, {}), Look("cpu", 4))
-    jobs = {name: job_of(STEPS[name].script, pipeline.arguments(name), config_for) for name in pipeline.to_do}
-    built = {name: job.settings for name, job in jobs.items()}
+    pipeline = configure_pipeline(config, Choice(tuple(TRAINABLE), {}, {}), FirstAnswers("cpu", 4), config_for)
+    built = {step.name: step.settings for step in plan_steps(pipeline, config_for)}
     assert built["prompts"].file == prompts
     assert {built[name].target for name in ("responses", "eesd", "eagle3", "small_lm", "report")} == {target}
     assert built["trigrams"].tokenizer == target

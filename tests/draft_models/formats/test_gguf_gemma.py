@@ -14,8 +14,8 @@ from outrider.data_prep.targets import convert_target
 from outrider.draft_models.formats.gguf_config import FAMILIES
 from outrider.draft_models.targets.open_target import open_target
 from outrider.train import auto_run
-from outrider.train.pipeline_run import Job
 from outrider.train.settings.auto import AutoConfig
+from outrider.train.settings.export import ExportConfig
 from tests.draft_models.formats.test_gguf import example, write_family
 from tests.gguf_files import rewritten
 from tests.tiny import reference_generate
@@ -40,11 +40,11 @@ def test_auto_exports_for_another_engine_what_llama_cpp_does_not_take(
     """A Gemma 3 is read in GGUF, and not written."""
     asked: list[str] = []
 
-    def refuse_llama_cpp(job: Job, log: Path) -> int:
-        asked.append(job.settings.engine)
+    def refuse_llama_cpp(script: str, words: list[str], settings: ExportConfig, log: Path) -> int:
+        asked.append(settings.engine)
         return int(asked == ["llama_cpp"])
 
-    monkeypatch.setattr("outrider.train.pipeline_run.run_command", refuse_llama_cpp)
+    monkeypatch.setattr("outrider.train.steps.run_command", refuse_llama_cpp)
     said = auto_run._export(AutoConfig(target="gemma3.gguf"), tmp_path, "eesd", config_for)
     assert asked == ["llama_cpp", "vllm"]
     assert said.startswith("for engines:")

@@ -33,7 +33,7 @@ from outrider.inference.settings.method import (
 )
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.train.pipeline_run import run_pipeline
-from outrider.train.pipeline_settings import PipelineConfig
+from outrider.train.settings.pipeline import PipelineConfig
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
@@ -214,7 +214,7 @@ def test_a_busy_machine_is_said_once_by_every_command(
     monkeypatch.setattr(progress, "is_step", step)
     pipeline = PipelineConfig(steps={"target": {}}, target="given", out_dir=str(tmp_path / "out"))
     damaged = EvaluateConfig(target="t", prompts="no.jsonl", methods={"prompt_lookup": preset("prompt_lookup")})
-    for command in (lambda: run_pipeline(pipeline, {}), lambda: compare.evaluate(damaged)):
+    for command in (lambda: run_pipeline(pipeline, []), lambda: compare.evaluate(damaged)):
         warn_if_busy.cache_clear()
         with suppress(UserError):
             command()

@@ -1,0 +1,96 @@
+"""Settings of the pipeline: its steps, their options, their minutes. Light: a mistake shows before torch loads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from outrider.base.errors import require, require_choice
+from outrider.base.run_dirs import rehearsal_folder
+from outrider.base.settings import Positive, RunConfig, free, opt
+from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
+
+TARGET_STEPS = ("target", "fetch")  # either provides the target
+STEPS = (*TARGET_STEPS, "prompts", "responses", "eesd", "calibrate", EAGLE3, SMALL_LM, "trigrams", "report")
+LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
+MINUTES = "minutes"  # the option of a command for its time limit
+REMOVED = "~"  # the value in `more` of an option that is taken back
+_SET_BY_PIPELINE = ("out_dir", "resume")
+Options = Mapping[str, object]  # of a command: values by dotted key
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(RunConfig):
+    """The whole mission: a target, drafters for it, and one comparison of all of them.
+
+    Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `pipeline_run`.
+    """
+
+    leaves: ClassVar[tuple[str, ...]] = (LOGS,)
+    steps: dict[str, dict[str, object]] = opt(factory=dict)
+    """the options of each step's command, as an experiment gives them: {eesd: {exit_layer: 3, fit.steps: 900}}; a step
+    that is missing is left out (~steps.NAME)"""
+    more: dict[str, dict[str, object]] = opt(factory=dict)
+    """your options of the steps, given as steps.eesd.fit.steps=900; ~steps.eesd.fit.steps takes one back"""
+    expected_minutes: dict[str, Positive] = free(factory=dict)
+    """minutes of each step on the experiment's machine, from which the time left is estimated"""
+    target: Model | None = None
+    """model directory, GGUF file or Hub name, in place of the steps target and fetch; null: the product of the step
+    target or fetch, whichever runs"""
+    out_dir: str = free("runs/pipeline", "where everything goes")
+    minutes: Positive | None = None
+    """minutes of all steps together, on the experiment's machine (two CPU cores if it names none): scales the minutes
+    of the experiment's steps in proportion; null: as in the experiment"""
+    debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same commands, everything small")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
+        for choices, steps in ((STEPS, self.steps), (self.steps, self.more)):
+            for name, options in steps.items():
+                require_choice("steps", name, tuple(choices))
+                for key in options:
+                    expected = f"none of {', '.join(_SET_BY_PIPELINE)}: the pipeline gives them"
+                    require(key not in _SET_BY_PIPELINE, f"steps.{name}", key, expected)
+        two_targets = set(TARGET_STEPS) <= set(self.steps)
+        require(
+            not two_targets, "steps", list(self.steps), f"one of {', '.join(TARGET_STEPS)}: a pipeline has one target"
+        )
+        self._time_scale()
+
+    @property
+    def folder(self) -> Path:
+        """Where everything goes, also in a rehearsal."""
+        return rehearsal_folder(self.out_dir) if self.debug else Path(self.out_dir)
+
+    @property
+    def to_do(self) -> list[str]:
+        """The names of the steps that run, in order."""
+        return [name for name in STEPS if name in self.steps and not (self.target and name in TARGET_STEPS)]
+
+    def limit(self, name: str) -> float:
+        """The minutes that the experiment gives a step, scaled for `minutes`; 0 if it gives none."""
+        minutes = self._time_scale() * self._written_limit(name)
+        return minutes if self.minutes is None else float(f"{minutes:.3g}")
+
+    def expected(self, name: str) -> float | None:
+        """The minutes that a step takes with its limit; None if unknown."""
+        minutes = None if self.debug else self.expected_minutes.get(name)
+        return minutes and minutes + (self._time_scale() - 1) * self._written_limit(name)
+
+    def _written_limit(self, name: str) -> float:
+        minutes = self.steps[name].get(MINUTES)
+        return float(minutes) if isinstance(minutes, int | float) else 0.0
+
+    def _time_scale(self) -> float:
+        """The factor of limits with which all steps together take `minutes`. Raises `UserError` if there is none."""
+        if self.minutes is None:
+            return 1.0
+        unknown = [name for name in self.to_do if name not in self.expected_minutes]
+        self.require(MINUTES, not unknown, f"null: how long {', '.join(unknown)} will take is not known")
+        self.require(MINUTES, not self.debug, "null with debug=true, where everything is small already")
+        limited = sum(map(self._written_limit, self.to_do))
+        loading = sum(self.expected_minutes[name] for name in self.to_do) - limited
+        self.require(MINUTES, self.minutes > loading, f"more than the {loading:.1f} of loading, counting and saving")
+        self.require(MINUTES, limited > 0, "null: no step of the experiment has minutes that could change")
+        return (self.minutes - loading) / limited

@@ -1,0 +1,171 @@
+"""Steps: commands of this project, each in a process of its own, skipped if it is done.
+
+A step is a process for two reasons. When it ends, all its memory and threads are free again, also on a GPU. And it can
+be killed, or repeated by its line in the log. A Makefile is not enough: it does not compare the options of a product
+with those of today, and it does not check the inputs of later steps before hours of work.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.base.errors import UserError
+from outrider.base.files import require_writable, write_json
+from outrider.base.progress import RELAY, Stage, relayed
+from outrider.base.run_dirs import check_identity, only_run
+from outrider.base.settings import Settings, read_as
+from outrider.base.words import clean, in_words, option
+from outrider.train.settings.pipeline import LOGS, Options
+
+ROOT = Path(__file__).resolve().parent.parent
+_IMPORT_ROOT = Path(__file__).parents[2]  # where steps import this project from
+ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by its options
+Records = dict[str, "Record"]  # by step
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of this project: its script, its settings, and the words on its command line.
+
+    product: the file that it writes last, in a directory named after the step. options: what a resumed run must agree
+    on. inputs: the earlier steps whose products it reads. expected: minutes; None: unknown.
+    """
+
+    name: str
+    script: str
+    words: list[str]
+    settings: Any
+    product: Path
+    options: list[str]
+    inputs: list[str]
+    expected: float | None = None
+
+    @property
+    def record_file(self) -> Path:
+        """The file of its `Record`."""
+        return self.product.parent.parent / LOGS / f"{self.name}.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A step that was begun: its options, seconds and end time, and the end times of the steps whose products it read.
+
+    seconds: of all runs since it was begun. finished: the end time; 0 before.
+    """
+
+    options: list[str]
+    seconds: float
+    finished: float
+    made_from: dict[str, float]
+
+
+def write_words(options: Options) -> list[str]:
+    """`options` as on a command line, with a dotted key for each value of a mapping."""
+    words: list[str] = []
+    for key, value in options.items():
+        if isinstance(value, Mapping) and value:
+            words += write_words({f"{key}.{inner}": nested for inner, nested in value.items()})
+        else:
+            words.append(option(key, value))
+    return words
+
+
+def read_records(steps: Sequence[Step]) -> Records:
+    """The records of the steps that were begun. Raises `UserError` if one was finished with other options."""
+    records = Records()
+    for step in steps:
+        path = step.record_file
+        if path.exists():
+            record = read_as(Record, path, "record of a step", "remove it, and resume=true does the step again")
+            if record.finished:
+                check_identity(_by_key(record.options), _by_key(step.options), path)
+            records[step.name] = record
+    return records
+
+
+def _by_key(options: list[str]) -> dict[str, str]:
+    return {key: value for key, _, value in (option.partition("=") for option in options)}
+
+
+def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[float], float | None]) -> bool:
+    """Run a step unless it is done, with its output on the screen and in its log; its record goes into `records`.
+
+    It is done if its product exists and was made from the current products of earlier steps, whose records are final.
+    seconds_left: of all steps, by the seconds that this one has taken. Returns whether it ran. Raises `UserError` if it
+    fails.
+    """
+    record, log, folder = records.get(step.name), step.record_file.with_suffix(".log"), step.product.parent
+    made_from = {name: records[name].finished for name in step.inputs if name in records}
+    if record and not made_from.items() <= record.made_from.items():  # the command would refuse to continue it
+        with only_run(require_writable(folder), f"the product of step {step.name}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        record = None
+    if record and record.finished and step.product.exists():
+        print(f"pipeline step={step.name} seconds={record.seconds:.1f} state=done-before", flush=True)
+        return False
+    earlier, began = record.seconds if record and not record.finished else 0.0, time.time()
+    record = _write_record(step, records, Record(step.options, earlier, 0.0, made_from))
+    try:
+        with Stage(title, left=lambda: seconds_left(earlier + time.time() - began)) as stage:
+            time_left = "unknown" if stage.left is None else in_words(stage.left)
+            print(f"pipeline step={step.name} state=started log={log} left={time_left!r}", flush=True)
+            status = run_command(step.script, step.words, step.settings, log)
+    finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
+        record = _write_record(step, records, replace(record, seconds=earlier + time.time() - began))
+    failed = status != 0 or not step.product.exists()
+    print(f"pipeline step={step.name} seconds={record.seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
+    if failed:
+        reason = f"exit status {status}" if status else f"it left no {step.name}/{step.product.name}"
+        raise UserError(f"step {step.name} failed ({reason}); see {log}; resume=true continues from this step")
+    _write_record(step, records, replace(record, finished=time.time()))
+    return True
+
+
+def _write_record(step: Step, records: Records, record: Record) -> Record:
+    records[step.name] = record
+    write_json(step.record_file, asdict(record))
+    return record
+
+
+def run_command(script: str, words: list[str], settings: Settings, log: Path) -> int:
+    """Run a script in a process of its own; its exit status. Its output goes to stdout and `log`.
+
+    words: the options that its settings were made of.
+    """
+    file = log.with_suffix(".settings.json")
+    write_json(file, {"words": words, "settings": asdict(settings)})
+    return run_logged([sys.executable, str(ROOT / script), "--settings", str(file)], log)
+
+
+def run_logged(words: list[str], log: Path) -> int:
+    """Run a command line and return its exit status; its output is streamed to stdout and appended to `log`."""
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        RELAY: "1",
+        "PYTHONIOENCODING": "utf-8",  # of the log, whatever this terminal is
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_IMPORT_ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    with log.open("ab") as file:
+        file.write(clean(f"$ {shlex.join(words)}\n").encode())
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if relayed(line.decode(errors="replace")):
+                    continue
+                file.write(line)
+                file.flush()
+                print(line.decode(errors="replace"), end="", flush=True)
+            return process.wait()
+        finally:
+            relayed("")
+            if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write
+                process.terminate()
+                process.wait()
