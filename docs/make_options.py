@@ -15,7 +15,7 @@ from outrider.cli import COMMANDS, Command
 from outrider.commands.composing import compose_config, groups_of
 from outrider.commands.options import options_of, usual
 from outrider.inference.settings.method import CONF_DIR
-from outrider.inference.stopping import RULES
+from outrider.inference.stopping import RULES, RuleEntry
 
 PAGE, STOPS = (Path(__file__).parent / name for name in ("options.md", "when-to-stop.md"))
 _AUTO = "the draft is shorter than the length that should be fastest, by measured costs and acceptance"  # of `fixed`
@@ -57,10 +57,15 @@ def page_of_rules() -> str:
     rows = ["| rule | it drafts another token while | needs the head |", "|---|---|---|"]
     for name, entry in RULES.items():
         paper = f" ([{entry.paper}](https://arxiv.org/abs/{entry.paper}))" if entry.paper else ""
-        rows.append(f"| `{name}` | {entry.continues}{paper} | {'yes' if entry.needs_head else 'no'} |")
+        rows.append(f"| `{name}` | {condition_of(entry)}{paper} | {'yes' if entry.needs_head else 'no'} |")
         if name == "fixed":
             rows.append(f"| `auto` | {_AUTO} | no |")
     return re.sub(r"\| rule \|.*?\n\n", lambda _: "\n".join(rows) + "\n\n", STOPS.read_text("utf-8"), flags=re.DOTALL)
+
+
+def condition_of(entry: RuleEntry) -> str:
+    """The condition under which a rule drafts on, with its threshold."""
+    return entry.condition.format(threshold=entry.threshold)
 
 
 if __name__ == "__main__":
@@ -68,4 +73,4 @@ if __name__ == "__main__":
     STOPS.write_text(page_of_rules(), "utf-8")
     for name, entry in RULES.items():
         if not (file := CONF_DIR / "stop" / f"{name}.yaml").exists():  # the others may set more than the rule
-            file.write_text(f"# Drafts on while {entry.continues}.\nstop:\n  rule: {name}\n", "utf-8")
+            file.write_text(f"# It drafts another token while {condition_of(entry)}.\nstop:\n  rule: {name}\n", "utf-8")

@@ -95,8 +95,8 @@ class Graph(Tree):
         super().__init__(settings, number(settings.nodes), number(settings.max_depth))
 
     def ranking(self, source: Source) -> ToProbs:
-        warmth = self.settings.temperature
-        return super().ranking(source) or (lambda logits, rows: plain_probs(logits / warmth, rows))
+        temperature = self.settings.temperature
+        return super().ranking(source) or (lambda logits, rows: plain_probs(logits / temperature, rows))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> GraphTree:
         if self.steps(limit) < 1:
@@ -186,9 +186,9 @@ def _children(
         for prob, token in zip(line[:k], line[k:], strict=True):
             if prob > 0:
                 candidates.append((above * prob, parent, int(token), prob, line[0]))
-    room = node_budget - len(graph.tokens)
-    if len(candidates) > room:
-        order = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:room]
+    free = node_budget - len(graph.tokens)
+    if len(candidates) > free:
+        order = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:free]
         candidates = [candidates[i] for i in sorted(order)]
     return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in candidates]
 

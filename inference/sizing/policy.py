@@ -226,11 +226,11 @@ class TreeGrowth:
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """The number of rows to feed next, and the tokens per second then expected."""
-        costs, room = self._costs, self.nodes - len(worths)
+        costs, free = self._costs, self.nodes - len(worths)
         best, feed = 0.0, 0
         for rows, gain in enumerate(gains, start=1):
-            emitted += max(0.0, gain - (worths[room - rows] if rows > room else 0.0))  # displaces the least likely node
-            width = len(worths) + min(rows, room) + 1
+            emitted += max(0.0, gain - (worths[free - rows] if rows > free else 0.0))  # displaces the least likely node
+            width = len(worths) + min(rows, free) + 1
             rate = emitted / (self._spent + costs.step[rows] + costs.verify[width] + costs.overhead)
             if rate > best:
                 best, feed = rate, rows

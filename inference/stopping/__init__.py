@@ -23,7 +23,7 @@ class RuleEntry:
 
     factory: "module:name" of what makes it, its class or a function, of (most tokens or levels, `StopConfig`,
     `RuleInputs`).
-    continues: the condition under which it drafts another token.
+    condition: under which it drafts another token.
     threshold: the default of stop.threshold, between 0 and 1; None: the rule has none. bounds: what ends the draft
     there.
     needs_head: it asks the calibration head. by_costs: it weighs the tokens of a chain, at most LONGEST_CHAIN, against
@@ -31,7 +31,7 @@ class RuleEntry:
     """
 
     factory: str
-    continues: str
+    condition: str
     threshold: float | None = None
     bounds: str = ""
     needs_head: bool = False
@@ -54,7 +54,7 @@ RULES: dict[str, RuleEntry] = {
     "fixed": RuleEntry(f"{__name__}.interface:FixedLength", "the draft has fewer than `stop.max_draft` tokens"),
     "confidence": RuleEntry(
         f"{__name__}.rules:Confidence",
-        "the token's probability is at least 0.4 (transformers' rule)",
+        "the token's probability is at least {threshold} (transformers' rule)",
         threshold=0.4,
         bounds="a smaller probability of the token",
     ),
@@ -67,14 +67,14 @@ RULES: dict[str, RuleEntry] = {
     ),
     "svip": RuleEntry(
         f"{__name__}.rules:SVIP",
-        "√entropy of q is at most 0.6",
+        "√entropy of q is at most {threshold}",
         threshold=0.6,
         bounds="a larger √entropy",
         paper="2411.18462",
     ),
     "rejection_risk": RuleEntry(
         f"{__name__}.rules:RejectionRisk",
-        "the probability that at least one token of the draft is wrong is at most 0.7 (SpecDec++)",
+        "the probability that at least one token of the draft is wrong is at most {threshold} (SpecDec++)",
         threshold=0.7,
         bounds="a larger risk that a token is wrong",
         needs_head=True,
@@ -93,7 +93,7 @@ RULES: dict[str, RuleEntry] = {
     ),
     "posterior_mean": RuleEntry(
         f"{__name__}.rules:PosteriorMean",
-        "the mean of the posterior of `calibrated` is at least 0.5",
+        "the mean of the posterior of `calibrated` is at least {threshold}",
         threshold=0.5,
         bounds="a smaller mean",
         needs_head=True,

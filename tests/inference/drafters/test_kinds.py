@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from outrider.base.errors import UserError
+from outrider.base.errors import UserError, require
 from outrider.base.run_dirs import FOLDERS as SOURCES
 from outrider.base.streams import Streams
 from outrider.data_prep.text.prompts import Prompt
@@ -68,11 +69,14 @@ class Cycle(Drafter):
 class CyclePlugin(DrafterPlugin):
     """The model is a list of token ids."""
 
+    has_card = True
+
     def identity(self, where: str | None) -> dict[str, Any]:
-        return {"cycle": None if where is None else Path(where).read_text()}
+        return {"cycle": None if where is None else (Path(where) / "tokens.json").read_text()}
 
     def load(self, where: str, target: Any, methods: Mapping[str, MethodConfig], **_: Any) -> list[int]:
-        tokens: list[int] = json.loads(Path(where).read_text())
+        tokens: list[int] = json.loads((Path(where) / "tokens.json").read_text())
+        require(len(tokens) > 0, f"cycle={where}", tokens, "token ids")
         return tokens
 
     def make(
@@ -82,39 +86,51 @@ class CyclePlugin(DrafterPlugin):
 
 
 @pytest.fixture
-def cycle() -> Iterator[Kind]:
-    """The kind, known while a test runs."""
-    kind = Kind("cycle", f"{__name__}:CyclePlugin", option="cycle", needs="a JSON list of token ids", shaped=False)
-    yield register(kind)
+def cycle(tmp_path: Path) -> Iterator[Kind]:
+    """The kind, known while a test runs, and a model of it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokens.json").write_text("[97, 98]")
+    plugin, needs = f"{__name__}:CyclePlugin", "a JSON list of token ids"
+    yield register(Kind("cycle", plugin, option="cycle", needs=needs, file="tokens.json", shaped=False))
     KINDS.pop("cycle", None)
 
 
-def test_it_decodes_and_is_reported(
+def test_a_kind_of_one_module_decodes_and_is_reported(
     cycle: Kind, models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig]
 ) -> None:
-    (tmp_path / "tokens.json").write_text("[97, 98]")
-    made = config(
-        "out", methods={"toy": MethodConfig(source="cycle")}, drafters={"cycle": str(tmp_path / "tokens.json")}
-    )
-    evaluate(made)
-    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    where = tmp_path / "model"
+    settings = {"methods": {"toy": MethodConfig(source="cycle")}, "drafters": {"cycle": str(where)}}
+    evaluate(config("out", **settings, card=True))
+    report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["method"], report["lossless"]["identical"]) == ("toy", report["lossless"]["checked"])
     assert report["drafted_tokens_per_round"] > 2
-    assert str(tmp_path / "tokens.json") in report["drafter"]
-    (tmp_path / "tokens.json").write_text("[97, 99]")
+    assert str(where) in report["drafter"]
+    assert "| toy |" in (where / "README.md").read_text()
+    held = EvaluateConfig(checkpoint=str(where), target=str(models / "target"), methods=settings["methods"])
+    assert held.paths == {"cycle": str(where)}
+    (where / "tokens.json").write_text("[97, 99]")
     with pytest.raises(UserError, match="other settings: cycle="):  # it is part of what a resumed run must agree on
-        evaluate(config("out", methods=made.methods, drafters=made.drafters, resume=True))
+        evaluate(config("out", **settings, resume=True))
+    (where / "tokens.json").write_text("[]")
+    with pytest.raises(UserError, match=r"cycle=.*model=\[\]: expected token ids"):
+        evaluate(config("empty", **settings))
 
 
-def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"\+drafters\.cycle: missing; .* a JSON list of token ids for m"):
-        EvaluateConfig(target="t", methods={"m": MethodConfig(source="cycle")})
-    with pytest.raises(UserError, match=r"drafters.cicle='x': expected one of cycle"):
-        EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, drafters={"cicle": "x"})
-    with pytest.raises(UserError, match=r"stop.max_draft=3: expected None, its default: source=cycle does not read it"):
-        MethodConfig(source="cycle", stop=StopConfig(max_draft=3))
+def test_settings_and_help_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, message in (
+        (
+            {"methods": {"m": MethodConfig(source="cycle")}},
+            r"\+drafters\.cycle: missing; .* a JSON list of token ids for m",
+        ),
+        ({"methods": LOOKUP, "drafters": {"cicle": "x"}}, r"drafters.cicle='x': expected one of cycle"),
+    ):
+        refusal(message, EvaluateConfig, target="t", **changes)
+    unread = "stop.max_draft=3: expected None, its default: source=cycle does not read it"
+    refusal(unread, MethodConfig, source="cycle", stop=StopConfig(max_draft=3))
     with pytest.raises(ValueError, match="registered already"):
         register(cycle)
+    source = TypeAdapter(MethodConfig).json_schema()["properties"]["source"]
+    assert source["enum"] == [*KINDS]  # what --help shows
     monkeypatch.delitem(KINDS, "cycle")
     refusal("source='cycle': expected one of", MethodConfig, source="cycle")
 
