@@ -33,7 +33,7 @@ from record_tables import requests
 from outrider.base.errors import UserError, require
 from outrider.base.files import digest_of, read_json, require_writable
 from outrider.base.machine import describe_machine
-from outrider.commands import reported
+from outrider.commands.ending import reported
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.rounds import Generation

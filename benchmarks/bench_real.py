@@ -31,8 +31,8 @@ from transformers_arms import assisted_arms
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
-from outrider.commands import reported
 from outrider.commands.composing import build, compose_config, explain
+from outrider.commands.ending import reported
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.small_lm.model import load_whole_lm
 from outrider.inference.evaluate.compare import evaluate_checkpoint

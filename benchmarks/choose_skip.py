@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.base.files import write_json
-from outrider.commands import reported
+from outrider.commands.ending import reported
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype

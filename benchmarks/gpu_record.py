@@ -28,7 +28,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import read_json, require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
 from outrider.cli import crashing
-from outrider.commands import reported
+from outrider.commands.ending import reported
 from outrider.draft_models.tiny.models import save_tiny_models
 
 HERE = Path(__file__).parent

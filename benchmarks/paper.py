@@ -43,7 +43,7 @@ from papers.writing import markdown, plot
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
 from outrider.base.machine import describe_machine
-from outrider.commands import reported
+from outrider.commands.ending import reported
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target

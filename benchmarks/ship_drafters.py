@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.base.errors import UserError
 from outrider.base.files import is_local, read_json, read_mapping, require_writable
-from outrider.commands import reported
+from outrider.commands.ending import reported
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.calibration import drafter_digest, load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead

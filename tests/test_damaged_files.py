@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import save_file
 
 from outrider.base.files import require_writable
-from outrider.commands import reported
+from outrider.commands.ending import reported
 from outrider.data_prep.ngrams.token_shards import passages, tokenise
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import read_prompts

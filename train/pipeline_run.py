@@ -111,7 +111,7 @@ def _read_inputs(step: Step) -> None:
     def is_input(key: str) -> bool:
         return key not in written
 
-    step.settings.require_places(is_input)
+    step.settings.require_paths(is_input)
     check_inputs(step.settings, is_input)
 
 

@@ -14,7 +14,7 @@ from outrider.base.settings import Count, Named, Settings, free, only, opt
 from outrider.data_prep.text.data_files import matching, read_file, resolve_paths
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.records import Counts
-from outrider.draft_models.targets.settings import Place
+from outrider.draft_models.targets.settings import InputPath
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # The template of a conversation: the tokenizer's own, Vicuna's, or none, the bare texts (for base models).
@@ -38,7 +38,7 @@ _WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMA
 
 
 @dataclass(frozen=True)
-class Records(Place):
+class Records(InputPath):
     """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number."""
 
     begins: tuple[bytes, ...] = (b"",)
@@ -102,9 +102,9 @@ class SourceConfig(Settings):
         no_column = self.layout != "prompts" or self.column is None
         self.require("column", no_column, "null with layout=prompts: there the column names decide")
 
-    def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
+    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `path` may also be a pattern. One of the files must have a record."""
-        super().require_places(checks, path)
+        super().require_paths(checks, path)
         if self.source != "local" or not checks(f"{path}.path"):
             return
         for pattern in self.path:

@@ -24,8 +24,8 @@ Exported = Literal[Written, "gguf"]  # also llama.cpp's, which is not read here
 
 
 @dataclass(frozen=True)
-class Place(Named):
-    """The path of a file or directory that must exist (see `Settings.require_places`).
+class InputPath(Named):
+    """The path of a file or directory that must exist (see `Settings.require_paths`).
 
     hub: whether a Hub name is accepted too, which is not checked. besides: words that are accepted too. holds: patterns
     of file names, one of which a directory has; none: it must be a file. begins: the possible first bytes of a file;
@@ -58,18 +58,20 @@ class Place(Named):
 
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 MODEL_FILES, GGUF = ("config.json", "adapter_config.json", "*.gguf"), (b"GGUF",)
-Model = Annotated[str, Place(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]
+Model = Annotated[str, InputPath(MODEL, hub=True, holds=MODEL_FILES, begins=GGUF)]
 TOKENIZER = "a SentencePiece .model file, a GGUF file, or a tokenizer's directory or Hub name (OWNER/NAME)"
 TOKENIZER_FILES = ("*.json", "*.model", "*.gguf")
-Tokenizer = Annotated[str, Place(TOKENIZER, hub=True, holds=TOKENIZER_FILES, begins=(*GGUF, b"\n"))]  # \n: a protobuf
-Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True, holds=("config.json",))]
-DrafterFolder = Annotated[str, Place("the directory of a drafter", holds=("*.json", "*.safetensors"))]
+Tokenizer = Annotated[
+    str, InputPath(TOKENIZER, hub=True, holds=TOKENIZER_FILES, begins=(*GGUF, b"\n"))
+]  # \n: a protobuf
+Head = Annotated[str, InputPath("a directory or Hub name of an EAGLE-3 head", hub=True, holds=("config.json",))]
+DrafterFolder = Annotated[str, InputPath("the directory of a drafter", holds=("*.json", "*.safetensors"))]
 _TABLE = "the directory of an n-gram table (outrider build-trigrams)"
-TableFolder = Annotated[str, Place(_TABLE, holds=("table.safetensors",))]
+TableFolder = Annotated[str, InputPath(_TABLE, holds=("table.safetensors",))]
 _ANY = "the directory of a drafter, or the Hub name of an EAGLE-3 head"
-AnyDrafter = Annotated[str, Place(_ANY, hub=True, holds=("*.json", "*.safetensors", "*.gguf"), begins=GGUF)]
+AnyDrafter = Annotated[str, InputPath(_ANY, hub=True, holds=("*.json", "*.safetensors", "*.gguf"), begins=GGUF)]
 _PYTHON = "the directory of an environment with the engine, or its Python"
-EnginePython = Annotated[str, Place(_PYTHON, holds=("bin/python",), begins=(b"",))]
+EnginePython = Annotated[str, InputPath(_PYTHON, holds=("bin/python",), begins=(b"",))]
 # of what `save_tiny_models` writes, and of kinds of drafters and their options
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too

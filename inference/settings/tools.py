@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Lt
 from outrider.base.errors import require
 from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
-from outrider.draft_models.targets.settings import Dtype, Model, Place
+from outrider.draft_models.targets.settings import Dtype, InputPath, Model
 from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
@@ -44,7 +44,7 @@ class ServeConfig(DecodingConfig):
 class CompareConfig(RunConfig):
     """compare-reports: two finished evaluations side by side, over the prompts that both have measured."""
 
-    compare: list[Annotated[str, Place("the directory of an evaluation", holds=("report.json",))]] = field(
+    compare: list[Annotated[str, InputPath("the directory of an evaluation", holds=("report.json",))]] = field(
         default_factory=list
     )
     """the directories of two evaluations, the earlier or simpler one first: compare=[runs/a,runs/b]"""

@@ -45,7 +45,7 @@ class Named:
         return value
 
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` if the path `value` of the option `key` does not suit (see `Place`)."""
+        """Raise `UserError` if the path `value` of the option `key` does not suit (see `InputPath`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
         kind: Any = type(self)
-        _validated(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
+        _validate(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
             for option in self.unread_with(field.name):
                 require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
@@ -163,8 +163,8 @@ class Settings:
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(kind)
-        cast(dict[str, object], handler.resolve_ref_schema(schema))["post_init"] = False  # `_checked` runs it
-        return core_schema.no_info_after_validator_function(_checked, schema)
+        cast(dict[str, object], handler.resolve_ref_schema(schema))["post_init"] = False  # `_check` runs it
+        return core_schema.no_info_after_validator_function(_check, schema)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -187,22 +187,22 @@ class Settings:
         conditions = [condition for rule in metadata if isinstance(rule, Only) for condition in rule.options]
         return [option for option, values in conditions if getattr(self, option) not in values]
 
-    def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
-        """Raise `UserError` for the first `Place`, also in nested settings, at which nothing is, or something else.
+    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
+        """Raise `UserError` for the first `InputPath`, also in nested settings, at which nothing is, or something else.
 
         checks: whether to check the option with a given dotted key. path: the key of these settings.
         """
-        for field in dataclasses.fields(self):
-            key, value = _at(path, field.name), getattr(self, field.name)
-            for name, item in value.items() if isinstance(value, Mapping) else [("", value)]:
-                if isinstance(item, Settings):
-                    item.require_places(checks, _at(key, name) if name else key)
-            for constraint in (
-                _constraints(field_types(type(self))[field.name]) if value is not None and checks(key) else ()
-            ):
-                paths = value.values() if isinstance(value, Mapping) else value
-                for item in [value] if isinstance(value, str) else paths:
-                    constraint.require(key, item)
+        for name, kind in field_types(type(self)).items():
+            key, value = _join(path, name), getattr(self, name)
+            members = value if isinstance(value, Mapping) else {"": value}
+            for member, inner in members.items():
+                if isinstance(inner, Settings):
+                    inner.require_paths(checks, _join(key, member))
+            if value is not None and checks(key):
+                paths = [value] if isinstance(value, str) else members.values() if value is members else value
+                for constraint in _constraints(kind):
+                    for input_path in paths:
+                        constraint.require(key, input_path)
 
     def deciding(self) -> dict[str, Any]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
@@ -271,7 +271,7 @@ def construct(kind: object, value: object, path: str = "") -> object:
         text = json.dumps([value])
     except (TypeError, ValueError):
         raise UserError(f"{path}={value!r}: expected numbers and texts, and lists and mappings of those") from None
-    return _validated(partial(_adapter(kind).validate_json, strict=True), text, path, value)[0]
+    return _validate(partial(_adapter(kind).validate_json, strict=True), text, path, value)[0]
 
 
 def read_as(kind: type[Value], path: Path | str, what: str, remedy: str) -> Value:
@@ -295,7 +295,7 @@ def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
     return _adapter(cast(Any, TypedDict)(kind.__name__, field_types(kind)))
 
 
-def _checked(settings: Settings) -> Settings:
+def _check(settings: Settings) -> Settings:
     """Settings that pydantic made, after their `__post_init__`; a `UserError` of it gets the place."""
     try:
         settings.__post_init__()
@@ -304,7 +304,7 @@ def _checked(settings: Settings) -> Settings:
     return settings
 
 
-def _validated(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
+def _validate(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
     """The result of pydantic for `data`, which is `value` in a list. Raises `UserError` naming the first wrong key."""
     try:
         return validate(data)
@@ -316,11 +316,11 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
     key, setting, fault = max((f for f in faults if within.match(f[0])), key=lambda f: len(f[0]))
     match fault["type"]:
         case "missing":
-            raise UserError(f"{_at(key, str(fault['loc'][-1]))}: missing")
+            raise UserError(f"{_join(key, str(fault['loc'][-1]))}: missing")
         case "unexpected_keyword_argument":
             raise UserError(f"{key}: unknown")
         case "refused":
-            raise UserError(_at(key, fault["msg"]))
+            raise UserError(_join(key, fault["msg"]))
         case "json_invalid":  # JSON of Python that pydantic does not read
             raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     texts = dict.fromkeys(f[2]["msg"].removeprefix("Input should be ") for f in faults if f[0] == key)
@@ -333,7 +333,7 @@ def _value_at(parts: Sequence[int | str], value: object, path: str) -> tuple[str
     """The dotted key of pydantic's location in `value`, without the names of union members; and the value there."""
     for part in parts:
         if isinstance(value, Mapping) and part in value:
-            path, value = _at(path, str(part)), value[part]
+            path, value = _join(path, str(part)), value[part]
         elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
             path, value = f"{path}[{part}]", value[part]
     return path, value
@@ -354,8 +354,8 @@ def _constraints(kind: object) -> Iterator[Named]:
         yield from _constraints(inner)
 
 
-def _at(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path and key else path or key
 
 
 ABSENT = object()

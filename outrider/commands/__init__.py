@@ -1,15 +1,11 @@
 """Commands: an entry script names a function, and this calls it with the settings of the command line."""
 
-import dataclasses
-import errno
 import functools
 import logging
 import os
 import sys
-import time
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,34 +17,27 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, write_json
+from outrider.base.files import read_mapping
 from outrider.base.large_imports import import_large
 from outrider.base.progress import command, speaks
 from outrider.base.run_dirs import look_at, made_for_something, rehearsal_folder, require_free
 from outrider.base.settings import Config, RunConfig, Settings, construct, gives
-from outrider.base.words import did_you_mean, legible
-from outrider.cli import COMMANDS, crashing, print_anything, say, usage
+from outrider.cli import COMMANDS, USER_ERROR_STATUS, crashing, print_anything, say, usage
 from outrider.commands.composing import (
     build,
     check_words,
     compose_config,
     explain,
-    groups_of,
     store_defaults,
     typed_keys_of,
 )
-from outrider.commands.interrupts import continuing, leave, terminable
+from outrider.commands.ending import continuing, reported, terminable
 from outrider.commands.options import help_text
 from outrider.draft_models.targets.settings import Rehearsed
 from outrider.inference.settings.method import CONF_DIR
 
 Complete = Callable[[Sequence[str]], list[str]]  # adds the options that follow from those given
-USER_ERROR_STATUS = 2
 _COMPLETIONS: dict[str, Complete] = {}  # by command
-_STORAGE_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
-    errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
 
 
 def entry(
@@ -85,7 +74,6 @@ def entry(
                     sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
                     carry_out(name, run, construct(schema, record["settings"]))
                     return
-                refuse_flags(name, words)
                 sys.argv[1:] = complete(words)
                 check_words(name, sys.argv[1:])
                 store_defaults(name)
@@ -156,20 +144,6 @@ def config_for(script: str, words: Sequence[str]) -> Any:
         raise UserError(explain(error)) from None
 
 
-def refuse_flags(name: str, words: Sequence[str]) -> None:
-    """Raise `UserError` for an option of the command that is written as a flag, "--target X" or "-target X", and for a
-    misspelt --help."""
-    options = {field.name for field in dataclasses.fields(COMMANDS[name].load_settings())} | groups_of(name).keys()
-    for word in words:
-        hint = did_you_mean(word, ["--help"]) if word[0] == "-" and word != "--hydra-help" else ""
-        if hint:
-            raise UserError(f"{word}: no such flag{hint}")
-        key, _, value = word.lstrip("-").partition("=")
-        key = key.replace("-", "_")
-        if word.startswith("-") and key.partition(".")[0] in options:
-            raise UserError(f"{word}: options are written without dashes, as {key}={value or 'VALUE'}")
-
-
 def look_for_files(config: Settings, typed_keys: Collection[str] = ()) -> None:
     """Raise `UserError` for a missing input file of the command, before torch is imported.
 
@@ -182,7 +156,7 @@ def look_for_files(config: Settings, typed_keys: Collection[str] = ()) -> None:
     def is_checked(key: str) -> bool:
         return not (plan and key.partition(".")[0] in ("data", "prompts")) and (gives(typed_keys, key) or not debug)
 
-    config.require_places(is_checked)
+    config.require_paths(is_checked)
 
 
 def look_for_out_dir(config: Settings) -> None:
@@ -195,38 +169,9 @@ def look_for_out_dir(config: Settings) -> None:
     require_free(Path(config.out_dir), () if debug else config.leaves, config.resume)
 
 
-@contextmanager
-def reported(line: str = "") -> Iterator[None]:
-    """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
-
-    line: of `continuing`, printed after Ctrl-C and SIGTERM.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemError) as error:
-        if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
-            raise  # compiled code that is interrupted raises one from the interrupt
-        leave(error, line)
-    except UserError as error:
-        _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
-    except (HydraException, OmegaConfBaseException) as error:
-        _fail(explain(error))
-    except OSError as error:
-        if error.errno not in _STORAGE_ERRORS:
-            raise
-        _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
-
-
 def _quiet_libraries() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
     for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
         os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     # A warning that DeepSpeed has without a GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda log: "Setting accelerator" not in log.getMessage())
-
-
-def _fail(message: str) -> typing.NoReturn:
-    print(line := f"error: {legible(message)}", file=sys.stderr)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last lines of a launcher are of it
-        write_json(Path(report), {"message": line, "timestamp": int(time.time())})
-    sys.exit(USER_ERROR_STATUS)

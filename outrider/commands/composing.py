@@ -24,8 +24,6 @@ from outrider.base.words import did_you_mean, in_shell, listed, option
 from outrider.cli import COMMANDS
 from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, no_such_method, settings_of
 
-_TEXT_TYPES = (str, str | None)
-
 
 def compose_config(name: str, words: Sequence[str]) -> DictConfig:
     """conf/<name>.yaml composed over the defaults of the command's settings, with the options `words`.
@@ -76,23 +74,23 @@ def has_gpu() -> bool:
 def check_words(name: str, words: Sequence[str]) -> None:
     """Raise `UserError` for an unknown option or choice, and for a value of an option that holds others.
 
-    Composed methods are added to the choices of Hydra's group `method`. Flags and their values are Hydra's own.
+    Composed methods are added to the choices of Hydra's group `method`. Other flags and their values are Hydra's own.
     """
     groups, schema = groups_of(name), COMMANDS[name].load_settings()
-    sweeps = not {"-m", "--multirun"}.isdisjoint(words)
     for word in words:
-        if word[0] == "-" or ("=" not in word and word[0] != "~"):
-            continue
-        (override,) = OverridesParser.create().parse_overrides([word])
-        key, is_mapping = override.key_or_group, isinstance(override.value(), dict)
-        if override.is_sweep_override() and not sweeps:
-            raise UserError(_not_an_option(word))
-        if override.package is not None or key in groups:
-            _check_choice(override)
-        elif not key.startswith("hydra"):
-            kind = option_type(schema, key, groups)
-            if dataclasses.is_dataclass(kind) and not (is_mapping or override.is_delete()):
-                raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
+        if word[0] == "-":
+            _check_flag(word, [*field_types(schema), *groups])
+        elif "=" in word or word[0] == "~":
+            (override,) = OverridesParser.create().parse_overrides([word])
+            key = override.key_or_group
+            if override.is_sweep_override() and {"-m", "--multirun"}.isdisjoint(words):
+                raise UserError(_not_an_option(word))
+            if override.package is not None or key in groups:
+                _check_choice(override)
+            elif not key.startswith("hydra"):
+                holds_options = dataclasses.is_dataclass(option_type(schema, key, groups))
+                if holds_options and not (override.is_delete() or isinstance(override.value(), dict)):
+                    raise UserError(f"{word}: expected names with values, as {key}={{NAME:VALUE}}")
 
 
 def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
@@ -107,9 +105,7 @@ def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
         if kind in (typing.Any, object):
             return kind
         options = field_types(kind) if dataclasses.is_dataclass(kind) else {}
-        if part in options:
-            kind = options[part]
-        elif not (kind := _member_type(kind)):
+        if not (kind := options.get(part) or _member_type(kind)):
             hint = did_you_mean(part, [*options, *groups])
             raise UserError(f"{path}: no such option{hint or '.'} Allowed here: {', '.join(options) or 'none'}")
     return kind
@@ -121,35 +117,39 @@ def _member_type(kind: typing.Any) -> object:
     return typing.get_args(plain)[1] if typing.get_origin(plain) is dict else None
 
 
+def _check_flag(word: str, options: Collection[str]) -> None:
+    """Raise `UserError` for an option that is written as a flag, "--target X" or "-target X", and a misspelt --help."""
+    if hint := did_you_mean(word, ["--help"] if word != "--hydra-help" else []):
+        raise UserError(f"{word}: no such flag{hint}")
+    key, _, value = word.lstrip("-").partition("=")
+    key = key.replace("-", "_")
+    if key.partition(".")[0] in options:
+        raise UserError(f"{word}: options are written without dashes, as {key}={value or 'VALUE'}")
+
+
 def _check_choice(override: Override) -> None:
     """Raise `UserError` if a group is given what is no name of its choices."""
     group, value = override.key_or_group, override.value()
     if override.is_delete() or (override.is_sweep_override() and not isinstance(value, ChoiceSweep)):
         return
     choices = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    files = sorted((CONF_DIR / group).rglob("*.yaml"))
+    known = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
     for choice in choices:
         name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]
-        if group == "method" and isinstance(choice, str):
-            settings = settings_of(name)
-            if "/" in name:
-                folder, _, last = f"method/{name}".rpartition("/")
-                ConfigStore.instance().store(last, settings, folder, package=f"methods.{known_as(name)}")
-        elif not isinstance(choice, str) or not (CONF_DIR / group / f"{name}.yaml").is_file():
-            raise UserError(no_such_method(name) if group == "method" else _no_such_choice(group, name))
-
-
-def _no_such_choice(group: str, name: str) -> str:
-    files = sorted((CONF_DIR / group).rglob("*.yaml"))
-    choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
-    return f"{group}={name}: no such choice{did_you_mean(name, choices) or '.'} There are {listed(choices)}; see --help"
+        if group == "method" and choice == name and "/" in name:
+            folder, _, last = f"method/{name}".rpartition("/")
+            ConfigStore.instance().store(last, settings_of(name), folder, package=f"methods.{known_as(name)}")
+        elif choice not in known:
+            hint = f"{did_you_mean(name, known) or '.'} There are {listed(known)}; see --help"
+            raise UserError(no_such_method(name) if group == "method" else f"{group}={name}: no such choice{hint}")
 
 
 def groups_of(name: str) -> dict[str, list[str]]:
     """The groups that conf/<name>.yaml chooses from, the experiments for it, and the parts of a method, with their
     choices."""
     defaults = OmegaConf.load(CONF_DIR / f"{name}.yaml").defaults
-    group_names = [next(iter(entry)) for entry in defaults if not isinstance(entry, str)]
-    groups = {group: choices_of(group) for group in group_names}
+    groups = {group: choices_of(group) for entry in defaults if not isinstance(entry, str) for group in entry}
     if experiments := choices_of(f"experiment/{name}"):
         groups["experiment"] = [f"{name}/{choice}" for choice in experiments]
     if "method" in groups:
@@ -162,11 +162,10 @@ def explain(error: Exception) -> str:
     """An error of Hydra or OmegaConf in one line, which begins with the key if the error has one."""
     if isinstance(error, OverrideParseException):
         return _not_an_option(error.override)
-    cause = error
-    while isinstance(cause.__cause__, OmegaConfBaseException):
-        cause = cause.__cause__
-    key = getattr(cause, "full_key", None)
-    return f"{key}: {str(cause).strip().splitlines()[0]}" if key else " ".join(str(error).split())
+    while isinstance(error.__cause__, OmegaConfBaseException):
+        error = error.__cause__
+    key = getattr(error, "full_key", None)
+    return f"{key}: {str(error).strip().splitlines()[0]}" if key else " ".join(str(error).split())
 
 
 def value_of(word: str) -> object:
@@ -219,4 +218,4 @@ def _adapt(value: object, kind: object) -> object:
         return [str(member) if kind == list[str] and isinstance(member, int | float) else member for member in value]
     if isinstance(value, str):
         return os.path.expanduser(value) if value.startswith("~/") else value
-    return str(value) if kind in _TEXT_TYPES and isinstance(value, int | float) else value
+    return str(value) if kind in (str, str | None) and isinstance(value, int | float) else value

