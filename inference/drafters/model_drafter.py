@@ -12,6 +12,7 @@ from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.shapes.factory import Structure
 from outrider.inference.sizing.costs import Allowance
 
@@ -29,7 +30,8 @@ class ModelDrafter(Drafter):
     ):
         self.model, self.structure, self.allowance, self.copies = model, structure, allowance, copies
         self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
-        structure.max_depth = min(structure.max_depth, getattr(model, "pass_tokens", structure.max_depth))
+        if isinstance(model, OnePass):
+            structure.max_depth = min(structure.max_depth, model.pass_tokens)
 
     @property
     def totals(self) -> Mapping[str, float]:

@@ -23,15 +23,13 @@ from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import linear_cross_entropy
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.core.drafter import Drafter, DraftModel
+from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
-from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.plugin import DrafterPlugin
+from outrider.inference.drafters.draft_model import BesideTarget
+from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import KINDS, register
 from outrider.inference.settings.method import MethodConfig
-from outrider.inference.shapes.factory import make_structure
-from outrider.inference.sizing.policy import Tuning
 from outrider.train.core.driver import run_training
 from outrider.train.core.training import Metrics, Trained, Training
 from outrider.train.parts.heldout import Decoding
@@ -86,7 +84,7 @@ def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
     identity = config.deciding() | {"target": target.fingerprint.weights, "data_key": rows.key}
 
     def evaluate(student: Bigram, step: int) -> Metrics:
-        return decoding(stack, BigramSource(student))
+        return decoding(stack, BigramDraftModel(student))
 
     def save(trained: Trained) -> None:
         save_file(student.state_dict(), Path(config.out_dir) / WEIGHTS_FILE, {"step": str(trained.step)})
@@ -95,23 +93,16 @@ def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
     return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, keeps_best=True)
 
 
-class BigramSource:
+class BigramDraftModel(BesideTarget):
     """It needs nothing but the token, so there is nothing to commit."""
 
-    split = 0
-    aux_layers: tuple[int, ...] = ()
     predicted: Tensor | None = None
-    hidden: Tensor
 
     def __init__(self, model: Bigram):
         self.model = model
 
-    @property
-    def target_hidden(self) -> Tensor:
-        return self.session.target_hidden
-
     def begin(self, session: Session) -> None:
-        self.session = session
+        self.target = session
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -123,7 +114,7 @@ class BigramSource:
         pass
 
 
-class BigramPlugin(DrafterPlugin):
+class BigramPlugin(ModelDrafterPlugin):
     """The model is a `Bigram`."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
@@ -138,13 +129,7 @@ class BigramPlugin(DrafterPlugin):
         return model.to(placed["device"])
 
     def draft_model(self, model: Bigram, method: MethodConfig) -> DraftModel:
-        return BigramSource(model)
-
-    def make(
-        self, model: Bigram, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        structure = make_structure(method, streams, drawn, None, tuning)
-        return ModelDrafter(self.draft_model(model, method), structure, tuning and tuning.allowance())
+        return BigramDraftModel(model)
 
 
 @pytest.fixture

@@ -44,17 +44,17 @@ class EarlyExitDraftModel(BesideTarget):
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, logit_count=0)
-        self._pending = prompt[:, :0]
+        self._pending = prompt[:, :0]  # [1, n, d], hidden states that the exit layer has not read
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         start = self.session.rows
         hidden = self.feed(tokens, parents)
-        waiting = self._pending.shape[1]
-        if waiting:
+        pending = self._pending.shape[1]
+        if pending:
             hidden = torch.cat([self._pending, hidden], dim=1)
             self._pending = self._pending[:, :0]
-        hidden, logits = self._exit(hidden, start - waiting, len(parents))
-        self.hidden = hidden[0, waiting:]
+        hidden, logits = self._exit(hidden, start - pending, len(parents))
+        self.hidden = hidden[0, pending:]
         return logits[0]
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -78,11 +78,11 @@ class EarlyExitDraftModel(BesideTarget):
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base = self.session.base
-        extended = max(0, self.cache.length - base)
-        cached_rows = [row for row in rows if row < extended]
+        extended_rows = max(0, self.cache.length - base)
+        cached_rows = [row for row in rows if row < extended_rows]
         if len(cached_rows) < len(rows):
-            fresh = self.session.hidden[:, list(rows[len(cached_rows) :])]
-            self._pending = torch.cat([self._pending, fresh], dim=1)
+            new_hidden = self.session.hidden[:, list(rows[len(cached_rows) :])]  # [1, n, d]
+            self._pending = torch.cat([self._pending, new_hidden], dim=1)
         if self.cache.length > base:
             self.cache.keep(base, cached_rows)
 

@@ -63,16 +63,16 @@ class SmallLMDraftModel(BesideTarget):
         self.session = session.draft_session(self.lm)
         self.session.feed(prompt, chain_parents(0, len(prompt)))
         self.session.commit(range(len(prompt)))
-        self._pending = prompt[:0]
+        self._pending = prompt[:0]  # [n], tokens that the model has not read
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        waiting = len(self._pending)
+        pending = len(self._pending)
         first = self.session.rows == 0
-        if first and waiting:
-            tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, waiting + len(parents))
-        elif waiting:
-            parents = [parent + waiting for parent in parents]
-        skip = waiting if first else 0
+        if first and pending:
+            tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, pending + len(parents))
+        elif pending:
+            parents = [parent + pending for parent in parents]
+        skip = pending if first else 0
         hidden, logits = self.session.extend(self._clamp(tokens), parents, len(parents) - skip)
         self.hidden = hidden[skip:]
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
@@ -82,12 +82,12 @@ class SmallLMDraftModel(BesideTarget):
         return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        waiting = len(self._pending)
-        extended = self.session.rows - waiting  # ≤ 0: no row was extended, and the pending tokens continue to wait
-        cached_rows = [row for row in rows if 0 <= row < extended]
+        pending = len(self._pending)
+        extended_rows = self.session.rows - pending  # ≤ 0: none was extended, and the pending tokens still wait
+        cached_rows = [row for row in rows if 0 <= row < extended_rows]
         uncached = torch.tensor(tokens[len(cached_rows) :], dtype=torch.long, device=self.lm.device)
-        if extended > 0:
-            self.session.commit([*range(waiting), *(row + waiting for row in cached_rows)])
+        if extended_rows > 0:
+            self.session.commit([*range(pending), *(row + pending for row in cached_rows)])
             self._pending = uncached
         else:
             self._pending = torch.cat([self._pending, uncached])
