@@ -26,8 +26,8 @@ class Trainable:
 
 TRAINABLE: Mapping[str, Trainable] = {
     EARLY_EXIT.name: Trainable("eesd", ("eesd_survival", "early_exit/opt_tree_auto")),
-    SMALL_LM.name: Trainable("small_lm", ("small_lm/survival", "opt_tree_auto")),
-    EAGLE3.name: Trainable("eagle3", ("eagle3/survival", "eagle3/opt_tree_auto")),
+    SMALL_LM.name: Trainable(SMALL_LM.name, ("small_lm/survival", "opt_tree_auto")),
+    EAGLE3.name: Trainable(EAGLE3.name, ("eagle3/survival", "eagle3/opt_tree_auto")),
 }
 NAME = "{target}"  # in out_dir: the target's name
 PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`

@@ -137,8 +137,8 @@ def test_settings_and_help_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_few_files_name_a_kind(name: str) -> None:
-    """Outside its own folder and of what drafts: commands and options of that name among them. It may only fall."""
-    own = (f"draft_models/{name}/", "inference/drafters/")
+    """Outside its two folders: commands and options of that name among them. It may only fall."""
+    own = (f"draft_models/{name}/", f"inference/drafters/{name}/")
     found = (file for folder in ("outrider", *SOURCES) for file in (ROOT / folder).rglob("*.py"))
     files = [file.relative_to(ROOT).as_posix() for file in found]
     naming = [file for file in files if not file.startswith(own) and f'"{name}"' in (ROOT / file).read_text("utf-8")]
