@@ -35,10 +35,10 @@ from outrider.commands.composing import build, compose_config, explain
 from outrider.commands.ending import reported
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.small_lm.model import load_whole_lm
-from outrider.inference.evaluate.compare import evaluate_checkpoint
+from outrider.inference.evaluate.evaluation import evaluate_checkpoint
 from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
-from outrider.inference.measure.bench import Peers
+from outrider.inference.measure.prepared import Peers
 from outrider.inference.measure.results import REPORT_FILE, RUN_FILE, Arm, read_results
 from outrider.inference.settings.evaluate import EvaluateConfig
 

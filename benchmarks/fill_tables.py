@@ -42,8 +42,8 @@ from record_tables import by_dtype, layouts, requests, summary, tables, trainers
 from outrider.base.words import Columns, filled
 from outrider.cli import crashing
 from outrider.inference.report.tables import COUNTED, METHODS, arms_and_methods
+from outrider.inference.report.types import MethodReport, reports_in
 
-Report = Mapping[str, Any]
 COLUMNS: Columns = {
     **METHODS,
     "τ": METHODS["tokens a pass"],
@@ -63,7 +63,9 @@ COMPLETE = ("README.md", "docs/results.md", "docs/deploy.md", "benchmarks/result
 
 def makers(known: Mapping[str, Any]) -> dict[str, Callable[[str], str]]:
     """All tables of the JSON files by their marks, each from what is there now. known: see `figures.records`."""
-    found: dict[str, Callable[[str], str]] = {"demo table": lambda old: under_header(known["demo_cpu"]["reports"], old)}
+    found: dict[str, Callable[[str], str]] = {
+        "demo table": lambda old: under_header(reports_in(known["demo_cpu"]), old)
+    }
     alike: dict[str, list[Any]] = {}
     for content in known.values():
         if "paper" in content:
@@ -79,7 +81,7 @@ def _ignoring(make: Callable[[Any], str], content: Any, _: str) -> str:
     return make(content)
 
 
-def under_header(reports: Sequence[Report], table: str) -> str:
+def under_header(reports: Sequence[MethodReport], table: str) -> str:
     """`table` with the rows of `reports`. Raises `ValueError` for a column that they do not have."""
     header, rule, *_ = table.splitlines()
     return "\n".join([header, rule, *rows([name.strip() for name in header.strip("|").split("|")], reports), ""])
@@ -97,7 +99,7 @@ def filled_page(page: str, known: Mapping[str, Any]) -> str:
     return PLACE.sub(table, page)
 
 
-def rows(names: Sequence[str], reports: Sequence[Report]) -> list[str]:
+def rows(names: Sequence[str], reports: Sequence[MethodReport]) -> list[str]:
     """The lines of a table with these columns: both baselines, then the methods. Raises `ValueError`."""
     if unknown := {*names} - {*COLUMNS}:
         raise ValueError(f"column {', '.join(sorted(unknown))}: expected some of {', '.join(COLUMNS)}")

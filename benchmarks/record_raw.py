@@ -19,7 +19,7 @@ from outrider.base.files import digest_of, write_atomically
 from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure.lossless import Deviation, judge
+from outrider.inference.measure.lossless import Deviation, judge_deviations
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import (
     end_to_end,
@@ -29,6 +29,7 @@ from outrider.inference.measure.speed import (
     tokens_per_second,
 )
 from outrider.inference.measure.statistics import acceptance_by_position, bootstrap_median, decode_statistics
+from outrider.inference.report.types import to_json
 
 PLAIN = "outrider"  # the arm of bench_batch.py that the others are compared with
 Json = dict[str, Any]
@@ -102,14 +103,14 @@ def figures_of_arms(results: Sequence[PromptResult], seed: int) -> dict[str, Jso
 
     def beside(group: Sequence[PromptResult], arm: str) -> Json:
         over = speedup(group, arm, fastest, Streams(seed).within(arm, "bootstrap"))
-        return {**figures(group, arm, seed), "over_fastest": over}
+        return {**figures(group, arm, seed), "over_fastest": to_json(over)}
 
     found = {}
     for arm in results[0].generations:
         judged = [result.deviations[arm] for result in results if arm in result.deviations]
         found[arm] = {
             **beside(results, arm),
-            "judged": asdict(judge(judged)) if judged else None,
+            "judged": asdict(judge_deviations(judged)) if judged else None,
             "by_category": {name: beside(group, arm) for name, group in groups.items()},
         }
     return found
@@ -121,7 +122,7 @@ def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Json:
     mine = [result.generations[arm] for result in results]
     streams = Streams(seed).within(arm, "bootstrap")
     rounds = [each for generation in mine for each in generation.rounds]
-    counted = decode_statistics(mine) if any(each.drafted for each in rounds) else {}
+    counted = asdict(decode_statistics(mine)) if any(each.drafted for each in rounds) else {}
     return {
         "prompts": len(results),
         "tokens": sum(len(generation.tokens) for generation in mine),
@@ -129,9 +130,9 @@ def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Json:
         "tokens_per_second": tokens_per_second(results, arm),
         "tau": sum(len(each.tokens) for each in rounds) / len(rounds) if rounds else None,
         **counted,
-        "prefill_seconds": prefill_seconds(results, arm, streams),
-        "speedup": speedups_over_baselines(results, arm, streams),
-        "end_to_end": speedups_over_baselines(results, arm, streams, end_to_end),
+        "prefill_seconds": to_json(prefill_seconds(results, arm, streams)),
+        "speedup": to_json(speedups_over_baselines(results, arm, streams)),
+        "end_to_end": to_json(speedups_over_baselines(results, arm, streams, end_to_end)),
     }
 
 
@@ -196,7 +197,7 @@ def judged_trainers(arms: Mapping[str, Json]) -> dict[str, Json]:
         gains[name] = told[:, 0] / told[:, 1] - 1  # the first one is of all prompts
         rounds = tuple(Round((), depth, done, depth, 0.0) for text in arm["rounds"] for _, depth, done in text)
         found[name]["accepted"] = [
-            one["accepted"] for one in acceptance_by_position([Generation((), 0.0, 0.0, rounds)])
+            depth.accepted for depth in acceptance_by_position([Generation((), 0.0, 0.0, rounds)])
         ]
     for name, gain in gains.items():
         ratio = gain / np.maximum(gains.get("outrider_eagle3" if "eagle3" in name else "outrider", gain), 1e-9)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.base.words import figure
-
 Figures = Mapping[str, Any]
 # An arm's name for readers; in backticks, its `method=`.
 CALLED = {
@@ -58,8 +56,15 @@ def by_dtype(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rate(figures: Figures | None) -> str:
-    ratios = [figure(figures[name]) for name in ("speedup", "end_to_end")] if figures else []
+    ratios = [interval(figures[name]) for name in ("speedup", "end_to_end")] if figures else []
     return " | ".join([number(figures["tokens_per_second"], 1), *ratios] if figures else 3 * ["–"])
+
+
+def interval(ratio: Mapping[str, Any] | None) -> str:
+    """A median with its interval, as in all tables."""
+    if ratio is None or ratio["median"] is None:
+        return "–"
+    return f"{ratio['median']:.2f}× [{ratio['ci95'][0]:.2f}, {ratio['ci95'][1]:.2f}]"
 
 
 def said(entry: Mapping[str, Any]) -> str:
@@ -81,8 +86,8 @@ def table(arms: Mapping[str, Figures]) -> str:
         f = arms[name]
         lines.append(
             f"| {name} | {f['identical']}/{f['prompts']} | {number(f['tau'], 2)} | "
-            f"{number(f['tokens_per_second'], 1)} | {figure(f['speedup'])} | "
-            f"{figure(f['end_to_end'])} | {figure(f['speedup'].get('vs_transformers_generate'))} |"
+            f"{number(f['tokens_per_second'], 1)} | {interval(f['speedup'])} | "
+            f"{interval(f['end_to_end'])} | {interval(f['speedup'].get('vs_transformers_generate'))} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -162,7 +167,7 @@ def requests(entry: Mapping[str, Any]) -> str:
     for name, arm in sorted(entry["arms"].items(), key=lambda item: item[1][counts[0]]["tokens_per_second"]):
         one, every = arm[counts[0]], [arm[count] for count in counts]
         same = "–" if entry["temperature"] else f"{one['identical']}/{one['requests']}"
-        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}", figure(one["over_plain"]),
+        cells = [f"{one['tokens_per_second']:.0f}", f"{one['decoding']:.0f}", interval(one["over_plain"]),
                  f"{one['first_seconds']['median']:.2f} s", same]  # fmt: skip
         if counts != ["1"]:
             cells = [f"{one['tokens_per_second']:.0f}, {one['first_seconds']['median']:.2f}, "

@@ -2,7 +2,7 @@
 
 from outrider.commands import script
 
-main = script("compare_reports", "outrider.inference.report.side_by_side:compare_reports")
+main = script("compare_reports", "outrider.inference.report.comparison:compare_reports")
 
 if __name__ == "__main__":
     main()

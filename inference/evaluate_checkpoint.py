@@ -3,7 +3,7 @@
 from outrider.commands import script
 from outrider.commands.evaluating import with_methods
 
-main = script("evaluate_checkpoint", "outrider.inference.evaluate.compare:evaluate", complete=with_methods)
+main = script("evaluate_checkpoint", "outrider.inference.evaluate.evaluation:evaluate", complete=with_methods)
 
 if __name__ == "__main__":
     main()

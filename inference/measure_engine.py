@@ -3,7 +3,7 @@
 from outrider.commands import script
 from outrider.commands.evaluating import with_methods
 
-run = "outrider.inference.evaluate.compare:evaluate"
+run = "outrider.inference.evaluate.engine:measure_engine"
 main = script("measure_engine", run, complete=lambda words: with_methods(words, fixed=True))  # as engines draft
 
 if __name__ == "__main__":

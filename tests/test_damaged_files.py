@@ -30,13 +30,14 @@ from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, map_tab
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
+from outrider.inference.evaluate.planning import heldout_fraction, identity_of
 from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.loading.models import load_models, load_plain
 from outrider.inference.loading.target_setup import find_setup
-from outrider.inference.measure import bench
+from outrider.inference.measure.bench import make_bench
+from outrider.inference.measure.prepared import Prepared
 from outrider.inference.measure.replay import read_transcripts
 from outrider.inference.measure.results import sealed, unsealed
-from outrider.inference.report.facts import heldout_fraction, run_settings
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.shapes import read_shape
@@ -163,8 +164,8 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
     setup = find_setup(config)
     ids = render_prompt(["to be or not to be"], setup.tokenizer, "none")
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
-    prepared = bench.Prepared(config.methods, {})
-    bench.make_bench(config, setup, load_models(config, setup, drafters), prepared, ids, 1)
+    prepared = Prepared(config.methods, {})
+    make_bench(config, setup, load_models(config, setup, drafters), prepared, ids, 1)
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         heldout_fraction(config)
         setup = find_setup(config)
         load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
-        run_settings(config, setup, [])
+        identity_of(config, setup, [])
 
     meta = read_meta(file.parent)
     file.write_text(file.read_text().replace(meta.fingerprint.target, str(folder / TARGET)))

@@ -34,8 +34,8 @@ from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention
 from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.models import prepare_models
-from outrider.inference.measure.arms import Asked, make_arms, measure, measure_deviations
-from outrider.inference.measure.lossless import judge
+from outrider.inference.measure.arms import Asked, make_arms, measure_deviations, run_arms
+from outrider.inference.measure.lossless import judge_deviations
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure
@@ -169,10 +169,13 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
-        (result,) = measure(arms, [Asked("p", "c", prompt)], repeats=1, turn=seed, profilers=profilers)
+        (result,) = run_arms(arms, [Asked("p", "c", prompt)], repeats=1, turn=seed, profilers=profilers)
         judges = lambda choosing: make(choosing=choosing)  # noqa: E731
         (found,) = measure_deviations(model, [result], judges, [Streams(0, result.prompt_id)])
-        assert {name: judge([deviation]).faults for name, deviation in found.items()} == {AUTOREGRESSIVE: (), "m": ()}
+        assert {name: judge_deviations([deviation]).faults for name, deviation in found.items()} == {
+            AUTOREGRESSIVE: (),
+            "m": (),
+        }
         rounds = result.profiles["m"].rounds
         assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)
 

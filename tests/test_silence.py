@@ -137,9 +137,9 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*DEBUG, f"checkpoint={EARLY_EXIT}", "method=[eesd_fixed,eesd_survival]", "sampling.temperature=1.0"],
         {
             "inference.loading.models:load_causal_lm": "progress: evaluate_checkpoint; ",
-            "inference.measure.probe:measure": "evaluate_checkpoint > measuring the sizes of eesd_survival; ",
-            "inference.measure.bench:measure": "evaluate_checkpoint > measuring 0/",
-            "inference.evaluate.compare:make_page": "evaluate_checkpoint > writing the report; ",
+            "inference.measure.probe:measure_costs": "evaluate_checkpoint > measuring the sizes of eesd_survival; ",
+            "inference.measure.bench:run_arms": "evaluate_checkpoint > measuring 0/",
+            "inference.evaluate.reporting:make_page": "evaluate_checkpoint > writing the report; ",
         },
     ),
     "pipeline": (

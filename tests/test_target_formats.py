@@ -15,7 +15,7 @@ from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.evaluate.compare import evaluate as plan_evaluation
+from outrider.inference.evaluate.evaluation import evaluate as plan_evaluation
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.train.recipes.early_exit import train_early_exit

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,10 +24,11 @@ from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
 from outrider.inference.loading.cache_budget import free_bytes
 from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, weight_bytes
-from outrider.inference.measure.bench import require_fits
+from outrider.inference.measure.prepared import require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
+from outrider.inference.report.sentences import measure_again, recommendation
+from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP
 from outrider.inference.settings.method import preset
@@ -197,14 +197,18 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
 def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> None:
     """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
     *_, report = plan
-    folder, reports, words = report.product.parent.parent, reports_in(report.product), report.words
+    folder, reports, words = (
+        report.product.parent.parent,
+        read_reports(report.product, "remove it, and resume=true does the step again"),
+        report.words,
+    )
     lines = [recommendation(reports), f"report: {report.product.with_name('report.html')}"]
     drafters = [step.name for step in plan if step.name in _EXPORTED]
     lines += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
         talking = write_words({"target": config.target, "checkpoint": folder / name})
         lines.append(f"talk to it: {' '.join(map(in_shell, ['outrider', 'serve', *talking]))}")
-    if any(map(busy_sentences, reports)):
+    if reports[0].conditions.load.busy:
         lines.append(measure_again(words, report.product.parent))
     same = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
     longer = ["evaluate-checkpoint", *same, *write_words({**_LONGER, "out_dir": folder / "longer"})]
@@ -223,9 +227,3 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
         if steps.run_command(_EXPORT, words, config_for(_EXPORT, words), folder / LOG) == 0:
             return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
     return f"no engine loads {folder / name}: {folder / LOG} says why"
-
-
-def reports_in(path: Path) -> list[dict[str, Any]]:
-    """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
-    content: dict[str, Any] = read_mapping(path, "report", "remove it, and resume=true does the step again")
-    return content.get("reports") or [content]

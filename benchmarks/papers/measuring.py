@@ -37,7 +37,7 @@ from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import Asked as Prompted
-from outrider.inference.measure.arms import make_arms, measure
+from outrider.inference.measure.arms import make_arms, run_arms
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
@@ -188,7 +188,7 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
             arms |= make_arms(bench.stack, drafters, mine, None, text, runtime=bench.runtime)
         for arm in arms.values() if cold else ():
             arm(asked.ids, Streams(0, asked.id))
-        (result,) = measure(arms, [Prompted(asked.id, asked.category, asked.ids)], repeats=1, turn=turn)
+        (result,) = run_arms(arms, [Prompted(asked.id, asked.category, asked.ids)], repeats=1, turn=turn)
         done = result.generations
         plain = done[AUTOREGRESSIVE]
         each = plain.decode_seconds / max(1, len(plain.tokens) - 1)

@@ -27,7 +27,15 @@ from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, 
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.models import load_plain
 from outrider.inference.loading.target_setup import end_tokens
-from outrider.inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
+from outrider.inference.measure.lossless import (
+    GAP,
+    WORST,
+    Deviation,
+    Reference,
+    judge_deviations,
+    make_reference,
+    regrets,
+)
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
 
@@ -100,8 +108,10 @@ def audit(config: AuditConfig) -> None:
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
         model, streams = load_plain(target, dtype, device), Streams(config.seed).within("audit")
-        arms = {arm: read(model, answers[arm], streams.within(arm), simulate=arm == "answers") for arm in files}
-        findings = {arm: judged(arms[arm], answers[arm], config.level) for arm in files}
+        arms = {
+            arm: score_answers(model, answers[arm], streams.within(arm), simulate=arm == "answers") for arm in files
+        }
+        findings = {arm: judge_arm(arms[arm], answers[arm], config.level) for arm in files}
         coins = torch.Generator().manual_seed(streams.number("power", bits=64))
         simulated = {fault: join(parts) for fault, parts in arms["answers"].simulated.items()}
         needed = {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
@@ -119,7 +129,7 @@ def audit(config: AuditConfig) -> None:
 
 
 @torch.inference_mode()
-def read(
+def score_answers(
     model: PreTrainedModel, answers: Mapping[int, ServedAnswer], streams: Streams, *, simulate: bool = True
 ) -> AuditArm:
     """The findings of `model`, the target run by transformers in the server's precision. simulate: also draw tokens as
@@ -235,9 +245,9 @@ def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
     return Deviation(positions, (0.0,), 0.0, 0, 0, tuple(gaps.tolist()), own_gaps)
 
 
-def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
+def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
     """The judgement of an arm."""
-    choices, draws = judge(arm.deviations), join(arm.draws) if arm.draws else None
+    choices, draws = judge_deviations(arm.deviations), join(arm.draws) if arm.draws else None
     first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
     chances = p_values(draws, first) if draws else {}
     against = refused(chances, level)

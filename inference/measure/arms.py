@@ -172,7 +172,7 @@ class Asked:
     group: str | None = None
 
 
-def measure(
+def run_arms(
     arms: Mapping[str, Arm],
     queries: Sequence[Asked],
     *,

@@ -6,87 +6,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from outrider.base.errors import UserError
 from outrider.base.progress import Stage, counted
 from outrider.base.streams import Streams
-from outrider.data_prep.text.chat import render_prompt, spoken
+from outrider.data_prep.text.chat import spoken
 from outrider.data_prep.text.prompt_records import Prompt
-from outrider.draft_models.targets.attention import KernelChoice
-from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 from outrider.inference.core.batch import Batch
 from outrider.inference.core.rounds import Clock, synchronized_clock
 from outrider.inference.loading.drafters import context_length
 from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
-from outrider.inference.measure.arms import Asked, decode_all, make_arms, measure, measure_deviations, show_rounds
+from outrider.inference.measure.arms import Asked, decode_all, make_arms, measure_deviations, run_arms, show_rounds
 from outrider.inference.measure.lossless import HALF
-from outrider.inference.measure.probe import NEW_TOKENS, tune
+from outrider.inference.measure.prepared import Prepared, render
+from outrider.inference.measure.probe import tune
 from outrider.inference.measure.results import Arm, Choosing, MakeArms, PromptResult, Skipped
 from outrider.inference.measure.threads import CpuWatch
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
-from outrider.inference.sizing.policy import Tuning
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 WARM_UP_TOKENS = 8
 JUDGED = 12  # evenly spread prompts that are judged if texts alone do not decide; so is every mismatch
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Measurements made once, by one process before the first prompt; valid for all prompts, in resumed runs too.
-
-    methods, tunings: see `tune`; kernels: the attention kernels, which round differently (see
-    `graphs.attention_kernels`). doctor: the findings on drafters (see `examine`). products: the CPU kernels of matrix
-    products, which also round differently (see `engines.cpu.recorded`).
-    """
-
-    methods: dict[str, MethodConfig]
-    tunings: dict[str, Tuning]
-    kernels: tuple[KernelChoice, ...] = ()
-    doctor: dict[str, Any] = field(default_factory=dict)
-    products: dict[str, str] = field(default_factory=dict)
-
-    def chosen(self) -> dict[str, str]:
-        """The kernels by attention shape, for the report."""
-        attention = {
-            f"attention of {k.heads}/{k.key_heads} heads of {k.head_dim}, {k.width} rows over {k.keys}":
-            k.kernel
-            for k in self.kernels
-        }  # fmt: skip
-        return {**self.products, **attention}
-
-
-def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]] = ()) -> list[int]:
-    """The ids of `texts`, alternating user turns and answers (`ids`: theirs), rendered as `prompt` requires."""
-    template, most = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
-    messages, where = prompt.messages(texts), f"prompt {prompt.id}"
-    return render_prompt(messages, setup.tokenizer, template, answer_ids=ids, most=most, where=where)
-
-
-def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
-    """The expected length in tokens of the run's longest text, so that buffers are allocated once.
-
-    turns: for every prompt the ids of its turns, each rendered alone with its template. A conversation may still be
-    longer, as an answer may have more tokens when it is tokenised again.
-    """
-    longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
-    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # `tune` may generate more than max_new_tokens
-
-
-def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:
-    """Raise `UserError` naming the first prompt that is empty or longer than `limit` tokens."""
-    for prompt, ids in zip(prompts, rendered, strict=True):
-        if not 1 <= len(ids) <= limit:
-            raise UserError(
-                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
-                "max_new_tokens); drop or shorten it"
-            )
 
 
 def prepare_methods(
@@ -103,18 +47,6 @@ def prepare_methods(
         seed=config.seed, runtime=models.runtime, clock=clock,
     )  # fmt: skip
     return Prepared(*tuned, kernels, products=models.products)
-
-
-@dataclass(frozen=True)
-class Peers:
-    """Arms of other programs, which are measured in turn with ours and are not reported.
-
-    make: (setup, models, length of the longest text) → a function from a number of new tokens to the arms. identity:
-    part of the run's settings, so that results of different peers are not mixed.
-    """
-
-    make: Callable[[TargetSetup, Models, int], Callable[[int], Mapping[str, Arm]]]
-    identity: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -251,7 +183,7 @@ def measure_talks(
         if not turns:
             return
         queries = [replace(turn, group=group) for _, turn in turns]
-        results = measure(
+        results = run_arms(
             bench.arms, queries, repeats=config.repeats, turn=index + number, seed=config.seed,
             profilers=bench.profilers, batch=bench.batch, alone=bench.alone,
         )  # fmt: skip

@@ -91,7 +91,7 @@ class Judgement:
     faults: tuple[str, ...]
 
 
-def judge(deviations: Sequence[Deviation]) -> Judgement:
+def judge_deviations(deviations: Sequence[Deviation]) -> Judgement:
     """The judgement of an arm, from its deviations on all texts (at least one)."""
     positions = sum(d.positions for d in deviations)
     rows = [

@@ -31,7 +31,7 @@ from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, 
 from outrider.inference.shapes.factory import Structure
 from outrider.inference.sizing.costs import Costs, curve, typical
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, trials_of
-from outrider.inference.sizing.policy import INDICES, Tuning
+from outrider.inference.sizing.policy import INDICES, TUNED_TOKENS, Tuning
 from outrider.inference.stopping.interface import Source
 
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
@@ -39,7 +39,7 @@ CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not ti
 # Seconds of a first cycle after which it ends, is timed and is the only one, and its fewest sizes: warming up is little
 # beside such passes, and a curve goes on beyond its last size as it rose before. Plain decoding ends after as many.
 SLOW, FEWEST = 0.3, 5
-NEW_TOKENS, PLAIN_TOKENS = 192, 12  # maximum lengths of a measured generation, drafted and plain
+PLAIN_TOKENS = 12  # maximum length of a measured generation without a drafter
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
 SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
@@ -80,7 +80,9 @@ def tune(
             continue
         streams = Streams(seed).within(name, "tune")
         with Stage(f"measuring the sizes of {name}"):
-            tuning = measure(method, stack, drafters, prompt, text or TextSettings(NEW_TOKENS), streams, runtime, clock)
+            tuning = measure_costs(
+                method, stack, drafters, prompt, text or TextSettings(TUNED_TOKENS), streams, runtime, clock
+            )
         if method.adapts:
             tunings[name] = tuning
         if method.lacks_delta:
@@ -89,7 +91,7 @@ def tune(
     return ready, tunings
 
 
-def measure(
+def measure_costs(
     method: MethodConfig,
     stack: Target,
     drafters: Drafters,
@@ -107,7 +109,7 @@ def measure(
     """
     model = {name: model for name, model in drafters.items() if name == method.source}
     limits = [context_limit(stack.config), *position_limits(model)]
-    new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
+    new_tokens = max(2, min(TUNED_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
     sampler = replace(text, max_new_tokens=new_tokens).sampler(prompt, stack.device)
     sampled = text.sampling.temperature > 0

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,10 +46,12 @@ from outrider.inference.core.tree import DraftTree, depths
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.loading.drafters import Drafters, load_drafters, new_drafter
 from outrider.inference.measure.statistics import (
+    DecodeStatistics,
+    DepthAcceptance,
+    Loops,
     acceptance_by_position,
     decode_statistics,
     looped,
-    loops_text,
     share_of_loops,
     structure_statistics,
 )
@@ -240,7 +241,36 @@ def recordings(
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def replay_answers(config: ReplayConfig) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class ReplayedTurns:
+    """The turns that a method was replayed over, and their tokens."""
+
+    method: str
+    turns: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoryReplay(DecodeStatistics):
+    """The figures of a method on the turns of a category."""
+
+    loops: Loops
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodReplay(DecodeStatistics, ReplayedTurns):
+    """The figures of a method over recorded turns. draft_us: median microseconds that a round spent drafting."""
+
+    loops: Loops
+    structure: Mapping[str, float]
+    draft_us: float | None
+    acceptance_by_position: tuple[DepthAcceptance, ...]
+    tau_without_loops: float
+    by_category: Mapping[str, CategoryReplay]
+    settings: MethodConfig
+
+
+def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
     """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
 
     The report gives τ, overall and by category, and the drafting time of a round. Speed-ups would need a target.
@@ -253,33 +283,16 @@ def replay_answers(config: ReplayConfig) -> list[dict[str, Any]]:
         vocabulary = load_vocabulary(config.tokenizer)
         drafters = load_drafters(config, vocabulary)
         turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
-        reports = []
-        for name, method in config.methods.items():
-            generations = replay_turns(
-                name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
-            )
-            reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
-        table = replay_markdown(reports, config.transcripts)
-        write_atomically(out_dir / "report.md", table.encode())
-        facts = {
-            "target": "replay",
-            **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed", "table")},
-            "machine": describe_machine("cpu"),
-            "made_with": provenance(),
-        }
-        write_json(out_dir / "report.json", {**facts, "reports": reports})
-        print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
+        reports = [
+            replay_report(name, method, turns, replay_turns(name, method, drafters, turns, config))
+            for name, method in config.methods.items()
+        ]
+        write_replay(config, out_dir, reports)
     return reports
 
 
 def replay_turns(
-    name: str,
-    method: MethodConfig,
-    drafters: Drafters,
-    turns: Sequence[RecordedTurn],
-    *,
-    max_new_tokens: int,
-    seed: int,
+    name: str, method: MethodConfig, drafters: Drafters, turns: Sequence[RecordedTurn], config: ReplayConfig
 ) -> list[Generation]:
     """Replay every recorded turn as `method` would have decoded it, up to its end token.
 
@@ -287,38 +300,57 @@ def replay_turns(
     """
     generations = []
     for turn in counted(turns, f"replaying by {name}", "turns"):
-        drafter = new_drafter(method, drafters, Streams(seed, turn.id).within(name))
-        budget = max(max_new_tokens, len(turn.answer))
-        replayed = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
-        generations.append(collect(replayed))
+        drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
+        budget = max(config.max_new_tokens, len(turn.answer))
+        rounds = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+        generations.append(collect(rounds))
     return generations
 
 
-def replay_report(turns: Sequence[RecordedTurn], generations: Sequence[Generation]) -> dict[str, Any]:
-    """Statistics of one method over recorded turns; draft_us: median microseconds a round spent drafting."""
+def replay_report(
+    name: str, method: MethodConfig, turns: Sequence[RecordedTurn], generations: Sequence[Generation]
+) -> MethodReplay:
+    """The figures of one method from the generations of all turns."""
     seconds = [r.structure_seconds for g in generations for r in g.rounds]
     groups: dict[str, list[Generation]] = {}
     for turn, generation in zip(turns, generations, strict=True):
         groups.setdefault(turn.category, []).append(generation)
-    return {
-        "turns": len(turns),
-        "tokens": sum(len(g.tokens) for g in generations),
-        **decode_statistics(generations),
-        "loops": share_of_loops([generation.tokens for generation in generations]),
-        "structure": structure_statistics(generations),
-        "draft_us": 1e6 * statistics.median(seconds) if seconds else None,
-        "acceptance_by_position": acceptance_by_position(generations),
-        "tau_without_loops": decode_statistics(g for g in generations if not looped(g.tokens))["tau"],
-        "by_category": {
-            name: {**decode_statistics(group), "loops": share_of_loops([generation.tokens for generation in group])}
-            for name, group in groups.items()
+    return MethodReplay(
+        method=name,
+        turns=len(turns),
+        tokens=sum(len(g.tokens) for g in generations),
+        **vars(decode_statistics(generations)),
+        loops=share_of_loops([g.tokens for g in generations]),
+        structure=structure_statistics(generations),
+        draft_us=1e6 * statistics.median(seconds) if seconds else None,
+        acceptance_by_position=acceptance_by_position(generations),
+        tau_without_loops=decode_statistics(g for g in generations if not looped(g.tokens)).tau,
+        by_category={
+            category: CategoryReplay(**vars(decode_statistics(group)), loops=share_of_loops([g.tokens for g in group]))
+            for category, group in groups.items()
         },
+        settings=method,
+    )
+
+
+def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
+    """Write report.md and report.json, and print report.md."""
+    table = replay_markdown(reports, config.transcripts)
+    write_atomically(out_dir / "report.md", table.encode())
+    facts = {
+        "target": "replay",
+        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed", "table")},
+        "machine": describe_machine("cpu"),
+        "made_with": provenance(),
     }
+    write_json(out_dir / "report.json", {**facts, "reports": [asdict(report) for report in reports]})
+    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
 
 
-def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> str:
+def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
     """A table of τ per method, overall and by category."""
-    groups = {name: (f"{{by_category[{name}][tau]:.2f?}}", "") for name in reports[0]["by_category"]}
-    summary = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy; {loops_text(reports[0]['loops'])}."
-    table = filled({**REPLAYED, **groups}, reports)
+    first = reports[0]
+    groups = {name: (f"{{by_category[{name}].tau:.2f?}}", "") for name in first.by_category}
+    summary = f"{first.turns} turns, {first.tokens} tokens, greedy; {first.loops}."
+    table = filled({**REPLAYED, **groups}, [vars(report) for report in reports])
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

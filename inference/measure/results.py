@@ -10,6 +10,7 @@ file, so nothing is written after such a line. Every line, and run.json, contain
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -207,6 +208,13 @@ def read_results(folder: Path) -> dict[int, Measured]:
     """All results in `folder` by position, from all processes. Raises `UserError` for a damaged file."""
     paths = sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
     return {measured.position: measured for path in paths for measured in read_lines(path, Measured)}
+
+
+def finished_results(folder: Path, size: int) -> dict[int, Measured]:
+    """The results in `folder` by position, of groups of `size` prompts that are whole."""
+    results = read_results(folder)
+    counts = Counter(position // size for position in results)
+    return {position: measured for position, measured in results.items() if counts[position // size] == size}
 
 
 def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:

@@ -1,27 +1,18 @@
 """Timing statistics: speed-ups with confidence intervals, prefill times, and the parts of a token's time.
 
 Turns of one conversation are correlated, and texts that were decoded together have the same rate. So the bootstrap
-resamples whole conversations, or whole groups of texts. Statements about a baseline
-are measured like everything else, so that they can be checked.
+resamples whole conversations, or whole groups of texts. Statements about a baseline are measured like everything else,
+so that they can be checked.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NotRequired, TypedDict
+from dataclasses import replace
 
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.statistics import bootstrap_median, looped
+from outrider.inference.measure.statistics import MedianInterval, PlainToken, bootstrap_median, looped
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
-
-
-class Speedup(TypedDict):
-    """The median of a ratio, its interval and the number of prompts; None without values."""
-
-    median: float | None
-    ci95: Sequence[float] | None
-    prompts: int
-    vs_transformers_generate: NotRequired["Speedup"]
 
 
 def decoding(generation: Generation) -> float:
@@ -55,7 +46,7 @@ def speedup(
     baseline: str,
     streams: Streams,
     seconds: Callable[[Generation], float] = decoding,
-) -> Speedup:
+) -> MedianInterval:
     """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
     timed_results = timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
@@ -64,15 +55,15 @@ def speedup(
 
 def speedups_over_baselines(
     results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
-) -> Speedup:
+) -> MedianInterval:
     """`speedup` over plain decoding and, if it was run, over transformers' `generate`."""
-    plain_speedup = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
-    if TRANSFORMERS in results[0].generations:
-        plain_speedup["vs_transformers_generate"] = speedup(results, arm, TRANSFORMERS, streams, seconds)
-    return plain_speedup
+    over_plain = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
+    if TRANSFORMERS not in results[0].generations:
+        return over_plain
+    return replace(over_plain, vs_transformers_generate=speedup(results, arm, TRANSFORMERS, streams, seconds))
 
 
-def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> Speedup | None:
+def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> MedianInterval | None:
     """Median and interval of the seconds before an arm's first token; None for an arm that was not run."""
     if arm not in results[0].generations:
         return None
@@ -85,9 +76,9 @@ def tokens_per_second(results: Sequence[PromptResult], arm: str, *, prefill: boo
     prefill: of whole answers, with the prefill's time and token.
     """
     generations = [r.generations[arm] for r in results if arm in r.generations]
-    counted = [g for g in generations if prefill or len(g.tokens) > 1]
-    seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in counted)
-    return sum(len(g.tokens) - (not prefill) for g in counted) / seconds if seconds else None
+    measured = [g for g in generations if prefill or len(g.tokens) > 1]
+    seconds = sum(g.decode_seconds + prefill * g.prefill_seconds for g in measured)
+    return sum(len(g.tokens) - (not prefill) for g in measured) / seconds if seconds else None
 
 
 def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
@@ -102,18 +93,14 @@ def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]
     return {**parts, "other": sum(g.decode_seconds for g in generations) - sum(parts.values())}
 
 
-def time_of_a_plain_token(results: Sequence[PromptResult]) -> dict[str, float | None]:
-    """The mean time of a token of the autoregressive arm, and the part of it outside the model's pass.
-
-    host: choosing the token and transferring it, cache bookkeeping, stop strings and the loop, in microseconds and as a
-    share. On CUDA it is timed with synchronisation, which makes pass and host longer.
-    """
+def time_of_a_plain_token(results: Sequence[PromptResult]) -> PlainToken:
+    """The time of a token over all rounds of the autoregressive arm."""
     parts = parts_of_time(results, AUTOREGRESSIVE)
     count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
     if not count:
-        return {"token_us": None, "pass_us": None, "host_us": None, "host_share": None}
+        return PlainToken()
     token, passed = (1e6 * seconds / count for seconds in (sum(parts.values()), parts["verify"]))
-    return {"token_us": token, "pass_us": passed, "host_us": token - passed, "host_share": 1 - passed / token}
+    return PlainToken(token, passed, token - passed, 1 - passed / token)
 
 
 def break_even(results: Sequence[PromptResult], method: str) -> float | None:
@@ -142,9 +129,9 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Gen
     return seconds(result.generations[baseline]) / seconds(result.generations[arm])
 
 
-def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> Speedup:
+def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> MedianInterval:
     """The median of `values`, one per result, and its interval, resampled by unit; prompts: the number of units."""
     if not values:
-        return {"median": None, "ci95": None, "prompts": 0}
+        return MedianInterval()
     median, interval = bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])
-    return {"median": median, "ci95": interval, "prompts": len({r.unit for r in results})}
+    return MedianInterval(median, interval, len({r.unit for r in results}))

@@ -12,9 +12,9 @@ too, but they differ in something, or occur only twice. A share of repeated n-gr
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,11 @@ import torch
 from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from outrider.inference.core.rounds import Generation
 
+OPTIONAL = {"optional": True}  # of a field that a report leaves out while it is None (see `inference.report.types`)
 
-def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStatistics:
     """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM), and what other papers report.
 
     tau: tokens per target pass, bonus included, prefill excluded.
@@ -34,21 +37,34 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     for more. accepted_per_round: accepted draft tokens per round, that is τ without the bonus, pooled.
     accepted_per_round_of_requests: its mean over requests. Requests that the prefill ended have no rounds.
     """
+
+    tau: float
+    acceptance_rate: float
+    draft_share: float
+    harmonic_mean: float
+    drafted_tokens_per_round: float
+    tau_of_requests: float
+    accepted_per_round: float
+    accepted_per_round_of_requests: float
+
+
+def decode_statistics(generations: Iterable[Generation]) -> DecodeStatistics:
+    """The statistics of all rounds and requests; 0 where nothing was decoded."""
     generations = list(generations)
     rounds, texts = [r for g in generations for r in g.rounds], [g.rounds for g in generations if g.rounds]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
     v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
-    return {
-        "tau": emitted / len(rounds) if rounds else 0.0,
-        "acceptance_rate": v,
-        "draft_share": r,
-        "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
-        "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
-        "tau_of_requests": _mean([sum(len(r.tokens) for r in text) / len(text) for text in texts]),
-        "accepted_per_round": accepted / len(rounds) if rounds else 0.0,
-        "accepted_per_round_of_requests": _mean([sum(r.accepted for r in text) / len(text) for text in texts]),
-    }
+    return DecodeStatistics(
+        tau=emitted / len(rounds) if rounds else 0.0,
+        acceptance_rate=v,
+        draft_share=r,
+        harmonic_mean=2 * v * r / (v + r) if v + r else 0.0,
+        drafted_tokens_per_round=drafted / len(rounds) if rounds else 0.0,
+        tau_of_requests=_mean([sum(len(r.tokens) for r in text) / len(text) for text in texts]),
+        accepted_per_round=accepted / len(rounds) if rounds else 0.0,
+        accepted_per_round_of_requests=_mean([sum(r.accepted for r in text) / len(text) for text in texts]),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -66,19 +82,28 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
 
 
-def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]:
-    """Per "auto" size: the value chosen most often, its share of the rounds, and the mean."""
+@dataclass(frozen=True)
+class ChosenSize:
+    """An "auto" size: the value chosen most often, its share of the rounds, and the mean."""
+
+    mode: str
+    share: float
+    mean: float
+
+
+def chosen_sizes(generations: Iterable[Generation]) -> dict[str, ChosenSize]:
+    """The "auto" sizes that the rounds chose, by their name."""
     counts: dict[str, Counter[str]] = {}
     for generation in generations:
         for name, count in generation.totals.items():
             if name.startswith(CHOSEN):
                 size, _, value = name.removeprefix(CHOSEN).partition("=")
                 counts.setdefault(size, Counter())[value] += int(count)
-    by_size: dict[str, dict[str, Any]] = {}
+    by_size: dict[str, ChosenSize] = {}
     for size, values in sorted(counts.items()):
         [(mode, times)] = values.most_common(1)
         mean = sum(int(value) * count for value, count in values.items()) / values.total()
-        by_size[size] = {"mode": mode, "share": times / values.total(), "mean": mean}
+        by_size[size] = ChosenSize(mode, times / values.total(), mean)
     return by_size
 
 
@@ -96,10 +121,19 @@ def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
     return [count / totals[TRIED] for count in accepted]
 
 
+@dataclass(frozen=True)
+class DepthAcceptance:
+    """A depth of drafts: the number of rounds that drafted that deep, and the share accepted to that depth."""
+
+    position: int
+    rounds: int
+    accepted: float
+
+
 def acceptance_by_position(
     generations: Iterable[Generation], *, given_previous: bool = False
-) -> list[dict[str, float]]:
-    """For depth i = 1, 2, …: the number of rounds that drafted that deep, and the share accepted to that depth.
+) -> tuple[DepthAcceptance, ...]:
+    """The acceptance at depth i = 1, 2, …
 
     In a chain depth i is the i-th token. given_previous: the conditional acceptance, over only those rounds whose path
     reached i − 1. Depths without such rounds are left out.
@@ -111,13 +145,36 @@ def acceptance_by_position(
         reached = [r for r in rounds if r.depth >= position and r.accepted >= least]
         if reached:
             share = sum(r.accepted >= position for r in reached) / len(reached)
-            table.append({"position": position, "rounds": len(reached), "accepted": share})
-    return table
+            table.append(DepthAcceptance(position, len(reached), share))
+    return tuple(table)
+
+
+@dataclass(frozen=True)
+class MedianInterval:
+    """The median over prompts of a ratio or a time, its 95 % interval and the number of prompts; None without values.
+
+    vs_transformers_generate: the same over transformers' `generate`, of a speed-up over plain decoding.
+    """
+
+    median: float | None = None
+    ci95: tuple[float, float] | None = None
+    prompts: int = 0
+    vs_transformers_generate: "MedianInterval | None" = field(default=None, metadata=OPTIONAL)
+
+    def __format__(self, form: str) -> str:
+        """As text. form: "interval"; "times", the median alone; "ms", in thousandths."""
+        if self.median is None or self.ci95 is None:
+            return "–"
+        low, high = self.ci95
+        if form == "ms":
+            return f"{1000 * self.median:.1f} [{1000 * low:.1f}, {1000 * high:.1f}]"
+        times = f"{self.median:.2f}×"
+        return times if form == "times" else f"{times} [{low:.2f}, {high:.2f}]"
 
 
 def bootstrap_median(
     values: Sequence[float], generator: np.random.Generator, draws: int = 2000, *, units: Sequence[str] | None = None
-) -> tuple[float, list[float]]:
+) -> tuple[float, tuple[float, float]]:
     """The median of `values` and its 95 % bootstrap interval, resampling with replacement.
 
     units: per value, the cluster that it belongs to. All values of a cluster are drawn together (a cluster bootstrap:
@@ -133,7 +190,7 @@ def bootstrap_median(
     lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two middle values, or one twice
     medians = (data[lower] + data[upper]) / 2
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return statistics.median(values), [low, high]
+    return statistics.median(values), (low, high)
 
 
 def coverage(vocabulary: Iterable[int], texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
@@ -164,15 +221,50 @@ def looped(tokens: tuple[int, ...]) -> int:
     return longest
 
 
-def share_of_loops(texts: Sequence[tuple[int, ...]]) -> dict[str, float]:
-    """The number of `texts`, how many of them loop, and the share of all their tokens that is in loops."""
+@dataclass(frozen=True)
+class Loops:
+    """The number of texts, how many of them loop, and the share of all their tokens that is in loops."""
+
+    texts: int
+    looping: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.looping} of {self.texts} texts repeat themselves ({self.share:.0%} of all tokens)"
+
+
+def share_of_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
+    """The loops of `texts`."""
     lengths, total = [looped(text) for text in texts], sum(map(len, texts))
-    return {"texts": len(texts), "looping": sum(map(bool, lengths)), "share": sum(lengths) / total if total else 0.0}
+    return Loops(len(texts), sum(map(bool, lengths)), sum(lengths) / total if total else 0.0)
 
 
-def loops_text(loops: Mapping[str, float]) -> str:
-    """The result of `share_of_loops` in words."""
-    return f"{loops['looping']} of {loops['texts']} texts repeat themselves ({loops['share']:.0%} of all tokens)"
+@dataclass(frozen=True)
+class PlainToken:
+    """The mean time of a token of the autoregressive arm, and the part of it outside the model's pass.
+
+    host: choosing the token and transferring it, cache bookkeeping, stop strings and the loop, in microseconds and as a
+    share. On CUDA it is timed with synchronisation, which makes pass and host longer. None if no token was decoded.
+    """
+
+    token_us: float | None = None
+    pass_us: float | None = None
+    host_us: float | None = None
+    host_share: float | None = None
+
+
+@dataclass(frozen=True)
+class MachineLoad:
+    """Medians over prompts, and why the speeds are unreliable; None for values not recorded, and if it was not busy."""
+
+    cpu_share: float | None = None
+    load_average: float | None = None
+    busy: str | None = None
+
+    def warnings(self, device: str = "") -> list[str]:
+        """A warning for the top of a report if the machine was busy. device: the one that was measured on."""
+        calmer = " threads=1 is the least disturbed by other work." if device == "cpu" else ""
+        return [f"{self.busy} Do not quote these speeds; no speed is judged.{calmer}"] if self.busy else []
 
 
 MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict
@@ -181,12 +273,12 @@ MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningfu
 MARGIN = 0.02
 
 
-def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
+def verdict(speedup: MedianInterval, busy: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
-    speedup: its ci95 and number of prompts. busy: why speeds of that run are unreliable (see `machine_load`).
+    busy: why speeds of that run are unreliable (see `machine_load`).
     """
-    if busy or speedup["ci95"] is None or speedup["prompts"] < MIN_PROMPTS:
+    if busy or speedup.ci95 is None or speedup.prompts < MIN_PROMPTS:
         return "undecided"
-    low, high = speedup["ci95"]
+    low, high = speedup.ci95
     return "faster" if low > 1 + MARGIN else "slower" if high < 1 - MARGIN else "undecided"

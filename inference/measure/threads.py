@@ -22,6 +22,7 @@ from outrider.base.machine import usable_cores
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import Arm
+from outrider.inference.measure.statistics import MachineLoad
 
 LEAST_SHARE = 0.8  # of its threads' CPU time; one other process on two cores leaves 0.67 to 0.75
 MOST_LOAD = 0.75  # above the number of cores; background work of a quiet system adds about 0.2
@@ -76,13 +77,8 @@ def warn_if_busy() -> None:
         warn(f"the load average is {load:.1f} on {cores} cores: {effects}")
 
 
-def machine_load(
-    shares: Iterable[float | None], loads: Iterable[float | None], cores: int
-) -> dict[str, float | str | None]:
-    """{"cpu_share", "load_average", "busy"} from values per prompt: medians, and the reason in words.
-
-    None for values not recorded, and as the reason if it was not busy. cores: the machine's number of cores.
-    """
+def machine_load(shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> MachineLoad:
+    """The load from values per prompt. cores: the machine's number of cores."""
     measurements = ([value for value in values if value is not None] for values in (shares, loads))
     share, load = (statistics.median(values) if values else None for values in measurements)
     signs = []
@@ -91,4 +87,4 @@ def machine_load(
     if load is not None and load > cores + MOST_LOAD:
         signs.append(f"the load average was {load:.1f} on {cores} cores")
     busy = f"The machine was busy: {' and '.join(signs)}." if signs else None
-    return {"cpu_share": share, "load_average": load, "busy": busy}
+    return MachineLoad(share, load, busy)

@@ -6,16 +6,14 @@ This module says what is on the page. page.html, a jinja2 template, has the mark
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import PromptResult, ShownRound
-from outrider.inference.report import tables, wording
-from outrider.inference.report.facts import doctor_lines, overlap_sentence
-from outrider.inference.report.tables import Report
+from outrider.inference.report import sentences, served, tables
+from outrider.inference.report.types import MethodReport
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown
@@ -27,7 +25,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def make_page(
-    reports: Sequence[Report],
+    reports: Sequence[MethodReport],
     results: Sequence[PromptResult],
     decode: Decode,
     plots: Mapping[str, str] = MappingProxyType({}),
@@ -36,33 +34,34 @@ def make_page(
 
     Any text is safe: model output is escaped.
     """
-    first, names = reports[0], [report["method"] for report in reports]
+    first, run, names = reports[0], reports[0].conditions, [report.method for report in reports]
     methods = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
     speeds, answers = tables.methods_tables(reports)
     style, script = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     loader = FileSystemLoader(HERE)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html").render(
-        title=f"Outrider: how fast {methods} decode {first.get('model', first['target'])}",
+        title=f"Outrider: how fast {methods} decode {run.model}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
-        busy=wording.busy_sentences(first), conditions=wording.conditions(reports),
-        verdict=wording.recommendation(reports), sentences=wording.sentences(reports), gained=speeds, whole=answers,
-        counted=tables.counted_table(reports), served=tables.served_table(reports), wrong=wording.wrong_arms(reports),
-        engine=next((row["engine"] for report in reports for row in report.get("served") or ()), ""),
+        busy=run.load.warnings(run.device), conditions=sentences.conditions_text(reports),
+        verdict=sentences.recommendation(reports), sentences=sentences.sentences(reports), gained=speeds, whole=answers,
+        counted=tables.counted_table(reports), served=served.served_table(reports), wrong=sentences.wrong_arms(reports),
+        engine=next((row.engine for report in reports for row in report.served or ()), ""),
         times=[*map(_times, reports)], categories=tables.category_tables(reports),
         texts=_texts([result for result in results if result.shown], decode),
-        lossless=first["lossless"], judged=tables.judged_table(reports), first=first, doctor=doctor_lines(first),
-        resolution=wording.resolution(first), same=min(report["lossless"]["identical"] for report in reports),
-        same_as_plain=min(report["lossless"]["identical_to_plain"] for report in reports),
-        overlaps=[overlap_sentence(kind, overlap) for kind, overlap in first.get("overlap", {}).items()],
+        lossless=first.lossless, judged=tables.judged_table(reports), first=first, run=run,
+        doctor=[*sentences.doctor_lines(run)], resolution=sentences.resolution(run),
+        same=min(report.lossless.identical for report in reports),
+        same_as_plain=min(report.lossless.identical_to_plain for report in reports),
+        overlaps=[sentences.overlap_sentence(kind, overlap) for kind, overlap in run.overlap.items()],
     )  # fmt: skip
 
 
-def _times(report: Report) -> tuple[str, list[tuple[str, float, str]]]:
+def _times(report: MethodReport) -> tuple[str, list[tuple[str, float, str]]]:
     """The method, and the share of each part of a round in the decoding time: in percent, and as a text."""
-    total = sum(report["seconds"].values()) or 1.0
-    shares = ((part, 100 * max(0.0, report["seconds"][part]) / total) for part in PARTS)
-    return report["method"], [(part, round(share, 2), f"{part} {share:.0f} %") for part, share in shares]
+    total = sum(report.seconds.values()) or 1.0
+    shares = ((part, 100 * max(0.0, report.seconds[part]) / total) for part in PARTS)
+    return report.method, [(part, round(share, 2), f"{part} {share:.0f} %") for part, share in shares]
 
 
 class Pieces:
@@ -90,7 +89,7 @@ class Pieces:
         return parts
 
 
-def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, Any] | None:
+def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, object] | None:
     """All texts with recorded rounds, and the data of their trees for the script; None without any."""
     if not results:
         return None
@@ -106,9 +105,9 @@ def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, Any]
     return {"prompts": prompts, "methods": list(results[0].shown), "articles": articles, "data": data}
 
 
-def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, Any]]:
+def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, object]]:
     """The rounds of one text, each with its committed tokens and the first rejected ones."""
-    parts, rows = iter(pieces.along([token for r in rounds for token in r.tokens])), list[Mapping[str, Any]]()
+    parts, rows = iter(pieces.along([token for r in rounds for token in r.tokens])), list[Mapping[str, object]]()
     for number, r in enumerate(rounds):
         texts = [next(parts) for _ in r.tokens]
         title = f"round {number}: {len(r.drafted)} drafted, {r.accepted} accepted" if number else "the prefill"

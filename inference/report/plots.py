@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outrider.base.files import write_atomically
-from outrider.base.words import figure
-from outrider.inference.report.tables import Report
+from outrider.inference.report.types import MethodReport
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#B5578F", "#E69F00", "#3D9BD3", "#8A6D00", "#7A7A7A")
 MARKERS = "os^Dv"  # methods are told apart by their shapes, too
@@ -20,7 +19,7 @@ SPEEDUPS = "Speed-up over plain decoding (dashed: 1×): a dot for each prompt; b
 ACCEPTANCE = "Share of drafts accepted so deep, of those that reached this depth; small marks: few of them"
 
 
-def save_plots(folder: Path, reports: Sequence[Report]) -> dict[str, str]:
+def save_plots(folder: Path, reports: Sequence[MethodReport]) -> dict[str, str]:
     """Write the plots to `folder`; returns them as SVG for a page of HTML, by what they show."""
     return {
         SPEEDUPS: _save(plot_speedups(reports), folder / "speedup_per_prompt.png"),
@@ -37,45 +36,45 @@ def _save(plot: Figure, path: Path) -> str:
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", vectors.getvalue().partition("<svg")[2].join(("<svg", "")))
 
 
-def plot_speedups(reports: Sequence[Report]) -> Figure:
+def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
     """One row per method: its name and speed-up, a dot for every prompt, and the median with its interval below.
 
     An interval that is wider by far is cut, which an arrow shows.
     """
     plot = Figure(figsize=(4.8, 0.8 + 0.6 * len(reports)), layout="constrained")
     axes = plot.subplots()
-    timed = [report["speedup"] for report in reports if report["speedup"]["median"] is not None]
-    highest = max((speedup["ci95"][1] for speedup in timed), default=0)
-    most = max(1.2, min(highest, 2.5 * max((speedup["median"] for speedup in timed), default=0)))
+    medians = [report.figures.speedup.median or 0 for report in reports]
+    highest = max((speedup.ci95[1] for report in reports if (speedup := report.figures.speedup).ci95), default=0)
+    most = max(1.2, min(highest, 2.5 * max(medians)))
     for row, report in enumerate(reports):
-        values, speedup, colour = [*report["speedup_per_prompt"].values()], report["speedup"], COLOURS[row % 8]
-        wrong = ", not lossless" if report["verdict"] in ("not lossless", "target differs") else ""
-        axes.text(0, row - 0.2, f"{report['method']}: {figure(speedup)}{wrong}", parse_math=False)
+        values, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
+        wrong = ", not lossless" if report.verdict in ("not lossless", "target differs") else ""
+        axes.text(0, row - 0.2, f"{report.method}: {speedup:interval}{wrong}", parse_math=False)
         axes.plot([1, 1], [row - 0.1, row + 0.45], "--", color="black", linewidth=1)
         axes.plot(values, [row] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
-        if values:
-            axes.plot(speedup["ci95"], [row + 0.25] * 2, color=colour, linewidth=3)
-            axes.plot(speedup["median"], row + 0.25, MARKERS[row % 5], markersize=8, color=colour)
-            if speedup["ci95"][1] > most:
+        if speedup.median is not None and speedup.ci95 is not None:
+            axes.plot(speedup.ci95, [row + 0.25] * 2, color=colour, linewidth=3)
+            axes.plot(speedup.median, row + 0.25, MARKERS[row % 5], markersize=8, color=colour)
+            if speedup.ci95[1] > most:
                 axes.plot(most, row + 0.25, ">", markersize=8, color=colour)
     limits = {"xlim": (0, 1.05 * most), "ylim": (len(reports) - 0.5, -0.7)}
     axes.set(xlabel="times as fast as plain decoding", yticks=[], **limits)
     return plot
 
 
-def plot_acceptance(reports: Sequence[Report]) -> Figure:
+def plot_acceptance(reports: Sequence[MethodReport]) -> Figure:
     """Share of rounds accepted to depth i, among rounds that drafted that deep; marker area ∝ rounds."""
     plot = Figure(figsize=(4.8, 3.6 + 0.1 * len(reports)), layout="constrained")
     axes = plot.subplots()
     for number, report in enumerate(reports):
-        table = report["acceptance_by_position"]
+        table = report.acceptance_by_position
         if not table:
             continue
-        positions, shares = [row["position"] for row in table], [row["accepted"] for row in table]
-        sizes, colour = [90 * row["rounds"] / table[0]["rounds"] for row in table], COLOURS[number % 8]
+        positions, shares = [row.position for row in table], [row.accepted for row in table]
+        sizes, colour = [90 * row.rounds / table[0].rounds for row in table], COLOURS[number % 8]
         axes.plot(positions, shares, color=colour, linewidth=1)
         axes.scatter(
-            positions, shares, s=sizes, color=colour, marker=MARKERS[number % 5], label=report["method"], clip_on=False
+            positions, shares, s=sizes, color=colour, marker=MARKERS[number % 5], label=report.method, clip_on=False
         )
     axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -2,78 +2,129 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.base.streams import Streams
-from outrider.base.words import figure
+from outrider.base.words import Columns, Table, figure, filled
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
-from outrider.inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
-from outrider.inference.report.tables import Report, served_table
-from outrider.inference.report.wording import busy_sentences, judged_speed
+from outrider.inference.measure.statistics import MIN_PROMPTS, MachineLoad, decode_statistics, share_of_loops, verdict
+from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, DepthShare, MethodReport, ServedRow
 from outrider.inference.settings.kinds import EAGLE3, KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE
 
 LARGEST_DIFFERENCE = 0.02  # differences of acceptance at a depth up to this are not reported
 _DRAWS = 2000
-PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
-UNREAD = "unread"  # in a generation's totals: its text has another tokenisation, so the ids it was sent as are unknown
 _USUAL = 3  # tokens of a draft
-Row = dict[str, Any]
 Counts = npt.NDArray[np.int64]
-Counted = Sequence[tuple[Sequence[int] | None, int]]
+ServerCounts = Sequence[tuple[Sequence[int] | None, int]]
 Texts = Sequence[Generation]
+Acceptance = tuple[float | None, int | None, tuple[DepthShare, ...]]
 
 
-def served_row(
-    method: str,
-    drafted: int,
-    results: Sequence[PromptResult],
-    here: Sequence[Generation],
-    references: Sequence[Sequence[int]] | None,
-    totals: Mapping[str, float],
-    load: Report,
-    streams: Streams,
-    counted: Counted = (),
-) -> Row:
-    """The figures of a method in an engine at one concurrency, where its drafts have `drafted` tokens.
+SERVED: Columns = {
+    "method": ("{method}", "how drafts were made"),
+    "requests": ("{concurrency}", "at a time"),
+    "K": ("{draft_tokens}", "tokens of a draft"),
+    "τ": ("{tau:.2f}", "tokens of a pass of the target, in the engine"),
+    "τ here": ("{tau_here:.2f}", "by this runtime, or of the table alone"),
+    "accepted by depth": (
+        "{there}",
+        "share of rounds accepted so far, in the engine; or of drafted tokens, if it says no more",
+    ),
+    "here": (
+        "{here}",
+        "the same by this runtime, or of the table alone; * where the engine differs by more than chance",
+    ),
+    "identical": (
+        "{identical}",
+        "texts that equal the engine's own without a drafter; in brackets, those of it (without it, those with a "
+        "drafter) that equal the reference's",
+    ),
+    "tokens/s": ("{tokens}", "of all requests together, without a drafter and with it"),
+    "ms/token": ("{spent}", "of a request after its first step, without a drafter and with it"),
+    "speed-up [95 %]": ("{speedup:interval}", "of a request's decoding: the median over prompts"),
+    "without loops [95 %]": (
+        "{speedup_without_loops:interval}",
+        "the same of the texts that do not repeat themselves; the verdict comes from it",
+    ),
+    "verdict": ("{verdict}", "as above"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """What an engine did with a method's drafts of `drafted` tokens, at one concurrency.
 
     results: of the engine; here: our own generations of the same prompts; references: the reference's texts, None if
     they are drawn. totals: by arm of the engine, its seconds for all prompts together. load: of the machine meanwhile.
-    counted: the `counts` (see `EngineServer`) of the next prompts, None where rounds are seen, and how many these are.
+    counts: those of a server (see `EngineServer`) for the next prompts, None where rounds are seen, and how many these
+    are.
     """
+
+    engine: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    concurrency: int
+    method: str
+    drafted: int
+    results: Sequence[PromptResult]
+    here: Sequence[Generation]
+    references: Sequence[Sequence[int]] | None
+    totals: Mapping[str, float]
+    load: MachineLoad
+    counts: ServerCounts = ()
+
+
+def served_row(run: EngineRun, streams: Streams) -> ServedRow:
+    """The figures of a method in an engine at one concurrency."""
+    method, results, totals, references = run.method, run.results, run.totals, run.references
     arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
     by_arm = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
     pairs = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
-    gained, judged = (speedup(texts, method, AUTOREGRESSIVE, streams, after_first_step)
-                      for texts in (pairs, without_loops(pairs, method, AUTOREGRESSIVE)))  # fmt: skip
-    same = {arm: references and sum(g.tokens == tuple(ids) for g, ids in zip(texts, references, strict=True))
-            for arm, texts in by_arm.items()}  # fmt: skip
+    over_plain, loopless = (
+        speedup(texts, method, AUTOREGRESSIVE, streams, after_first_step)
+        for texts in (pairs, without_loops(pairs, method, AUTOREGRESSIVE))
+    )
+    same = {arm: None if references is None else _count_equal(texts, references) for arm, texts in by_arm.items()}
     flags = [name for texts in by_arm.values() for g in texts for name in g.totals]
-    return {
-        "draft_tokens": drafted,
-        "requests": len(results),
-        **_acceptance(by_arm[DRAFTED], here, [r.unit for r in results], counted, drafted, streams),
-        "tau_here": decode_statistics(map(_without_last, here))["tau"],
-        "identical_to_plain": sum(r.identical(method) for r in results) if same.get(PLAIN) is not None else None,
-        "plain_identical_to_reference": same.get(PLAIN),
-        "identical_to_reference": same[DRAFTED],
-        **{name: flags.count(name) for name in ("retokenised", UNREAD)},
-        "tokens_per_second": {arm: sum(len(g.tokens) for g in texts) / totals[arm] for arm, texts in by_arm.items()},
-        "seconds_per_token": {arm: sum(g.decode_seconds for g in texts) / max(1, sum(
-            len(r.tokens) for g in texts for r in g.rounds)) for arm, texts in by_arm.items()},
-        "loops": {arm: share_of_loops([g.tokens for g in texts]) for arm, texts in by_arm.items()},
-        "speedup": gained,
-        "speedup_without_loops": judged,
-        "load": load,
-        "verdict": verdict(judged, load["busy"]),
-    }  # fmt: skip
+    tau, rounds, acceptance = _acceptance(by_arm[DRAFTED], run, streams)
+    return ServedRow(
+        engine=run.engine,
+        options=run.options,
+        concurrency=run.concurrency,
+        draft_tokens=run.drafted,
+        requests=len(results),
+        tau=tau,
+        rounds=rounds,
+        acceptance=acceptance,
+        tau_here=decode_statistics(map(_without_last, run.here)).tau,
+        identical_to_plain=sum(r.identical(method) for r in results) if same.get(PLAIN) is not None else None,
+        plain_identical_to_reference=same.get(PLAIN),
+        identical_to_reference=same[DRAFTED],
+        retokenised=flags.count("retokenised"),
+        unread=flags.count(UNREAD),
+        tokens_per_second={arm: sum(len(g.tokens) for g in texts) / totals[arm] for arm, texts in by_arm.items()},
+        seconds_per_token={arm: _seconds_per_token(texts) for arm, texts in by_arm.items()},
+        loops={arm: share_of_loops([g.tokens for g in texts]) for arm, texts in by_arm.items()},
+        speedup=over_plain,
+        speedup_without_loops=loopless,
+        load=run.load,
+        verdict=verdict(loopless, run.load.busy),
+    )
+
+
+def _count_equal(texts: Texts, references: Sequence[Sequence[int]]) -> int:
+    return sum(text.tokens == tuple(ids) for text, ids in zip(texts, references, strict=True))
+
+
+def _seconds_per_token(texts: Texts) -> float:
+    tokens = sum(len(r.tokens) for text in texts for r in text.rounds)
+    return sum(text.decode_seconds for text in texts) / max(1, tokens)
 
 
 def after_first_step(generation: Generation) -> float:
@@ -86,24 +137,26 @@ def _without_last(generation: Generation) -> Generation:
     return replace(generation, rounds=generation.rounds[:-1])
 
 
-def _acceptance(texts: Texts, here: Texts, units: Sequence[str], counted: Counted, depth: int, streams: Streams) -> Row:
+def _acceptance(texts: Texts, run: EngineRun, streams: Streams) -> Acceptance:
     """τ, rounds and acceptance by depth, None for what is unknown.
 
     A server's counters include the last rounds of texts, so larger differences are allowed.
     """
-    there, local, rows = _depths(texts, depth), _depths(here, depth), [row for row, _ in counted if row is not None]
+    depth, units = run.drafted, [r.unit for r in run.results]
+    there, local = _depths(texts, depth), _depths(run.here, depth)
+    rows = [row for row, _ in run.counts if row is not None]
     if not rows:
-        tau, compared = decode_statistics(map(_without_last, texts))["tau"], _compared(there, local, units, streams)
-        return {"tau": tau, "rounds": int(there[:, 0].sum()), "acceptance": compared}
-    if any(len(row) != 1 + depth for row in rows):  # older runs have other counts of llama.cpp
-        return {"tau": None, "rounds": None, "acceptance": []}
-    edges = [*accumulate((many for _, many in counted), initial=0)]
+        tau = decode_statistics(map(_without_last, texts)).tau
+        return tau, int(there[:, 0].sum()), _compared(there, local, units, streams)
+    if any(len(row) != 1 + depth for row in rows):  # a server that does not count by depth
+        return None, None, ()
+    edges = [*accumulate((prompts for _, prompts in run.counts), initial=0)]
     there, local = (np.add.reduceat(side, edges[:-1]) for side in (there, local))
-    there[[row is not None for row, _ in counted]] = rows
+    there[[row is not None for row, _ in run.counts]] = rows
     rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
     groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
     compared = _compared(there, local, groups, streams, len(texts) / max(1, rounds))
-    return {"tau": 1 + accepted / max(1, rounds), "rounds": rounds, "acceptance": compared}
+    return 1 + accepted / max(1, rounds), rounds, compared
 
 
 def _depths(generations: Iterable[Generation], depth: int) -> Counts:
@@ -112,10 +165,12 @@ def _depths(generations: Iterable[Generation], depth: int) -> Counts:
     return np.array([(lengths[:, None] >= np.arange(1 + depth)).sum(0) for lengths in accepted])
 
 
-def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Streams, more: float = 0.0) -> list[Row]:
+def _compared(
+    there: Counts, here: Counts, units: Sequence[str], streams: Streams, tolerance: float = 0.0
+) -> tuple[DepthShare, ...]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
-    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. more: additional tolerance.
+    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: additional.
     """
     rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
     counts = np.zeros((2, len(rows), there.shape[1]), np.int64)
@@ -125,111 +180,146 @@ def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Stream
     drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
     low, high = np.quantile(sampled[0] - sampled[1], (0.025, 0.975), axis=0)
-    return [
-        {
-            "depth": i + 1,
-            "served": float(shares[0, i]),
-            "here": float(shares[1, i]),
-            "difference_ci95": [float(low[i]), float(high[i])],
-            "differs": bool(abs(shares[0, i] - shares[1, i]) > LARGEST_DIFFERENCE + more)
+    return tuple(
+        DepthShare(
+            depth=i + 1,
+            served=float(shares[0, i]),
+            here=float(shares[1, i]),
+            difference_ci95=(float(low[i]), float(high[i])),
+            differs=bool(abs(shares[0, i] - shares[1, i]) > LARGEST_DIFFERENCE + tolerance)
             and len(rows) >= MIN_PROMPTS
             and not low[i] <= 0 <= high[i],
-        }
+        )
         for i in range(shares.shape[1])
-    ]
+    )
 
 
-def served_lines(reports: Sequence[Report]) -> list[str]:
+def served_table(reports: Sequence[MethodReport]) -> Table:
+    """A row for every method and concurrency in an engine."""
+    return filled(SERVED, [_served_cells(report.method, row) for report in reports for row in report.served or ()])
+
+
+def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
+    matches, plain = row.identical_to_reference, row.plain_identical_to_reference
+    same = f"({matches}/{row.requests})" if plain is None else f"{row.identical_to_plain}/{row.requests} ({plain})"
+    return {
+        **vars(row),
+        "method": method,
+        "there": " ".join(f"{depth.served:.3f}" for depth in row.acceptance),
+        "here": " ".join(f"{depth.here:.3f}{'*' * depth.differs}" for depth in row.acceptance),
+        "identical": "" if matches is None else same,
+        "tokens": " → ".join(figure(speed, ".1f") for speed in row.tokens_per_second.values()),
+        "spent": " → ".join(f"{1000 * seconds:.1f}" for seconds in row.seconds_per_token.values()),
+    }
+
+
+def served_lines(reports: Sequence[MethodReport]) -> list[str]:
     """The engine's part of report.md; empty without an engine."""
-    served = [report for report in reports if report.get("served")]
-    if not served:
+    rows = [row for report in reports for row in report.served or ()]
+    if not rows:
         return []
-    lines = [f"## In {served[0]['served'][0]['engine']}", "", *served_table(served).markdown(), ""]
-    lines += dict.fromkeys(words for report in served for row in report["served"] for words in busy_sentences(row))
-    for report in served:
-        for arm, judged in (report.get("served_judgement") or {}).items():
-            lines.append(f"- {report['method']}, {arm}: of {judged['texts']} texts audited ({judged['file']}): "
-                         f"{judged['verdict']}.")  # fmt: skip
-        again = [sum(row[name] for row in report["served"]) for name in ("retokenised", UNREAD)]
-        if any(again):
-            lines.append(f"- {report['method']}: {again[0]} texts came without token ids and were tokenised again; "
-                         f"{again[1]} of them are not tokenised so, and not audited.")  # fmt: skip
-        odd = {share["depth"] for row in report["served"] for share in row["acceptance"] if share["differs"]}
-        schedule = report["served"][0]["options"].get("speculative_config")
-        if odd and not schedule and KINDS[report["settings"]["source"]].served != "ngram":
-            lines.append(
-                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. "
-                "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
-                "drafted tokens in another way, as engines may where tokens are drawn."
-            )
-    return lines + schedule_lines(served)
+    lines = [f"## In {rows[0].engine}", "", *served_table(reports).markdown(), ""]
+    lines += dict.fromkeys(words for row in rows for words in row.load.warnings())
+    for report in reports:
+        if report.served:
+            lines += [f"- {report.method}{note}" for note in _notes(report, report.served)]
+    return lines + schedule_lines(reports)
 
 
-def served_faults(report: Report) -> list[str]:
-    """The faults in the texts that an engine wrote with a method's drafter."""
-    return list((report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", []))
+def _notes(report: MethodReport, rows: Sequence[ServedRow]) -> Iterator[str]:
+    """Notes on a method in an engine: judgements, unknown tokens, and another acceptance than here."""
+    for arm, judged in (report.served_judgement or {}).items():
+        yield f", {arm}: of {judged.texts} texts audited ({judged.file}): {judged.verdict}."
+    retokenised, unread = sum(row.retokenised for row in rows), sum(row.unread for row in rows)
+    if retokenised or unread:
+        again = f": {retokenised} texts came without token ids and were tokenised again"
+        yield f"{again}; {unread} of them are not tokenised so, and not audited."
+    odd = {share.depth for row in rows for share in row.acceptance if share.differs}
+    if odd and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].served != "ngram":
+        yield (
+            f": the engine accepts otherwise than this runtime at depth {min(odd)}. "
+            "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
+            "drafted tokens in another way, as engines may where tokens are drawn."
+        )
 
 
-def schedule_lines(served: Sequence[Report]) -> list[str]:
+def source_of(report: MethodReport) -> str:
+    """The kind of the method's drafter."""
+    return str(report.settings["source"])
+
+
+def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
     """Which draft length pays at which concurrency, by kind of drafter, and the engine's own option for it."""
     lines: list[str] = []
-    for kind in dict.fromkeys(report["settings"]["source"] for report in served):
-        rows = [row for report in served if report["settings"]["source"] == kind for row in report["served"]]
-        if any(busy_sentences(row) or judged_speed(row)["prompts"] < MIN_PROMPTS for row in rows):
+    for kind in dict.fromkeys(source_of(report) for report in reports if report.served):
+        rows = [row for report in reports if source_of(report) == kind for row in report.served or ()]
+        if any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows):
             continue  # then nothing can be faster
-        steps, lengths = schedule(rows), sorted({row["draft_tokens"] for row in rows})
+        steps, lengths = schedule(rows), sorted({row.draft_tokens for row in rows})
         usual = _USUAL if _USUAL in lengths else lengths[len(lengths) // 2]
-        medians = {(row["concurrency"], row["draft_tokens"]): judged_speed(row)["median"] for row in rows}
+        medians = {(row.concurrency, row.draft_tokens): row.speedup_without_loops.median or 0 for row in rows}
         ranges = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
         gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
-        lines += ["", f"Draft lengths that pay for {kind} by requests at a time: {', '.join(ranges)}. Over K = {usual} "
-                  f"everywhere this gains {', '.join(gains)}, on these prompts.", "", *_expected(rows)]  # fmt: skip
-        option: Row = {"num_speculative_tokens": max(k for *_, k in steps),
-                       "num_speculative_tokens_per_batch_size": steps}  # fmt: skip
-        if kind == EAGLE3.name and rows[0]["engine"].startswith("sglang"):  # --speculative-adaptive-config
-            option = {str(first): {"candidate_steps": [k]} for first, _, k in steps}
-        elif not rows[0]["engine"].startswith("vllm"):
-            continue
-        lines += ["", "```", json.dumps(option), "```"] if any(k for *_, k in steps) else []
+        pays = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(ranges)}"
+        gain = f"Over K = {usual} everywhere this gains {', '.join(gains)}, on these prompts."
+        lines += ["", f"{pays}. {gain}", "", *_expected(rows)]
+        if any(k for *_, k in steps) and (option := _engine_option(kind, rows[0].engine, steps)):
+            lines += ["", "```", json.dumps(option), "```"]
     return lines
 
 
-def _expected(rows: Sequence[Row]) -> Iterator[str]:
+def _engine_option(kind: str, engine: str, steps: Sequence[tuple[int, int, int]]) -> Mapping[str, object] | None:
+    """The option by which an engine drafts by `schedule`; None if it has none."""
+    if kind == EAGLE3.name and engine.startswith("sglang"):  # --speculative-adaptive-config
+        return {str(first): {"candidate_steps": [k]} for first, _, k in steps}
+    if not engine.startswith("vllm"):
+        return None
+    return {"num_speculative_tokens": max(k for *_, k in steps), "num_speculative_tokens_per_batch_size": steps}
+
+
+def _expected(rows: Sequence[ServedRow]) -> Iterator[str]:
     """By requests at a time: the speed-up to expect of each draft length from the shortest to the longest measured one.
 
     A step of K drafted tokens emits 1 + Σ a_d tokens, d ≤ K, where a_d is the share of rounds that accepted d tokens.
     Its time is τ times that of a token, in steps without a drafter; interpolated between measured lengths.
     """
-    lengths = sorted({row["draft_tokens"] for row in rows})
-    if len(lengths) < 2 or not all(row["rounds"] and len(row["acceptance"]) == row["draft_tokens"] for row in rows):
+    lengths = sorted({row.draft_tokens for row in rows})
+    if len(lengths) < 2 or not all(row.rounds and len(row.acceptance) == row.draft_tokens for row in rows):
         return
     shares = [_share(rows, i) for i in range(lengths[-1])]
-    for count in sorted({row["concurrency"] for row in rows}):
-        row_of = {row["draft_tokens"]: row for row in rows if row["concurrency"] == count}
-        costs = [row_of[k]["tau"] * row_of[k]["seconds_per_token"][DRAFTED] / row_of[k]["seconds_per_token"][PLAIN]
-                 for k in lengths]  # fmt: skip
-        gains = [f"K = {k} {(1 + sum(shares[:k])) / np.interp(k, lengths, costs):.2f}×"
-                + (f" ({figure(row_of[k]['speedup'])})" if k in row_of else "")
-                for k in range(lengths[0], lengths[-1] + 1)]  # fmt: skip
-        yield (f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured): "
-               f"{', '.join(gains)}.")  # fmt: skip
+    for count in sorted({row.concurrency for row in rows}):
+        row_of = {row.draft_tokens: row for row in rows if row.concurrency == count}
+        costs = [_cost(row_of[k]) for k in lengths]
+        expected = {k: (1 + sum(shares[:k])) / np.interp(k, lengths, costs) for k in range(lengths[0], lengths[-1] + 1)}
+        gains = (
+            f"K = {k} {gain:.2f}×{f' ({row_of[k].speedup:interval})' if k in row_of else ''}"
+            for k, gain in expected.items()
+        )
+        what = f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured)"
+        yield f"{what}: {', '.join(gains)}."
 
 
-def _share(rows: Sequence[Row], index: int) -> float:
-    """The share of rounds that accepted the token at this place, among rounds that drafted so far."""
-    long = [row for row in rows if row["draft_tokens"] > index]
-    return sum(row["rounds"] * row["acceptance"][index]["served"] for row in long) / sum(row["rounds"] for row in long)
+def _cost(row: ServedRow) -> float:
+    """The seconds of a step with a draft, in steps without one."""
+    return (row.tau or 0) * row.seconds_per_token[DRAFTED] / row.seconds_per_token[PLAIN]
 
 
-def schedule(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
+def _share(rows: Sequence[ServedRow], index: int) -> float:
+    """The share of rounds that accepted the token at this index, among rounds that drafted so far."""
+    long = [row for row in rows if row.draft_tokens > index]
+    accepted = sum((row.rounds or 0) * row.acceptance[index].served for row in long)
+    return accepted / sum(row.rounds or 0 for row in long)
+
+
+def schedule(rows: Sequence[ServedRow]) -> list[tuple[int, int, int]]:
     """(first, last, K) by ranges of requests at a time: the K of the largest speed-up, 0 where none is faster.
 
     A range ends with a measured concurrency. Beyond the largest one nothing is known.
     """
     steps, first = [], 1
-    for count in sorted({row["concurrency"] for row in rows}):
-        faster = [row for row in rows if row["concurrency"] == count and row["verdict"] == "faster"]
-        best = max(faster, key=lambda row: judged_speed(row)["median"], default={"draft_tokens": 0})
-        steps.append((first, count, int(best["draft_tokens"])))
+    for count in sorted({row.concurrency for row in rows}):
+        faster = [row for row in rows if row.concurrency == count and row.verdict == "faster"]
+        best = max(faster, key=lambda row: row.speedup_without_loops.median or 0, default=None)
+        steps.append((first, count, best.draft_tokens if best else 0))
         first = count + 1
     return steps

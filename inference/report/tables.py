@@ -1,14 +1,14 @@
 """The tables of all pages. A figure's title, form and meaning are stated once, in a list of columns."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from outrider.base.words import Columns, Table, figure, filled
+from outrider.base.words import Columns, Table, filled
 from outrider.inference.measure.lossless import BULK, GAP, PEAK
-from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
+from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS
+from outrider.inference.report.types import MethodReport
 from outrider.inference.settings.method import TRANSFORMERS
 
-Report = Mapping[str, Any]
+Row = Mapping[str, object]  # the values of a row's cells, by name
 PLAIN, GENERATE = "plain decoding", "transformers generate"
 
 METHODS: Columns = {
@@ -27,8 +27,8 @@ METHODS: Columns = {
         "{speedup_without_loops:interval}",
         "the same of the texts that do not repeat themselves; the verdict comes from it",
     ),
-    "vs transformers": ("{speedup[vs_transformers_generate]:interval}", "the same over transformers' own generate"),
-    "tokens/s": ("{tokens_per_second[speculative]:.1f}", "decoded tokens a second, the prefill left out"),
+    "vs transformers": ("{over_generate:interval}", "the same over transformers' own generate"),
+    "tokens/s": ("{speed:.1f}", "decoded tokens a second, the prefill left out"),
     "tokens a pass": (
         "{tau:.2f?}",
         "τ: tokens that one pass of the target yields on average, its own included; 1 without a drafter",
@@ -45,12 +45,12 @@ METHODS: Columns = {
 WHOLE: Columns = {
     "from the prompt on": ("{method}", "how drafts were made"),
     "prefill ms [95 %]": (
-        "{prefill_seconds[speculative]:ms}",
+        "{prefill:ms}",
         "milliseconds before the first token, a drafter's own among them",
     ),
     "decoding": ("{speedup:times}", "the speed-up of what comes after"),
     "prefill and decoding [95 %]": ("{end_to_end:interval}", "the speed-up with the prefill counted"),
-    "vs transformers": ("{end_to_end[vs_transformers_generate]:interval}", "the same over transformers' own generate"),
+    "vs transformers": ("{whole_over_generate:interval}", "the same over transformers' own generate"),
 }
 COUNTED: Columns = {
     "method": METHODS["method"],
@@ -79,109 +79,76 @@ JUDGED: Columns = {
         "{ties} of {positions} (transformers: {own_ties})",
         "positions at which another token would have been chosen; transformers' own pass has some too",
     ),
-    "faults": ("{found}", "what is beyond its limit"),
-}
-SERVED: Columns = {
-    "method": ("{method}", "how drafts were made"),
-    "requests": ("{concurrency}", "at a time"),
-    "K": ("{draft_tokens}", "tokens of a draft"),
-    "τ": ("{tau:.2f}", "tokens of a pass of the target, in the engine"),
-    "τ here": ("{tau_here:.2f}", "by this runtime, or of the table alone"),
-    "accepted by depth": (
-        "{there}",
-        "share of rounds accepted so far, in the engine; or of drafted tokens, if it says no more",
-    ),
-    "here": (
-        "{here}",
-        "the same by this runtime, or of the table alone; * where the engine differs by more than chance",
-    ),
-    "identical": (
-        "{identical}",
-        "texts that equal the engine's own without a drafter; in brackets, those of it (without it, those with a "
-        "drafter) that equal the reference's",
-    ),
-    "tokens/s": ("{tokens}", "of all requests together, without a drafter and with it"),
-    "ms/token": ("{spent}", "of a request after its first step, without a drafter and with it"),
-    "speed-up [95 %]": ("{speedup:interval}", "of a request's decoding: the median over prompts"),
-    "without loops [95 %]": METHODS["without loops [95 %]"],
-    "verdict": ("{verdict}", "as above"),
+    "faults": ("{verdict}", "what is beyond its limit"),
 }
 
 
-def identical_text(report: Report, key: str = "identical", ties: str = "excused_ties") -> str:
-    """How many compared texts equal the reference's, and how many ties, by their keys in the report."""
-    if report["temperature"]:
+def identical_text(report: MethodReport, same: int, ties: int = 0) -> str:
+    """How many compared texts are the `same` as others, and how many differ by ties only."""
+    if report.conditions.temperature:
         return "sampled"
-    lossless = report["lossless"]
-    excused = lossless.get(ties)
-    return f"{lossless.get(key, '–')}/{lossless['checked']}{f' (+{excused} ties)' if excused else ''}"
+    return f"{same}/{report.lossless.checked}{f' (+{ties} ties)' if ties else ''}"
 
 
-def arms_and_methods(reports: Sequence[Report]) -> list[Report]:
-    """Plain decoding and, if run, transformers' generate, as reports of the figures they have; then `reports`."""
-    first, reference = reports[0], "sampled" if reports[0]["temperature"] else "reference"
-    plain = identical_text(first, "autoregressive_identical", "autoregressive_excused_ties")
-    rows: list[dict[str, Any]] = [{"method": PLAIN, "speedup": "1.00", "end_to_end": "1.00"}]
-    rows[0] |= {"same_as_plain": reference, "identical": plain}
-    if first["prefill_seconds"][TRANSFORMERS] is not None:
-        speedups = {name: {**speed, "vs_transformers_generate": "1.00"} for name, speed in first[TRANSFORMERS].items()}
-        rows.append({"method": GENERATE, "same_as_plain": plain, "identical": reference, **speedups})
-    for row, arm in zip(rows, ("autoregressive", TRANSFORMERS), strict=False):
-        row["tau"] = 1.0
-        row |= {key: {"speculative": first[key][arm]} for key in ("tokens_per_second", "prefill_seconds")}
+def arms_and_methods(reports: Sequence[MethodReport]) -> list[Row]:
+    """The cells of plain decoding and, if it was run, of transformers' generate; then those of `reports`."""
+    first, stock = reports[0], reports[0].transformers_generate
+    reference, lossless = "sampled" if first.conditions.temperature else "reference", first.lossless
+    same = identical_text(first, lossless.autoregressive_identical, lossless.autoregressive_excused_ties)
+    plain: Row = {"method": PLAIN, "tau": 1.0, "speedup": "1.00", "end_to_end": "1.00", "same_as_plain": reference}
+    rows: list[Row] = [{**plain, **_times(first, "autoregressive"), "identical": same if stock else "–"}]
+    if stock:
+        ones = dict.fromkeys(("over_generate", "whole_over_generate"), "1.00")
+        texts = {"same_as_plain": same, "identical": reference}
+        rows.append({"method": GENERATE, "tau": 1.0, **vars(stock), **ones, **_times(first, TRANSFORMERS), **texts})
     for report in reports:
-        same, identical = identical_text(report, "identical_to_plain", ""), identical_text(report)
-        rows.append({**report, "same_as_plain": same, "identical": identical})
-    return [*rows] if len(rows) > 1 + len(reports) else [{**row, "identical": "–"} for row in rows]
+        compared = report.lossless
+        rows.append(
+            {
+                **vars(report.figures),
+                **vars(report),
+                **_times(report, "speculative"),
+                "over_generate": report.figures.speedup.vs_transformers_generate or "",
+                "whole_over_generate": report.end_to_end.vs_transformers_generate or "",
+                "same_as_plain": identical_text(report, compared.identical_to_plain),
+                "identical": identical_text(report, compared.identical, compared.excused_ties) if stock else "–",
+            }
+        )
+    return rows
 
 
-def methods_tables(reports: Sequence[Report]) -> tuple[Table, Table]:
+def _times(report: MethodReport, arm: str) -> Row:
+    return {"speed": report.tokens_per_second[arm], "prefill": report.prefill_seconds[arm]}
+
+
+def methods_tables(reports: Sequence[MethodReport]) -> tuple[Table, Table]:
     """Verdict, speed-ups, τ and acceptance of each method; and the time of whole answers, the prefill included."""
     rows = arms_and_methods(reports)
     return filled(METHODS, rows), filled(WHOLE, rows)
 
 
-def counted_table(reports: Sequence[Report]) -> Table:
+def counted_table(reports: Sequence[MethodReport]) -> Table:
     """The variants of τ in other papers, and the conditional acceptance at the first depths."""
-    depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
+    depths = range(min(6, max(len(report.acceptance_given_previous) for report in reports)))
     often = "how often the draft is right here, where it was right before"
-    deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}][accepted]:.2f}}", often) for i in depths}
-    return filled({**COUNTED, **deeper}, reports)
+    deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}].accepted:.2f}}", often) for i in depths}
+    return filled({**COUNTED, **deeper}, [{**vars(report.figures), **vars(report)} for report in reports])
 
 
-def category_tables(reports: Sequence[Report]) -> list[tuple[str, Table]]:
+def category_tables(reports: Sequence[MethodReport]) -> list[tuple[str, Table]]:
     """By category, what it is and the table of its figures."""
     columns, tables = {name: METHODS[name] for name in CATEGORY}, []
-    for name, figures in reports[0]["by_category"].items():
-        rows = [{**report["by_category"][name], "method": report["method"]} for report in reports]
-        title = f"{name}, {figures['prompts']} of the prompts: {loops_text(figures['loops'])}"
-        tables.append((title, filled(columns, rows)))
+    for name, figures in reports[0].by_category.items():
+        rows = [{**vars(report.by_category[name]), "method": report.method} for report in reports]
+        tables.append((f"{name}, {figures.prompts} of the prompts: {figures.loops}", filled(columns, rows)))
     return tables
 
 
-def judged_table(reports: Sequence[Report]) -> Table:
+def judged_table(reports: Sequence[MethodReport]) -> Table:
     """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own."""
-    judged = {arm: row for report in reports for arm, row in report["lossless"]["judged"].items() if row}
-    faults = {arm: f"NOT LOSSLESS: {'; '.join(row['faults'])}" for arm, row in judged.items() if row["faults"]}
-    rows = [{**row, "method": arm, "found": faults.get(arm, "none above rounding")} for arm, row in judged.items()]
-    return filled(JUDGED, rows)
-
-
-def served_table(reports: Sequence[Report]) -> Table:
-    """A row for every method and concurrency in an engine."""
-    return filled(SERVED, [_served(report, row) for report in reports for row in report.get("served") or ()])
-
-
-def _served(report: Report, row: Report) -> Report:
-    depths, count = row["acceptance"], row["requests"]
-    matches, plain = row["identical_to_reference"], row["plain_identical_to_reference"]
-    same = f"({matches}/{count})" if plain is None else f"{row['identical_to_plain']}/{count} ({plain})"
-    return {
-        **row,
-        "method": report["method"],
-        "there": " ".join(f"{depth['served']:.3f}" for depth in depths),
-        "here": " ".join(f"{depth['here']:.3f}{'*' * depth['differs']}" for depth in depths),
-        "identical": "" if matches is None else same,
-        "tokens": " → ".join(figure(speed, ".1f") for speed in row["tokens_per_second"].values()),
-        "spent": " → ".join(f"{1000 * seconds:.1f}" for seconds in row["seconds_per_token"].values()),
-    }
+    judged = {arm: judgement for report in reports for arm, judgement in report.lossless.judged.items() if judgement}
+    faults = {arm: f"NOT LOSSLESS: {'; '.join(row.faults)}" for arm, row in judged.items() if row.faults}
+    none = "none above rounding"
+    return filled(
+        JUDGED, [{**vars(row), "method": arm, "verdict": faults.get(arm, none)} for arm, row in judged.items()]
+    )

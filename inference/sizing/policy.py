@@ -26,6 +26,7 @@ TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
 SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
 INDICES = max(LONGEST_CHAIN, BANDS)  # most indices of trials
+TUNED_TOKENS = 192  # maximum length of a generation that is measured for a `Tuning`
 KEEP = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
 
 Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number of right ones

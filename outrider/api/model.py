@@ -41,7 +41,9 @@ class Model(Decoder):
             else Prompt(str(number), "chat", tuple(prompt), True)
             for number, prompt in enumerate(prompts, start=1)
         ]
-        from outrider.inference.evaluate.compare import evaluate_checkpoint  # the report's modules: loaded only for one
+        from outrider.inference.evaluate.evaluation import (
+            evaluate_checkpoint,  # the report's modules: loaded only for one
+        )
 
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             with suppress(SystemExit):  # not lossless: the report says so

@@ -137,35 +137,23 @@ class _Figures(string.Formatter):
     def get_field(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             return super().get_field(name, args, kwargs)
-        except (KeyError, IndexError, TypeError):
+        except (AttributeError, KeyError, IndexError, TypeError):
             return "", name
 
     def format_field(self, value: Any, form: str) -> str:
         return figure(value, form)
 
 
-def figure(value: Any, form: str = "interval") -> str:
-    """A figure as text; a dash for None and a median of nothing. A text stays.
-
-    form: one of `format`, with "?" appended if zero is a dash too. For a median with its interval: "interval"; "times",
-    the median alone; "ms", in thousandths.
-    """
+def figure(value: object, form: str = "interval") -> str:
+    """A figure as text; a dash for None. A text stays. form: of `format`, with "?" appended if zero is a dash too."""
     if isinstance(value, str):
         return value
     if value is None or (form.endswith("?") and not value):
         return "–"
-    if not isinstance(value, Mapping):
-        return format(value, form.removesuffix("?"))
-    if value["median"] is None:
-        return "–"
-    if form == "ms":
-        low, middle, high = (1000 * seconds for seconds in (value["ci95"][0], value["median"], value["ci95"][1]))
-        return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
-    times = f"{value['median']:.2f}×"
-    return times if form == "times" else f"{times} [{value['ci95'][0]:.2f}, {value['ci95'][1]:.2f}]"
+    return format(value, form.removesuffix("?"))
 
 
-def filled(columns: Columns, facts: Iterable[Mapping[str, Any]]) -> Table:
+def filled(columns: Columns, facts: Iterable[Mapping[str, object]]) -> Table:
     """The table with a row for each of `facts`."""
     rows = [[_Figures().vformat(cell, (), record) for cell, _ in columns.values()] for record in facts]
     return Table({name: meaning for name, (_, meaning) in columns.items()}, rows)

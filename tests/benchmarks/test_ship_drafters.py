@@ -26,7 +26,7 @@ from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, 
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, save_tiny_models, shrunk
 from outrider.inference.loading.drafters import load_drafters
-from outrider.inference.report.facts import trained_seconds
+from outrider.inference.report.conditions import trained_seconds
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, StopConfig

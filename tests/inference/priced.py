@@ -18,6 +18,6 @@ def costs(
 
 def price(patch: pytest.MonkeyPatch, prices: Costs) -> None:
     """What is measured costs this, however busy the machine is; drafts are right as often as they are."""
-    measure = probe.measure
+    measure = probe.measure_costs
     patch.setattr(probe, "SECONDS", 0.0)  # it measures for no longer than it must
-    patch.setattr(probe, "measure", lambda *given: replace(measure(*given), costs=prices))
+    patch.setattr(probe, "measure_costs", lambda *given: replace(measure(*given), costs=prices))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Re
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
-from outrider.inference.audit.audit import Part, audit, beyond, judged, read
+from outrider.inference.audit.audit import Part, audit, beyond, judge_arm, score_answers
 from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refused, tokens_needed
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler, invert
@@ -76,7 +76,7 @@ def greedy(answers: Sequence[ServedAnswer]) -> list[ServedAnswer]:
 
 def faults(model: PreTrainedModel, answers: Sequence[ServedAnswer], seed: int = 0) -> tuple[str, ...]:
     given = dict(enumerate(answers, 1))
-    return judged(read(model, given, Streams(seed)), given, LEVEL).faults
+    return judge_arm(score_answers(model, given, Streams(seed)), given, LEVEL).faults
 
 
 def draw(logits: Tensor, step: int, coins: torch.Generator, temperature: float = 1.0) -> Tensor:
@@ -335,7 +335,7 @@ def test_another_prompt_is_seen_by_the_first_tokens_alone(model: PreTrainedModel
 def test_faults_are_found_where_they_are(model: PreTrainedModel) -> None:
     for lossy, lines in ((replaced, set(range(1, 17, 4))), (one_token_corrupted, {1})):
         given = dict(enumerate(lossy(model, 0), 1))
-        at = judged(read(model, given, Streams(0)), given, LEVEL).at
+        at = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL).at
         assert {(token.line, token.position) for token in at} == {(line, 20) for line in lines}
         if lossy is replaced:
             for token in at:
@@ -419,7 +419,7 @@ def test_what_transformers_would_leave_out_in_the_servers_precision_is_counted_b
     half = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     counted = []
     for answers, by in ((with_top_p(half, rows=96), half), (with_top_p(model, said=0.7), model)):
-        found = judged(read(by, given := dict(enumerate(answers, 1)), Streams(0)), given, LEVEL)
+        found = judge_arm(score_answers(by, given := dict(enumerate(answers, 1)), Streams(0)), given, LEVEL)
         counted.append((found.numbers["not_chosen"], found.numbers["not_chosen_by_transformers"], found.faults))
     (here, own, none), (more, exact, refused_for) = counted
     assert here > 0
@@ -441,7 +441,7 @@ def test_what_the_noise_refuses_is_measured_by_other_readings_of_transformers_to
     given = dict(enumerate(lossy(model, 0), 1))
     for making, refuses in ((make_reference, True), (tipped, False)):
         with patch("outrider.inference.audit.audit.make_reference", making):
-            found = judged(read(model, given, Streams(0)), given, LEVEL)
+            found = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL)
         assert found.numbers["not_chosen"] > 0
         assert any("another token than the target's" in fault for fault in found.faults) == refuses
 
@@ -449,12 +449,12 @@ def test_what_the_noise_refuses_is_measured_by_other_readings_of_transformers_to
 def test_a_long_answer_is_read_in_parts_that_bound_memory(model: PreTrainedModel) -> None:
     for lossy in (replaced, one_token_corrupted):
         given = dict(enumerate(lossy(model, 0), 1))
-        whole = judged(read(model, given, Streams(0)), given, LEVEL)
+        whole = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL)
         with (
             patch("outrider.inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
             patch("outrider.inference.audit.audit.make_reference", Mock(side_effect=make_reference)) as made,
         ):
-            parts = judged(read(model, given, Streams(0)), given, LEVEL)
+            parts = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL)
         assert [len(call.args[2]) for call in made.call_args_list] == [10, 10, 10, 10, 8] * len(given)
         assert [token[:4] for token in parts.at] == [token[:4] for token in whole.at]
         assert {key: parts.numbers[key] for key in ("tokens", "not_chosen", "sampled_tokens")} == {
@@ -516,7 +516,7 @@ def test_texts_are_tokenised_again_and_counted(path: Path, model: PreTrainedMode
     (answer,) = given.values()
     assert answer.prompt_ids == target.tokenizer("def f")["input_ids"]
     assert target.tokenizer.decode(answer.output_ids) == "oo():"
-    assert judged(read(model, given, Streams(0)), given, LEVEL).numbers["retokenised"] == 1
+    assert judge_arm(score_answers(model, given, Streams(0)), given, LEVEL).numbers["retokenised"] == 1
 
 
 @pytest.mark.parametrize(("line", "named"), [

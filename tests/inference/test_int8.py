@@ -24,7 +24,7 @@ from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.cpu.vectors import PANEL
 from outrider.inference.engines.fused_layers import join
 from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, pack_linears
-from outrider.inference.evaluate.compare import evaluate as command
+from outrider.inference.evaluate.evaluation import evaluate as command
 from outrider.inference.loading import models, target_setup
 from outrider.inference.loading.memory_plan import evaluation_memory
 from outrider.inference.loading.models import make_runtime, prepare_models

@@ -13,7 +13,8 @@ from outrider.base.errors import UserError
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.inference.loading.memory_plan import Memory
-from outrider.inference.report.wording import recommendation
+from outrider.inference.report.sentences import recommendation
+from outrider.inference.report.types import read_reports
 from outrider.train import auto_run
 from outrider.train.auto import main
 from outrider.train.auto_choice import (
@@ -26,7 +27,7 @@ from outrider.train.auto_choice import (
     choose_trainings,
     configure_pipeline,
 )
-from outrider.train.auto_run import reports_in, run_auto
+from outrider.train.auto_run import run_auto
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from tests.conf.test_configs import compose_and_build
 from tests.refusals import refusal
@@ -162,7 +163,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     folder = tmp_path / "out"
     assert "not tried: early_exit: all prompts make" in said
     assert "give more prompts" in said
-    sentence = recommendation(reports_in(folder / "report/report.json"))
+    sentence = recommendation(read_reports(folder / "report/report.json", ""))
     assert sentence in said
     assert sentence in (folder / "README.md").read_text()
     assert (folder / "export/trigrams/README.md").exists()

@@ -28,7 +28,7 @@ from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
-from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.evaluate.evaluation import evaluate
 from outrider.inference.measure.replay import RecordedSession, replay
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
 from outrider.inference.settings.evaluate import EvaluateConfig

@@ -64,8 +64,8 @@ class Decoding:
             drafter = ModelDrafter(model, Chain(FixedLength(WATCHED_DRAFT)))
             rounds = speculative(stack, drafter, prompt, max_new_tokens=self.new_tokens, eos=self.eos)
             generations.append(collect(rounds))
-        positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
-        return {"tau": decode_statistics(generations)["tau"], **positions}
+        positions = {f"accept_{row.position}": row.accepted for row in acceptance_by_position(generations)}
+        return {"tau": decode_statistics(generations).tau, **positions}
 
 
 class MovedNorms:

@@ -26,7 +26,7 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference import audit_server as audit_command
 from outrider.inference.audit.answers import ServedAnswer, read_answers
-from outrider.inference.audit.audit import audit, judged, read
+from outrider.inference.audit.audit import audit, judge_arm, score_answers
 from outrider.inference.batch import server
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Server
@@ -291,7 +291,7 @@ def test_values_at_the_limits_are_judged(model: PreTrainedModel) -> None:
         {"temperature": 1.0, "repetition_penalty": 1e3}, {"temperature": 1.0, "top_p": 1 - 1e-16},
     ):  # fmt: skip
         answers = {1: ServedAnswer(prompt_ids=[1, 2, 3], output_ids=[4, 5, 6], **own)}
-        finding = judged(read(model, answers, Streams(0), simulate=False), answers, 0.001)
+        finding = judge_arm(score_answers(model, answers, Streams(0), simulate=False), answers, 0.001)
         assert finding.verdict
 
 

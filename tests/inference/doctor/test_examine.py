@@ -14,11 +14,11 @@ from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import examine, find_examinees
-from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.evaluate.evaluation import evaluate
 from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.loading.models import Models, load_models
 from outrider.inference.loading.target_setup import find_setup
-from outrider.inference.measure.bench import render
+from outrider.inference.measure.prepared import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write

@@ -24,8 +24,8 @@ from outrider.inference.core.tree import DraftTree, chain_parents
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from outrider.inference.drafters.plugin import DrafterPlugin
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.evaluate import compare
-from outrider.inference.evaluate.compare import evaluate as command
+from outrider.inference.evaluate import measuring
+from outrider.inference.evaluate.evaluation import evaluate as command
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.memory_plan import Storage, cache_bytes, drafter_memory
 from outrider.inference.loading.rehearsal import shrink
@@ -254,7 +254,7 @@ def test_a_head_is_reported_tuned_and_resumed(
     evaluate(replace(made, resume=True), QUESTIONS)
     weights = load_file(tmp_path / "head/model.safetensors")
     save_file({**weights, "fc.weight": 2 * weights["fc.weight"]}, tmp_path / "head/model.safetensors")
-    monkeypatch.setattr(compare, "load_models", None)  # it is refused before anything is loaded
+    monkeypatch.setattr(measuring, "load_models", None)  # it is refused before anything is loaded
     refusal(r"other settings: eagle3\.tensors\.fc", evaluate, replace(made, resume=True), QUESTIONS)
 
 

@@ -72,7 +72,7 @@ def test_draft_logits_are_those_of_the_layers_left_over_the_whole_targets_cache(
 def test_layers_that_cannot_be_skipped_are_refused_before_anything_is_loaded(
     skip: tuple[int, ...], config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.inference.evaluate.compare.load_models", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.inference.evaluate.measuring.load_models", lambda *_: pytest.fail("loaded"))
     refusal("skip", lambda: evaluate(config("out", methods={"m": MethodConfig("skip_layers", skip=skip)})))
 
 

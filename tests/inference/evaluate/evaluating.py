@@ -17,7 +17,8 @@ from accelerate import PartialState
 from outrider.base.errors import UserError
 from outrider.data_prep.text.prompts import Prompt
 from outrider.inference.core.rounds import Generation
-from outrider.inference.evaluate import compare
+from outrider.inference.evaluate import evaluation, measuring
+from outrider.inference.evaluate.engine import evaluate_in_engine
 from outrider.inference.measure.results import append_result, read_results
 from outrider.inference.report import plots
 from outrider.inference.settings.engine import EngineConfig
@@ -47,7 +48,10 @@ def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> N
     """
     config = replace(config, template="none") if config.template == "auto" else config
     with patch.object(plots, "_save", return_value=""):
-        compare.evaluate_checkpoint(config, prompts)
+        if isinstance(config, EngineConfig):
+            evaluate_in_engine(config, prompts)
+        else:
+            evaluation.evaluate_checkpoint(config, prompts)
 
 
 def in_engine(config: EvaluateConfig, **options: Any) -> EngineConfig:
@@ -82,7 +86,7 @@ def processes(config: EvaluateConfig) -> int:
 
 def refused(config: EvaluateConfig, why: str, prompts: Sequence[Prompt] = QUESTIONS) -> None:
     """The evaluation ends for that reason, before any weights are read."""
-    with patch.object(compare, "load_models", None), pytest.raises(UserError, match=why):
+    with patch.object(measuring, "load_models", None), pytest.raises(UserError, match=why):
         evaluate(config, prompts)
 
 
@@ -95,7 +99,7 @@ def killed_after(config: EvaluateConfig, prompts: int, asked: Sequence[Prompt] =
             if len(read_results(Path(config.out_dir))) == prompts:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        compare.append_result = append  # in a fork
+        measuring.append_result = append  # in a fork
         evaluate(config, asked)
 
     job = multiprocessing.get_context("fork").Process(target=run)
@@ -113,7 +117,7 @@ def together(
     """Exit statuses of `count` processes that evaluate as under a launcher; `prepare(rank)` runs in each before."""
 
     def work(state: PartialState) -> None:
-        compare.join_processes = lambda: state
+        evaluation.join_processes = lambda: state
         prepare(state.process_index)
         try:
             evaluate(config, prompts)

@@ -17,11 +17,11 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.drafters.model_plugin import Calibrated
-from outrider.inference.evaluate import compare
+from outrider.inference.evaluate import evaluation
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.measure.arms import Asked, make_arms, measure, transformers_generate, without_captures
+from outrider.inference.measure.arms import Asked, make_arms, run_arms, transformers_generate, without_captures
 from outrider.inference.measure.results import Arm
-from outrider.inference.measure.threads import CpuWatch, load_average, warn_if_busy
+from outrider.inference.measure.threads import CpuWatch, warn_if_busy
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import (
     AUTOREGRESSIVE,
@@ -63,7 +63,7 @@ def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE, [3, 1, 2]), "m": arm("m", [5, 6, 4])}
     profilers = {"m": lambda *_: Generation((9,), 0, 0)}
-    (result,) = measure(arms, [Asked("p", "c", [1])], repeats=3, turn=1, profilers=profilers)
+    (result,) = run_arms(arms, [Asked("p", "c", [1])], repeats=3, turn=1, profilers=profilers)
     assert calls == ["m", AUTOREGRESSIVE, AUTOREGRESSIVE, "m", "m", AUTOREGRESSIVE]
     assert result.generations[AUTOREGRESSIVE].decode_seconds == 2
     assert result.generations["m"].decode_seconds == 5
@@ -83,7 +83,7 @@ def test_every_repeat_has_its_streams() -> None:
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE), "m": arm("m")}
     options = {"repeats": 3, "turn": 1, "seed": 5, "profilers": {"m": arm("profile")}}
-    (result,) = measure(arms, [Asked("p", "c", [1])], **options)
+    (result,) = run_arms(arms, [Asked("p", "c", [1])], **options)
     assert sorted(given, key=lambda pair: (pair[0], pair[1].repeat)) == [
         *((AUTOREGRESSIVE, Streams(5, "p", repeat)) for repeat in range(3)),
         *(("m", Streams(5, "p", repeat)) for repeat in range(3)),
@@ -139,7 +139,7 @@ def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "number", noted)
     arms = sampled_arms(*METHODS)
     for turn, prompt in enumerate(("a", "b")):
-        measure(arms, [Asked(prompt, "", [0])], repeats=2, turn=turn)
+        run_arms(arms, [Asked(prompt, "", [0])], repeats=2, turn=turn)
     assert len(set(given)) == len(given)
     drawn = 1 + len(METHODS)  # those that verify, and
     drawn += 6 + 1 + 1 + 2 + 1  # chains and trees that draw from q, those with Beta's coins, and a search
@@ -185,12 +185,6 @@ def test_the_report_says_how_many(tmp_path: Path, config: Callable[..., Evaluate
     assert "(2 threads)" in (Path(made.out_dir) / "report.md").read_text()
 
 
-@pytest.mark.parametrize("turn", [1, 2])
-def test_every_test_begins_with_one_thread(turn: int) -> None:
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(2)
-
-
 def test_a_process_that_waits_for_its_cores_is_seen() -> None:
     """Of four threads no more than two run at once: the time of two cores is due."""
     torch.set_num_threads(4)
@@ -214,15 +208,9 @@ def test_a_busy_machine_is_said_once_by_every_command(
     monkeypatch.setattr(progress, "is_step", step)
     pipeline = PipelineConfig(steps={"target": {}}, target="given", out_dir=str(tmp_path / "out"))
     damaged = EvaluateConfig(target="t", prompts="no.jsonl", methods={"prompt_lookup": preset("prompt_lookup")})
-    for command in (lambda: run_pipeline(pipeline, []), lambda: compare.evaluate(damaged)):
+    for command in (lambda: run_pipeline(pipeline, []), lambda: evaluation.evaluate(damaged)):
         warn_if_busy.cache_clear()
         with suppress(UserError):
             command()
         warn_if_busy()
         assert capsys.readouterr().err.count("the load average is 9.0 on 2 cores") == lines
-
-
-def test_without_a_load_average_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_average() is not None
-    monkeypatch.delattr(os, "getloadavg")
-    assert load_average() is None

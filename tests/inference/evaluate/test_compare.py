@@ -17,8 +17,8 @@ from outrider.draft_models.targets.vocabulary import UnusableTextError
 from outrider.inference.core import batch as core
 from outrider.inference.core.batch import Batch, Request, run_jointly
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.evaluate import compare
-from outrider.inference.measure import arms, bench
+from outrider.inference.evaluate import evaluation
+from outrider.inference.measure import arms, bench, prepared
 from outrider.inference.measure.results import Arm, read_results
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
@@ -69,12 +69,12 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
         written.append(answer_ids)
         return [byte % 250 for byte in seen[-1][-1].encode()]
 
-    monkeypatch.setattr(bench, "render_prompt", noted)
+    monkeypatch.setattr(prepared, "render_prompt", noted)
     price(monkeypatch, costs(step=0.0, node=0.0))  # so that every draft pays
     auto = MethodConfig(stop=StopConfig(max_draft="auto"))
     made = config("talk", methods={"auto": auto}, template="vicuna")
     turns = ("x" * 246, "and then?", "x" * 247, "never asked")  # of 256 positions, 10 are for the answer
-    compare.evaluate_checkpoint(made, [Prompt("p", "chat", turns, True)])
+    evaluation.evaluate_checkpoint(made, [Prompt("p", "chat", turns, True)])
     results = read_results(Path(made.out_dir))[0].turns
     assert [r.prompt_id for r in results] == ["p/turn1", "p/turn2"]
     assert [r.conversation for r in results] == ["p", "p"]
@@ -104,7 +104,7 @@ def test_a_turn_that_an_answer_makes_unusable_ends_its_conversation(
             raise UnusableTextError("holds the token", "token")
         return [byte % 250 for byte in texts[-1]["content"].encode()]
 
-    monkeypatch.setattr(bench, "render_prompt", refusing)
+    monkeypatch.setattr(prepared, "render_prompt", refusing)
     made = config("unusable", template="vicuna")
     evaluate(made, [Prompt("p", "chat", ("who?", "and?"), True), Prompt("q", "text", ("once",), False)])
     report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]

@@ -12,9 +12,9 @@ from outrider.commands.evaluating import with_methods
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.verify import verify_greedy
+from outrider.inference.evaluate.planning import heldout_fraction
 from outrider.inference.evaluate_checkpoint import main
 from outrider.inference.loading.target_setup import end_tokens
-from outrider.inference.report.facts import heldout_fraction
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from tests.tiny import LAYERS, byte_tokenizer, save_exit, save_target

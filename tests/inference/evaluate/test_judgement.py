@@ -34,7 +34,16 @@ from outrider.inference.engines.packing import compare_panels
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.models import load_plain, make_runtime, prepare_models
 from outrider.inference.measure.arms import transformers_generate
-from outrider.inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
+from outrider.inference.measure.lossless import (
+    GAP,
+    PEAK,
+    Forced,
+    Judgement,
+    Reference,
+    judge_deviations,
+    make_reference,
+    precise,
+)
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -119,7 +128,7 @@ class Subject:
                 forced = Forced(choose(), reference)
                 list(self.decode(arm, reference.prompt, forced))
                 found.append(forced.deviation(own))
-        return judge(found)
+        return judge_deviations(found)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +203,7 @@ def test_no_fault_where_readings_of_transformers_differ(subject: Subject) -> Non
     def judged(reference: Reference) -> Judgement:
         forced = Forced(TokenSelector(), reference)
         list(subject.decode("autoregressive", reference.prompt, forced))
-        return judge([forced.deviation(reference.text)])
+        return judge_deviations([forced.deviation(reference.text)])
 
     assert judged(lucky).faults == ()
     once = judged(replace(lucky, tipping_noise=lambda: (little, reference.logits_noise)))
@@ -222,7 +231,7 @@ def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
     forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("prompt_lookup", subject.references[0].prompt, forced))
     forced._errors[5] = forced._errors[5] * math.nan
-    found = judge([forced.deviation(subject.references[0].text)])
+    found = judge_deviations([forced.deviation(subject.references[0].text)])
     assert found.faults != ()
     assert found.peak_at == f"logits at position {len(subject.references[0].prompt) - 1 + 5}"
 
@@ -230,7 +239,7 @@ def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
 def deviation_with(model: PreTrainedModel, stack: LayerStack, reference: Reference, own: tuple[int, ...]) -> Judgement:
     forced = Forced(TokenSelector(), reference)
     list(autoregressive(stack, reference.prompt, max_new_tokens=len(reference.text), selector=forced))
-    return judge([forced.deviation(own)])
+    return judge_deviations([forced.deviation(own)])
 
 
 def test_only_real_ties_are_excused(tmp_path: Path) -> None:
@@ -260,8 +269,8 @@ def test_too_many_ties_are_a_fault(subject: Subject) -> None:
     forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("autoregressive", subject.references[0].prompt, forced))
     found = forced.deviation(subject.references[0].text)
-    assert judge([replace(found, gaps=(1.0,) * 3, own_gaps=1)]).faults == ()
-    assert judge([replace(found, gaps=(1.0,) * 30, own_gaps=1)]).faults != ()
+    assert judge_deviations([replace(found, gaps=(1.0,) * 3, own_gaps=1)]).faults == ()
+    assert judge_deviations([replace(found, gaps=(1.0,) * 30, own_gaps=1)]).faults != ()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])

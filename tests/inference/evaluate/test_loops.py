@@ -1,10 +1,9 @@
 """Texts that end in a cycle: they are counted, named in every form of a report, and decide nothing."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.lossless import Deviation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup
-from outrider.inference.measure.statistics import LEAST, looped
+from outrider.inference.measure.statistics import LEAST, Loops, MedianInterval, looped
 from outrider.inference.report.page import make_page
-from outrider.inference.report.report import build_report, write_reports
-from outrider.inference.report.wording import recommendation
-from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
-from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.report.sentences import recommendation
+from outrider.inference.report.types import MethodReport, read_reports, to_json
+from outrider.inference.report.writing import write_reports
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
+from tests.inference.evaluate.reports import report_of
 
 CODE = '''
 def add(one: int, other: int) -> int:
@@ -94,45 +94,37 @@ def results(speeds: Sequence[float], loops: Sequence[int] = (), stock: float = 1
     return made
 
 
-FACTS = {
-    "target": "models/my-target", "model": "my-target", "drafter": "runs/auto/table", "dtype": "float32",
-    "computes_in": "float32", "device": "cpu", "max_new_tokens": 24, "processes": 1, "temperature": 0.0,
-    "sampling": asdict(SamplingConfig()),
-    "settings": asdict(MethodConfig()), "kernels": {"1024×640 in bfloat16": "plain"},
-}  # fmt: skip
-
-
-def reported(made: Sequence[PromptResult], folder: Path, **facts: Any) -> tuple[dict[str, Any], str, str]:
-    """The report of "m" as JSON, Markdown and page, as they are written."""
-    report = build_report("m", made, FACTS | facts, seed=0)
+def reported(made: Sequence[PromptResult], folder: Path, **facts: Any) -> tuple[MethodReport, str, str]:
+    """The report of "m", and its Markdown and page as they are written."""
+    report = report_of(made, **facts)
     texts = {(r.prompt_id, arm): "" for r in made for arm in r.generations}
     write_reports(folder, [report], made, texts, partial(make_page, [report], made, str))
-    written = [(folder / f"report.{kind}").read_text() for kind in ("json", "md", "html")]
-    return json.loads(written[0]), written[1], written[2]
+    assert to_json(read_reports(folder / "report.json", "")) == to_json([report])
+    return report, *((folder / f"report.{kind}").read_text() for kind in ("md", "html"))
 
 
 def test_loops_are_counted_alike_everywhere_and_decide_nothing(tmp_path: Path) -> None:
     """Five texts at the speed of plain decoding, and three loops at ten times that."""
     report, table, page = reported(results([1.0] * 5 + [10.0] * 3, loops=(5, 6, 7)), tmp_path)
-    assert report["loops"] == {"texts": 8, "looping": 3, "share": 0.375}
-    assert {name: part["loops"]["looping"] for name, part in report["by_category"].items()} == {"chat": 2, "code": 1}
+    assert report.figures.loops == Loops(8, 3, 0.375)
+    assert {name: part.loops.looping for name, part in report.by_category.items()} == {"chat": 2, "code": 1}
     assert "3 of 8 texts repeat themselves" in table
     assert "3 of 8 texts repeat themselves" in page
     assert "2 of 4 texts repeat themselves" in page  # of the category
-    assert report["speedup"]["prompts"] == 8
-    assert report["speedup_without_loops"] == {"median": 1.0, "ci95": [1.0, 1.0], "prompts": 5}
+    assert report.figures.speedup.prompts == 8
+    assert report.figures.speedup_without_loops == MedianInterval(1.0, (1.0, 1.0), 5)
     assert "1.00× [1.00, 1.00]" in table
     assert "1.00× [1.00, 1.00]" in page
-    assert report["verdict"] == "undecided"
+    assert report.verdict == "undecided"
     assert "fastest" not in recommendation([report])
 
 
 def test_nothing_is_recommended_from_loops_alone(tmp_path: Path) -> None:
     """As a base model's under a chat template, of which a look-up was 5.8 times as fast."""
     report, table, page = reported(results([5.0, 5.8, 4.0, 31.2, 6.0], loops=range(5)), tmp_path)
-    assert report["verdict"] == "undecided"
-    assert report["speedup"]["median"] == pytest.approx(5.8)
-    assert report["speedup_without_loops"]["median"] is None
+    assert report.verdict == "undecided"
+    assert report.figures.speedup.median == pytest.approx(5.8)
+    assert report.figures.speedup_without_loops.median is None
     for said in (table, page, recommendation([report])):
         assert "undecided: 5 of 5 texts repeat themselves" in said
         assert "base model" in said
@@ -148,7 +140,7 @@ def test_ties_of_plain_decoding_are_noted_as_those_of_a_method(tmp_path: Path) -
     made[0] = replace(odd, generations={**odd.generations, **arms})
     made = [replace(r, deviations={"m": rounded, AUTOREGRESSIVE: rounded}) for r in made]
     report, table, page = reported(made, tmp_path, dtype="bfloat16", computes_in="bfloat16")
-    assert report["lossless"]["autoregressive_excused_ties"] == 1
+    assert report.lossless.autoregressive_excused_ties == 1
     for said in (table, page):
         assert "5/6 (+1 ties)" in said
         assert "0 of 48 (transformers: 12)" in said
@@ -159,7 +151,7 @@ def test_prompts_of_one_id_are_two_prompts() -> None:
     made = results([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     alike = [replace(r, prompt_id="p") for r in made]
     assert speedup(alike, "m", AUTOREGRESSIVE, Streams(0)) == speedup(made, "m", AUTOREGRESSIVE, Streams(0))
-    assert build_report("m", alike, FACTS, seed=0)["prompts"] == 6
+    assert report_of(alike).figures.prompts == 6
     assert len({r.unit for r in (replace(r, category=r.prompt_id, conversation="1") for r in made)}) == 6
     turns = [replace(r, category="chat", conversation="1") for r in made]
-    assert speedup(turns, "m", AUTOREGRESSIVE, Streams(0))["prompts"] == 1
+    assert speedup(turns, "m", AUTOREGRESSIVE, Streams(0)).prompts == 1

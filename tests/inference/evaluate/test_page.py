@@ -22,18 +22,19 @@ from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.settings import EARLY_EXIT
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import Noting, PromptResult, ShownRound, read_results
+from outrider.inference.measure.statistics import MedianInterval
 from outrider.inference.measure.threads import machine_load
-from outrider.inference.report.facts import RUN, origin_of, overlap, overlap_sentence
+from outrider.inference.report.comparison import compare_reports
+from outrider.inference.report.conditions import RUN, origin_of, overlap
 from outrider.inference.report.page import make_page, rejected_tokens
 from outrider.inference.report.plots import save_plots
-from outrider.inference.report.report import COLUMNS, log_reports
-from outrider.inference.report.side_by_side import compare_reports
-from outrider.inference.report.wording import conditions
+from outrider.inference.report.sentences import conditions_text, overlap_sentence
+from outrider.inference.report.types import MethodReport, read_reports
+from outrider.inference.report.writing import COLUMNS, log_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate, tokens
-from tests.refusals import refusal
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer
 
@@ -76,8 +77,8 @@ class Page(HTMLParser):
             self.scripts[self._script] = self.scripts.get(self._script, "") + text
 
 
-def kept(config: EvaluateConfig) -> tuple[list[dict[str, Any]], list[PromptResult]]:
-    reports = json.loads((Path(config.out_dir) / "report.json").read_text())["reports"]
+def kept(config: EvaluateConfig) -> tuple[list[MethodReport], list[PromptResult]]:
+    reports = read_reports(Path(config.out_dir) / "report.json", "")
     return reports, [turn for _, one in sorted(read_results(Path(config.out_dir)).items()) for turn in one.turns]
 
 
@@ -111,10 +112,10 @@ def test_the_page_shows_the_texts_that_were_measured(alone: EvaluateConfig) -> N
 def test_an_evaluation_beside_itself_is_no_faster(alone: EvaluateConfig, tmp_path: Path) -> None:
     folders = [alone.out_dir, alone.out_dir]
     found = compare_reports(CompareConfig(compare=folders, out_dir=str(tmp_path)))
-    assert [row["pair"] for row in found["methods"]] == [[name, name] for name in alone.methods]
-    for row in found["methods"]:
-        assert row["gain"] == {"median": 1.0, "ci95": [1.0, 1.0], "prompts": 5}
-        assert (row["same_text"], row["verdict"]) == (7, "undecided")
+    assert [row.pair for row in found.methods] == [(name, name) for name in alone.methods]
+    for row in found.methods:
+        assert row.gain == MedianInterval(1.0, (1.0, 1.0), 5)
+        assert (row.same_text, row.verdict) == (7, "undecided")
 
 
 def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
@@ -129,15 +130,15 @@ def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
     for wanted in ("Is it the target's own text?", "digest: target", "What the columns say"):
         assert wanted in said
     reports, _ = kept(alone)
-    for digest in reports[0]["digests"].values():
+    for digest in reports[0].conditions.digests.values():
         assert digest in said
-    for category in reports[0]["by_category"]:
+    for category in reports[0].by_category:
         assert f"<summary>{category}, " in said
 
 
 def test_no_text_of_a_model_becomes_markup(alone: EvaluateConfig) -> None:
     reports, results = kept(alone)
-    evil = [{**report, "target": EVIL, "model": EVIL} for report in reports]
+    evil = [replace(r, conditions=replace(r.conditions, target=EVIL, model=EVIL)) for r in reports]
     page = Page(make_page(evil, results, lambda ids: EVIL * len(ids)))
     assert [name for name, _ in page.elements if name in ("script", "img")] == ["script"] * 2
     text, shown = page.texts["0/chain"], results[0].shown["chain"]
@@ -189,12 +190,10 @@ def test_overlap_of_training_text_and_prompts_by_hand(tmp_path: Path) -> None:
         Prompt("short", "x", ("w0 w1",), False),
     ]
     found = overlap(data, prompts)
-    assert (found["prompts_seen"], found["prompts"]) == (1, 3)
-    assert (found["runs_seen"], found["runs"]) == (2, 3)
-    assert found["whole"]
-    assert "Hub" in overlap({**data, "source": "hub"}, prompts)["why"]
-    assert "cannot be read" in overlap({**data, "path": [str(tmp_path / "gone")]}, prompts)["why"]
-    assert "no record" in overlap(None, prompts)["why"]
+    assert (found.prompts_seen, found.prompts, found.runs_seen, found.runs, found.complete) == (1, 3, 2, 3, True)
+    for training, why in (({**data, "source": "hub"}, "Hub"), (None, "no record"),
+                          ({**data, "path": [str(tmp_path / "gone")]}, "cannot be read")):  # fmt: skip
+        assert why in overlap(training, prompts).why
     assert "or take newer prompts" in overlap_sentence("small_lm", overlap(None, prompts))
 
 
@@ -211,7 +210,7 @@ def test_what_the_prompts_are_to_the_drafters_is_said_where_it_is_known(alone: E
     (tmp_path / "prompts.json").write_text("{}")
     assert "held out from those" in (origin := origin_of(held, [Prompt("a", "maths", ("x",), True)]))
     reports, _ = kept(alone)
-    assert origin in conditions([{**reports[0], "origin": origin}])
+    assert origin in conditions_text([replace(reports[0], conditions=replace(reports[0].conditions, origin=origin))])
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -221,8 +220,7 @@ document.getElementById("choose-method").value = "tree";
 document.getElementById("choose-method").dispatchEvent(new Event("change"));
 document.querySelector('[data-text="0/tree"] [data-round="1"]').click();
 </script>"""
-WIDE = {"median": 10.25, "ci95": [10.11, 12.75], "prompts": 5, "vs_transformers_generate": None}
-WIDE["vs_transformers_generate"] = {**WIDE, "median": 20.5, "ci95": [19.25, 21.75]}
+WIDE = MedianInterval(10.25, (10.11, 12.75), 5, MedianInterval(20.5, (19.25, 21.75), 5))
 MEASURE = """<script>
 const below = (name) => document.querySelector(name).getBoundingClientRect().bottom;
 const seen = {width: innerWidth, busy: below(".busy"), verdict: below("#verdict")};
@@ -256,8 +254,9 @@ def test_a_window_shows_the_verdict_first_and_never_scrolls_sideways(
     """Twelve methods, a long name, a busy machine, and every table unfolded."""
     reports, results = kept(alone)
     busy = machine_load([0.34], [4.0], cores=2)
+    names = {"target": "/a/long/name/" * 9, "model": "a-long-name" * 9, "load": busy}
     many = [
-        {**report, "target": "/a/long/name/" * 9, "model": "a-long-name" * 9, "load": busy, "speedup": WIDE}
+        replace(report, conditions=replace(report.conditions, **names), figures=replace(report.figures, speedup=WIDE))
         for report in reports
     ] * 6
     page = make_page(many, results, decode, save_plots(tmp_path, many)).replace("</body>", MEASURE + "</body>")
@@ -323,19 +322,3 @@ def test_an_evaluation_is_one_run_with_its_table_and_page(tmp_path: Path, tiny_m
     assert (fake.init.call_count, run.log.call_count, run.finish.call_count) == (1, 1, 1)
     log_reports(config.wandb, tmp_path / "out", [], {})  # a resumed evaluation
     assert (fake.init.call_args.kwargs["id"], fake.init.call_args.kwargs["resume"]) == ("r1", "allow")
-
-
-def test_nothing_is_asked_of_it_where_it_is_disabled(tmp_path: Path, fake: MagicMock) -> None:
-    log_reports(EvaluateConfig(target="t", methods={"m": METHODS["chain"]}, checkpoint="c").wandb, tmp_path, [], {})
-    fake.init.assert_not_called()
-
-
-def test_without_the_package_it_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    config = EvaluateConfig(
-        target="nowhere", checkpoint="nowhere", methods=METHODS, out_dir=str(tmp_path),
-        wandb=WandbConfig(mode="offline"),
-    )  # fmt: skip
-    refusal(r"wandb\.mode: wandb is not installed; pip install wandb, or disabled", evaluate, config)

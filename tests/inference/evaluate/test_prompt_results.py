@@ -8,8 +8,9 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure import bench, results
+from outrider.inference.measure import results
 from outrider.inference.measure.lossless import Deviation
+from outrider.inference.measure.prepared import Prepared
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
@@ -72,8 +73,8 @@ def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
     chain = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
     tree = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=6))
     adaptive = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes="auto", max_depth="auto"))
-    prepared = bench.Prepared(
+    prepared = Prepared(
         {"chain": chain, "tree": tree, "auto": adaptive}, {"auto": Tuning(costs, (4.0, 2.0), (1.5, 0.0))}
     )
     results.begin_run(tmp_path, {}, asdict(prepared))
-    assert construct(bench.Prepared, results.open_run(tmp_path, {}, resume=True)) == prepared
+    assert construct(Prepared, results.open_run(tmp_path, {}, resume=True)) == prepared

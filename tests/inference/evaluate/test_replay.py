@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
             turn = replaying.RecordedTurn("1", "c", tuple(prompt), tuple(answer))
-            (found,) = replaying.replay_turns("m", METHODS[method], drafters, [turn], max_new_tokens=length, seed=3)
+            config = SimpleNamespace(max_new_tokens=length, seed=3)
+            (found,) = replaying.replay_turns("m", METHODS[method], drafters, [turn], config)
             assert outcome(found.rounds) == outcome(live[1:])
     assert any(r.accepted > 1 for r in live) or method == "prompt_lookup"
 

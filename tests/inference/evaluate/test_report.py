@@ -1,10 +1,11 @@
 """From what was measured to the report: every figure and the sentence at its top, by hand."""
 
+import json
 import re
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from outrider.base.machine import describe_machine
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.lossless import WORST, Deviation
 from outrider.inference.measure.results import PromptResult
+from outrider.inference.measure.speed import PlainToken
 from outrider.inference.measure.statistics import (
+    ChosenSize,
+    MedianInterval,
     acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
@@ -28,14 +32,15 @@ from outrider.inference.measure.statistics import (
     structure_statistics,
     verdict,
 )
-from outrider.inference.measure.threads import machine_load
+from outrider.inference.measure.threads import MachineLoad, machine_load
 from outrider.inference.report.page import make_page
 from outrider.inference.report.plots import plot_acceptance, plot_speedups
-from outrider.inference.report.report import build_report, markdown, write_reports
+from outrider.inference.report.sentences import recommendation
 from outrider.inference.report.tables import methods_tables
-from outrider.inference.report.wording import is_lossless, recommendation
-from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
-from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.report.types import GenerateSpeed, MethodReport, reports_in, to_json
+from outrider.inference.report.writing import markdown, write_reports
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
+from tests.inference.evaluate.reports import report_of
 from tests.tiers import as_many
 
 
@@ -50,41 +55,30 @@ def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generatio
 
 
 def test_statistics_by_hand() -> None:
-    stats = decode_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0)])
-    assert stats["tau"] == pytest.approx((5 + 2 + 1) / 3)
-    assert stats["acceptance_rate"] == pytest.approx(5 / 10)
-    assert stats["draft_share"] == pytest.approx(5 / 10)  # 8 decoded tokens and 2 of the prefills
-    assert stats["harmonic_mean"] == pytest.approx(0.5)
-    assert stats["drafted_tokens_per_round"] == pytest.approx(10 / 3)
-    assert decode_statistics([])["tau"] == 0
-
-
-def test_acceptance_by_position_by_hand() -> None:
-    table = acceptance_by_position([generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)])
-    assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 2)]
-    assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1 / 2])
-
-
-def test_requests_and_rounds_are_counted_by_hand() -> None:
-    """Two answers, of rounds that gave 5 and 2 tokens, and of one that gave 1; and one that its prefill ended."""
+    """Of two answers of rounds that gave 5 and 2 tokens, and 1; and one that its prefill ended."""
     ended = Generation((7,), 0.5, 0.0)
-    found = decode_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0), ended])
-    assert found["tau_of_requests"] == pytest.approx((7 / 2 + 1) / 2)
-    assert found["accepted_per_round"] == pytest.approx(5 / 3)
-    assert found["accepted_per_round_of_requests"] == pytest.approx((5 / 2 + 0) / 2)
-    assert set(decode_statistics([ended]).values()) == {0.0}
+    stats = decode_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0), ended])
+    assert stats.tau == pytest.approx((5 + 2 + 1) / 3)
+    assert stats.acceptance_rate == pytest.approx(5 / 10)
+    assert stats.draft_share == pytest.approx(5 / 11)  # 8 decoded tokens and 3 of the prefills
+    assert stats.harmonic_mean == pytest.approx(2 * 5 / 21)
+    assert stats.drafted_tokens_per_round == pytest.approx(10 / 3)
+    assert stats.tau_of_requests == pytest.approx((7 / 2 + 1) / 2)
+    assert stats.accepted_per_round == pytest.approx(5 / 3)
+    assert stats.accepted_per_round_of_requests == pytest.approx((5 / 2 + 0) / 2)
+    assert {*astuple(decode_statistics([ended])), *astuple(decode_statistics([]))} == {0.0}
 
 
-def test_conditional_acceptance_by_hand() -> None:
-    """Its product along the depths is the acceptance by position, where all drafts are equally deep."""
-    rounds = [generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)]
-    table = acceptance_by_position(rounds, given_previous=True)
-    assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 1)]
-    assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1])
+def test_acceptance_by_hand() -> None:
+    """The product of the conditional one along the depths is that by position, where all drafts are equally deep."""
+    mixed = [generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)]
+    assert [*map(astuple, acceptance_by_position(mixed))] == [(1, 4, 3 / 4), (2, 2, 1 / 2), (3, 2, 1 / 2)]
+    conditional = acceptance_by_position(mixed, given_previous=True)
+    assert [*map(astuple, conditional)] == [(1, 4, 3 / 4), (2, 2, 1 / 2), (3, 1, 1)]
     even = [generation([(3, 3), (3, 2), (3, 1), (3, 0)], 1.0)]
-    given = [row["accepted"] for row in acceptance_by_position(even, given_previous=True)]
-    assert np.cumprod(given) == pytest.approx([row["accepted"] for row in acceptance_by_position(even)])
-    assert [row["position"] for row in acceptance_by_position([generation([(3, 0)], 1.0)], given_previous=True)] == [1]
+    shares = [row.accepted for row in acceptance_by_position(even, given_previous=True)]
+    assert np.cumprod(shares) == pytest.approx([row.accepted for row in acceptance_by_position(even)])
+    assert [row.position for row in acceptance_by_position([generation([(3, 0)], 1.0)], given_previous=True)] == [1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 9)), min_size=1, max_size=12), st.integers(0, 3))
@@ -105,22 +99,22 @@ def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> 
 
 def test_an_interval_is_of_enough_draws() -> None:
     """Of nine, the resampled median is the smallest with probability 0.1 %, one of the two smallest with 3 %."""
-    assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], default_rng(0)) == (5.0, [2.0, 8.0])
+    assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], default_rng(0)) == (5.0, (2.0, 8.0))
 
 
 def test_turns_are_no_prompts() -> None:
     """Turns of one conversation say the same thing again: they make an interval no narrower, and no verdict."""
     made = results()
     talks = [replace(r, prompt_id=f"{r.prompt_id}/turn{n}", conversation=r.prompt_id) for r in made for n in (1, 2, 3)]
-    report, alone = (build_report("m", results, facts(), seed=0) for results in (talks, made))
-    assert (report["prompts"], report["turns"], report["speedup"]["prompts"]) == (6, 18, 6)
-    for key in ("speedup", "end_to_end", "prefill_seconds"):
-        assert report[key] == alone[key]
-    assert report["by_category"]["code"]["speedup"] == alone["by_category"]["code"]["speedup"]
+    report, alone = (report_of(results) for results in (talks, made))
+    assert (report.figures.prompts, report.figures.turns, report.figures.speedup.prompts) == (6, 18, 6)
+    for both in ((report.figures, alone.figures), (report.by_category["code"], alone.by_category["code"])):
+        assert both[0].speedup == both[1].speedup
+    assert (report.end_to_end, report.prefill_seconds) == (alone.end_to_end, alone.prefill_seconds)
     assert "6 prompts, 18 turns × up to 9 tokens" in markdown([report])
     assert "6 prompts × up to 9 tokens" in markdown([alone])
-    few = build_report("m", talks[:12], facts(), seed=0)  # 12 turns, all of them faster, of 4 prompts
-    assert (few["verdict"], alone["verdict"]) == ("undecided", "faster")
+    few = report_of(talks[:12])  # 12 turns, all of them faster, of 4 prompts
+    assert (few.verdict, alone.verdict) == ("undecided", "faster")
     assert "undecided: a verdict needs 5 timed prompts, here: 4." in markdown([few])
 
 
@@ -129,15 +123,15 @@ def test_no_speedup_where_either_arm_decoded_nothing(ended: str) -> None:
     """Sampled, one arm may end with the prefill's token where another does not: there is nothing to compare."""
     made = [*results(), replace(results()[0], prompt_id="ended", generations=dict(results()[0].generations))]
     made[-1].generations[ended] = Generation((7,), 0.5, 1e-7)
-    report, rest = (build_report("m", results, facts(), seed=0) for results in (made, made[:-1]))
-    assert ("ended" in report["speedup_per_prompt"]) == (ended == TRANSFORMERS)
-    against = report["speedup"].pop("vs_transformers_generate")
-    assert against["prompts"] == 6 + (ended == AUTOREGRESSIVE)
-    assert min(against["ci95"]) > 1
+    report, before = report_of(made), report_of(made[:-1])
+    assert ("ended" in report.speedup_per_prompt) == (ended == TRANSFORMERS)
+    against = report.figures.speedup.vs_transformers_generate
+    assert against.prompts == 6 + (ended == AUTOREGRESSIVE)
+    assert min(against.ci95) > 1
     if ended != TRANSFORMERS:
-        assert report["speedup_per_prompt"] == rest["speedup_per_prompt"]
-        assert report["speedup"] == {key: rest["speedup"][key] for key in ("median", "ci95", "prompts")}
-        assert report["break_even_acceptance"] == rest["break_even_acceptance"]
+        assert report.speedup_per_prompt == before.speedup_per_prompt
+        assert astuple(report.figures.speedup)[:3] == astuple(before.figures.speedup)[:3]
+        assert report.break_even_acceptance == before.break_even_acceptance
 
 
 def results() -> list[PromptResult]:
@@ -151,44 +145,38 @@ def results() -> list[PromptResult]:
     return made
 
 
-def facts() -> dict[str, object]:
-    return {
-        "target": "T", "model": "M", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
-        "processes": 1,
-        "temperature": 0.0, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
-    }  # fmt: skip
-
-
 def test_report_by_hand() -> None:
-    report = build_report("m", results(), facts(), seed=0)
-    assert report["lossless"]["checked"] == report["lossless"]["identical"] == 6
-    assert report["speedup"]["median"] == 3.0
-    assert report["speedup"]["vs_transformers_generate"]["median"] == 6.0
-    assert report["speedup_per_prompt"] == {"p0": 2.0, "p1": 3.0, "p2": 4.0, "p3": 2.0, "p4": 3.0, "p5": 4.0}
-    assert report["tokens_per_second"]["speculative"] == pytest.approx(8.0)
-    assert report["tokens_per_second"]["autoregressive"] == pytest.approx(24 / 9)
-    assert report["tokens_per_second"]["transformers_generate"] == pytest.approx(12 / 9)
-    prefills = {name: (prefill["median"], prefill["ci95"]) for name, prefill in report["prefill_seconds"].items()}
-    assert prefills == {
-        "autoregressive": (0.4, [0.4, 0.4]),
-        "transformers_generate": (0.3, [0.3, 0.3]),
-        "speculative": (0.5, [0.5, 0.5]),
-    }
+    report = report_of(results())
+    assert report.lossless.checked == report.lossless.identical == 6
+    assert report.figures.speedup.median == 3.0
+    assert report.figures.speedup.vs_transformers_generate.median == 6.0
+    assert report.speedup_per_prompt == {"p0": 2.0, "p1": 3.0, "p2": 4.0, "p3": 2.0, "p4": 3.0, "p5": 4.0}
+    assert report.tokens_per_second["speculative"] == pytest.approx(8.0)
+    assert report.tokens_per_second["autoregressive"] == pytest.approx(24 / 9)
+    assert report.tokens_per_second["transformers_generate"] == pytest.approx(12 / 9)
+    prefills = {"autoregressive": 0.4, "transformers_generate": 0.3, "speculative": 0.5}
+    assert report.prefill_seconds == {name: MedianInterval(at, (at, at), 6) for name, at in prefills.items()}
     # Answers of 9 tokens: 0.5 + 1 s against 0.4 + 2, 3 or 4 s, and 0.3 + 4, 6 or 8 s.
-    assert report["end_to_end"]["median"] == pytest.approx(3.4 / 1.5)
-    assert report["end_to_end"]["ci95"] == pytest.approx([2.4 / 1.5, 4.4 / 1.5])
-    assert report["end_to_end"]["vs_transformers_generate"]["median"] == pytest.approx(6.3 / 1.5)
-    assert report["transformers_generate"]["speedup"]["median"] == pytest.approx(1 / 2)
-    assert report["transformers_generate"]["end_to_end"]["median"] == pytest.approx(3.4 / 6.3)
+    assert report.end_to_end.median == pytest.approx(3.4 / 1.5)
+    assert report.end_to_end.ci95 == pytest.approx([2.4 / 1.5, 4.4 / 1.5])
+    assert report.end_to_end.vs_transformers_generate.median == pytest.approx(6.3 / 1.5)
+    assert report.transformers_generate.speedup.median == pytest.approx(1 / 2)
+    assert report.transformers_generate.end_to_end.median == pytest.approx(3.4 / 6.3)
     # A round of 4 drafted tokens takes 1/3 s, a plain token 9/24 s: even where 1 + 4 v tokens cost the same.
-    assert report["break_even_acceptance"] == pytest.approx((3 * 24 / 9 - 9) / 36)
+    assert report.break_even_acceptance == pytest.approx((3 * 24 / 9 - 9) / 36)
     parts = {"draft": 18 / 40, "verify": 18 / 20, "structure": 18 / 80}
-    assert report["seconds"] == pytest.approx({**parts, "other": 6.0 - sum(parts.values())})
-    assert report["by_category"]["code"]["prompts"] == 4
-    assert report["verdict"] == "faster"
-    assert is_lossless(report)
+    assert report.seconds == pytest.approx({**parts, "other": 6.0 - sum(parts.values())})
+    assert report.by_category["code"].prompts == 4
+    assert report.verdict == "faster"
+    assert report.is_lossless
     profiled = [replace(r, profiles={"m": generation([(4, 4)], 2.0)}) for r in results()]
-    assert build_report("m", profiled, facts(), seed=0)["seconds"]["draft"] == pytest.approx(6 * 2.0 / 40)
+    assert report_of(profiled).seconds["draft"] == pytest.approx(6 * 2.0 / 40)
+
+
+def test_a_report_of_an_earlier_run_is_read_and_written_as_it_was() -> None:
+    """Every key, in its order."""
+    content = json.loads((Path(__file__).parents[3] / "benchmarks/results/demo_cpu.json").read_text())
+    assert json.dumps([*map(to_json, reports_in(content))]) == json.dumps(content["reports"])
 
 
 def killed(plots: object) -> Any:
@@ -200,7 +188,7 @@ def test_a_report_is_never_beside_the_files_of_another_run(tmp_path: Path) -> No
     """It is the first to go and the last to come: a run that is killed meanwhile leaves none."""
     made = results()
     texts = {(r.prompt_id, arm): "" for r in made for arm in r.generations}
-    written = [build_report("m", made, facts(), seed=0)], made, texts
+    written = [report_of(made)], made, texts
     write_reports(tmp_path, *written, lambda plots: "a page")
     assert (tmp_path / "report.json").exists()
     with pytest.raises(KeyboardInterrupt):
@@ -216,19 +204,14 @@ def test_what_the_baseline_spends_outside_of_the_model() -> None:
         return Generation((7,) * 5, 0.1, seconds, rounds)
 
     made = [replace(r, generations={**r.generations, AUTOREGRESSIVE: plain(1.0, 0.24)}) for r in results()]
-    report = build_report("m", made, facts(), seed=0)
-    assert report["autoregressive"] == pytest.approx(
-        {"token_us": 250_000, "pass_us": 240_000, "host_us": 10_000, "host_share": 0.04}
-    )
-    said = markdown([report])
-    assert "plain decoding: 250000 µs a token, of which 10000 µs (4.0 %) are not the model's pass." in said
-    assert "cuDNN" not in said
+    report = report_of(made)
+    assert astuple(report.autoregressive) == pytest.approx(astuple(PlainToken(250_000, 240_000, 10_000, 0.04)))
+    assert "plain decoding: 250000 µs a token, of which 10000 µs (4.0 %)" in markdown([report])
     profiled = [replace(r, profiles={AUTOREGRESSIVE: plain(2.0, 0.25)}) for r in made]
-    assert build_report("m", profiled, facts(), seed=0)["autoregressive"]["host_share"] == pytest.approx(0.5)
+    assert report_of(profiled).autoregressive.host_share == pytest.approx(0.5)
     nothing = [replace(r, generations={**r.generations, AUTOREGRESSIVE: Generation((7,), 0.1, 0.0)}) for r in made]
-    report = build_report("m", nothing, facts(), seed=0)
-    assert report["autoregressive"]["host_us"] is None
-    assert "a token, of which" not in markdown([report])
+    report = report_of(nothing)
+    assert report.autoregressive.host_us is None
 
 
 def test_a_category_is_reported_as_its_prompts_alone_would_be() -> None:
@@ -236,12 +219,11 @@ def test_a_category_is_reported_as_its_prompts_alone_would_be() -> None:
     for r in made:
         if r.category == "chat":
             r.generations["m"] = generation([(4, 4), (4, 2)], 1.0)
-    parts = build_report("m", made, facts(), seed=0)["by_category"]
-    assert parts["chat"]["tau"] != parts["code"]["tau"]
+    parts = report_of(made).by_category
+    assert parts["chat"].tau != parts["code"].tau
     for category, part in parts.items():
-        alone = build_report("m", [r for r in made if r.category == category], facts(), seed=0)
-        del alone["speedup"]["vs_transformers_generate"]
-        assert part == {key: alone[key] for key in part}
+        alone = report_of([r for r in made if r.category == category]).figures
+        assert part == replace(alone, speedup=replace(alone.speedup, vs_transformers_generate=None))
 
 
 def test_speed_counts_decoded_tokens_of_prompts_that_have_some() -> None:
@@ -251,10 +233,10 @@ def test_speed_counts_decoded_tokens_of_prompts_that_have_some() -> None:
         r.generations["m"] = generation([(4, 1)], 1.0)  # 2 decoded tokens, and the others 8
     ended = dict.fromkeys(made[0].generations, Generation((7,), 0.5, 9.0))
     made.append(replace(made[0], prompt_id="ended", generations=ended))
-    report = build_report("m", made, facts(), seed=0)
-    assert report["prompts"] == 7
-    assert report["speedup_per_prompt"] == {"p0": 0.5, "p1": 0.75, "p2": 1.0, "p3": 0.5, "p4": 0.75, "p5": 1.0}
-    assert report["tokens_per_second"]["speculative"] == pytest.approx(2.0)
+    report = report_of(made)
+    assert report.figures.prompts == 7
+    assert report.speedup_per_prompt == {"p0": 0.5, "p1": 0.75, "p2": 1.0, "p3": 0.5, "p4": 0.75, "p5": 1.0}
+    assert report.tokens_per_second["speculative"] == pytest.approx(2.0)
 
 
 def judged(made: list[PromptResult], arm: str, **changes: object) -> list[PromptResult]:
@@ -269,14 +251,11 @@ def differing(made: list[PromptResult], arm: str, *indices: int) -> list[PromptR
 
 def test_mismatches_are_excused_where_the_arm_was_judged_to_round_only() -> None:
     made = judged(judged(differing(differing(results(), "m", 0), AUTOREGRESSIVE, 1, 2), "m"), AUTOREGRESSIVE)
-    report = build_report("m", made, facts(), seed=0)
-    counts = {key: value for key, value in report["lossless"].items() if key != "judged"}
-    assert counts == {
-        "reference": TRANSFORMERS, "checked": 6, "identical": 5, "excused_ties": 1, "identical_to_plain": 3,
-        "autoregressive_identical": 4, "autoregressive_excused_ties": 2,
-    }  # fmt: skip
-    assert report["lossless"]["judged"]["m"]["peak_at"] == "values of layer 0 at position 5"
-    assert is_lossless(report)
+    report = report_of(made, computes_in="bfloat16")
+    counts = (TRANSFORMERS, 6, 5, 3, 1, 4, 2)  # checked, identical, as plain decoding, ties; of plain decoding: two
+    assert astuple(report.lossless)[:-1] == counts
+    assert report.lossless.judged["m"].peak_at == "values of layer 0 at position 5"
+    assert report.is_lossless
     rows = [row[-2:] for row in methods_tables([report])[0].rows]
     assert rows == [["reference", "4/6 (+2 ties)"], ["4/6 (+2 ties)", "reference"], ["3/6", "5/6 (+1 ties)"]]
     assert "Without a drafter 2 of 6 texts part" in markdown([report])
@@ -291,21 +270,20 @@ def test_what_is_not_lossless_is_never_faster(change: dict) -> None:
     fast = results()
     for r in fast:
         r.generations["m"] = replace(r.generations["m"], decode_seconds=1e-3)
-    assert build_report("m", judged(fast, "m"), facts(), seed=0)["verdict"] == "faster"
+    assert report_of(judged(fast, "m")).verdict == "faster"
     for made in (judged(fast, "m", **change), judged(differing(fast, "m", 3), "m", **change), differing(fast, "m", 3)):
-        report = build_report("m", made, facts(), seed=0)
-        assert not is_lossless(report)
-        assert report["verdict"] == "not lossless"
-        assert report["lossless"]["excused_ties"] == 0
+        report = report_of(made)
+        assert not report.is_lossless
+        assert report.verdict == "not lossless"
+        assert report.lossless.excused_ties == 0
         assert "m: not lossless" in markdown([report])
     for arms in (("m", AUTOREGRESSIVE), (AUTOREGRESSIVE,)):  # plain decoding, too: no method is to blame
         made = differing(differing(fast, arms[0], 3), arms[-1], 3)
-        report = build_report("m", judged(made, AUTOREGRESSIVE, **change), facts(), seed=0)
-        assert report["verdict"] == "target differs"
+        report = report_of(judged(made, AUTOREGRESSIVE, **change))
+        assert report.verdict == "target differs"
         assert "the target's own run differs" in markdown([report])
-    sampled = {**facts(), "temperature": 1.0}
-    assert build_report("m", differing(fast, "m", 3), sampled, seed=0)["verdict"] == "faster"
-    assert build_report("m", judged(fast, "m", **change), sampled, seed=0)["verdict"] == "not lossless"
+    assert report_of(differing(fast, "m", 3), temperature=1.0).verdict == "faster"
+    assert report_of(judged(fast, "m", **change), temperature=1.0).verdict == "not lossless"
 
 
 @pytest.mark.parametrize(("seconds", "prompts", "verdict"), [
@@ -319,8 +297,8 @@ def test_verdict(seconds: list[float], prompts: int, verdict: str) -> None:
     for index, r in enumerate(made):
         taken = seconds[index % 2] * r.generations[AUTOREGRESSIVE].decode_seconds
         r.generations["m"] = generation([(4, 4), (4, 1), (4, 0)], taken)
-    report = build_report("m", made, facts(), seed=0)
-    assert report["verdict"] == verdict
+    report = report_of(made)
+    assert report.verdict == verdict
     assert ("a verdict needs 5 timed prompts" in markdown([report])) == (prompts < 5)
 
 
@@ -330,33 +308,33 @@ def test_what_a_whole_run_has_in_common_makes_no_verdict() -> None:
     for _ in range(300):
         speedups = (1 + 0.01 * rng.standard_normal()) * (1 + 0.02 * rng.standard_t(4, 12))
         median, interval = bootstrap_median(speedups.tolist(), rng, 500)
-        verdicts.append(verdict({"median": median, "ci95": interval, "prompts": 12}))
+        verdicts.append(verdict(MedianInterval(median, interval, 12)))
     assert verdicts.count("undecided") >= 0.95 * len(verdicts)
-    margins = [([1.021, 1.1], "faster"), ([1.01, 1.1], "undecided"), ([0.9, 0.979], "slower")]
+    margins = [((1.021, 1.1), "faster"), ((1.01, 1.1), "undecided"), ((0.9, 0.979), "slower")]
     for interval, expected in margins:
-        assert verdict({"ci95": interval, "prompts": 5}) == expected
+        assert verdict(MedianInterval(1.0, interval, 5)) == expected
 
 
 def test_on_a_busy_machine_no_speed_is_judged_and_the_report_begins_with_it() -> None:
     load = machine_load([0.5, None, 0.7], [4.0, 4.5], cores=2)
-    assert (load["cpu_share"], load["load_average"]) == (pytest.approx(0.6), 4.25)
-    report = build_report("m", results(), {**facts(), "load": load, "cudnn_attention": False}, seed=0)
-    assert report["verdict"] == "undecided"
+    assert (load.cpu_share, load.load_average) == (pytest.approx(0.6), 4.25)
+    report = report_of(results(), load=load, cudnn_attention=False)
+    assert report.verdict == "undecided"
     assert "cuDNN" in markdown([report])
     page = make_page([report], results(), str)
     for text in (markdown([report]), re.sub("<style>.*?</style>", "", page, flags=re.DOTALL)):
         assert text.index("The machine was busy") < text.index("6 prompts")
     quiet = machine_load([0.97, 1.0], [2.2, 1.0], cores=2)
     unknown = machine_load([None], [None], cores=2)
-    assert quiet["busy"] is unknown["busy"] is None
-    assert build_report("m", results(), {**facts(), "load": quiet}, seed=0)["verdict"] == "faster"
+    assert quiet.busy is unknown.busy is None
+    assert report_of(results(), load=quiet).verdict == "faster"
     for signs in ([[0.5], [None]], [[None], [4.0]], [[0.5], [1.0]], [[1.0], [4.0]]):
-        assert machine_load(*signs, cores=2)["busy"]
+        assert machine_load(*signs, cores=2).busy
 
 
 def test_plots_of_a_method_that_drafted_nothing() -> None:
     made = [replace(r, generations={**r.generations, "m": generation([(0, 0)], 1.0)}) for r in results()]
-    report = build_report("m", made, facts(), seed=0)
+    report = report_of(made)
     with warnings.catch_warnings(action="error"):
         assert plot_acceptance([report]).legends == []
         assert [text.get_text()[:2] for text in plot_speedups([report]).axes[0].texts] == ["m:"]
@@ -379,9 +357,8 @@ def test_totals_of_structures_by_hand() -> None:
     ]
     assert structure_statistics(made) == {"expected_tau": pytest.approx(5 / 3)}
     assert chosen_sizes(made) == {
-        "max_depth": {"mode": "2", "share": 1.0, "mean": 2.0},
-        "nodes": {"mode": "6", "share": pytest.approx(2 / 3), "mean": pytest.approx(16 / 3)},
-    }
+        "max_depth": ChosenSize("2", 1.0, 2.0), "nodes": ChosenSize("6", pytest.approx(2 / 3), pytest.approx(16 / 3)),
+    }  # fmt: skip
 
 
 def test_a_report_names_the_device_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,11 +369,16 @@ def test_a_report_names_the_device_it_was_measured_on(monkeypatch: pytest.Monkey
     assert not describe_machine("cpu")["device"].startswith("GPU")
 
 
-def one_report(method: str, median: float | None, low: float = 0.0, high: float = 9.0, **more: Any) -> dict[str, Any]:
-    interval = None if median is None else [low, high]
-    speedup = {"median": median, "ci95": interval, "prompts": 0 if median is None else more.pop("prompts", 6)}
-    found = {"method": method, "speedup": speedup, "break_even_acceptance": 0.62, "acceptance_rate": 0.41, **more}
-    return {"verdict": verdict(speedup, (more.get("load") or {}).get("busy")), **found}
+def one_report(
+    method: str, median: float | None, low: float = 0.0, high: float = 9.0, prompts: int = 6, busy: str | None = None,
+    **changes: object,
+) -> MethodReport:  # fmt: skip
+    """A report with this speed-up, which is also that of texts without loops."""
+    speed = MedianInterval() if median is None else MedianInterval(median, (low, high), prompts)
+    made = report_of(results(), load=MachineLoad(busy=busy))
+    figures = replace(made.figures, speedup=speed, speedup_without_loops=speed, acceptance_rate=0.41)
+    facts = {"break_even_acceptance": 0.62, "transformers_generate": None, "verdict": verdict(speed, busy), **changes}
+    return replace(made, method=method, figures=figures, **facts)
 
 
 NGRAMS, CHAIN = one_report("ngrams", 1.95, 1.85, 2.23), one_report("chain", 0.9, 0.85, 0.95)
@@ -412,39 +394,39 @@ FASTEST, SLOW = ("fastest", "`ngrams`", "1.95", "[1.85, 2.23]"), ("nothing pays"
     ([NGRAMS, *CLOSE], (*FASTEST, "3 others", "overlap"), ()),
     ([one_report("noisy", 2.5, 0.9, 3.0), NGRAMS], (*FASTEST, "`noisy`", "overlap"), ()),
     ([CHAIN], (*SLOW, "0.62", "0.41"), ("never",)),
-    ([CHAIN | {"break_even_acceptance": 1.3}], (*SLOW, "1.30", "never", "0.41"), ()),
-    ([CHAIN | {"break_even_acceptance": None}], SLOW, ("acceptance",)),
+    ([replace(CHAIN, break_even_acceptance=1.3)], (*SLOW, "1.30", "never", "0.41"), ()),
+    ([replace(CHAIN, break_even_acceptance=None)], SLOW, ("acceptance",)),
     ([CHAIN, EVEN], ("undecided", "`even`", "1.03", "[0.97, 1.10]", "1.02", "more prompts"), ("chain",)),
     ([one_report("m", 2.0, 1.9, 2.1, prompts=4)], ("undecided", "5 timed prompts", "here: 4"), ("fastest",)),
-    ([one_report("m", 2.0, 1.9, 2.1, load={"busy": "So it was."})], ("undecided", "busy"), ("fastest",)),
+    ([one_report("m", 2.0, 1.9, 2.1, busy="So it was.")], ("undecided", "busy"), ("fastest",)),
     ([one_report("m", None)], ("undecided", "no lossless method was timed"), ()),
     ([WRONG], ("undecided", "no lossless method was timed", "do not use `wrong`"), ()),
+    ([one_report("tree", 2.0, 1.9, 2.1, verdict="target differs"), NGRAMS], ("the target's own run differs",),
+     ("tree", "ngrams", "do not use")),
 ])  # fmt: skip
-def test_what_is_recommended(reports: list[dict[str, Any]], facts: Sequence[str], silent: Sequence[str]) -> None:
+def test_what_is_recommended(reports: list[MethodReport], facts: Sequence[str], silent: Sequence[str]) -> None:
     said = recommendation(reports)
     assert [fact for fact in facts if fact not in said] == []
     assert [word for word in silent if word in said] == []
 
 
-def test_where_plain_decoding_differs_no_method_is_accused() -> None:
-    said = recommendation([one_report("tree", 2.0, 1.9, 2.1, verdict="target differs"), NGRAMS])
-    assert "the target's own run differs" in said
-    assert not any(name in said for name in ("tree", "ngrams", "do not use"))
-
-
 def test_every_cell_shows_its_own_figure() -> None:
     """Of a method and of both baselines; what a baseline lacks is empty."""
 
-    def speed(median: float, **more: object) -> dict[str, object]:
-        return {"median": median, "ci95": [median - 0.5, median + 0.5], "prompts": 6, **more}
+    def speed(median: float, over_generate: float | None = None) -> MedianInterval:
+        above = None if over_generate is None else speed(over_generate)
+        return MedianInterval(median, (median - 0.5, median + 0.5), 6, above)
 
-    report = build_report("m", results(), facts(), seed=0) | {
-        "speedup": speed(2, vs_transformers_generate=speed(3)), "speedup_without_loops": speed(4), "verdict": "faster",
-        "end_to_end": speed(5, vs_transformers_generate=speed(6)), "tau": 1.1, "acceptance_rate": 0.2,
-        "transformers_generate": {"speedup": speed(7), "end_to_end": speed(8)}, "draft_share": 0.3,
-        "drafted_tokens_per_round": 4.4, "tokens_per_second": {"autoregressive": 1, TRANSFORMERS: 2, "speculative": 3},
-        "prefill_seconds": {"autoregressive": speed(1), TRANSFORMERS: speed(2), "speculative": speed(3)},
-    }  # fmt: skip
+    made = report_of(results())
+    figures = {"speedup": speed(2, 3), "speedup_without_loops": speed(4), "tau": 1.1, "acceptance_rate": 0.2,
+               "draft_share": 0.3, "drafted_tokens_per_round": 4.4}  # fmt: skip
+    arms = ("autoregressive", TRANSFORMERS, "speculative")
+    report = replace(
+        made, figures=replace(made.figures, **figures), end_to_end=speed(5, 6), verdict="faster",
+        transformers_generate=GenerateSpeed(speed(7), speed(8)),
+        tokens_per_second=dict(zip(arms, (1, 2, 3), strict=True)),
+        prefill_seconds=dict(zip(arms, map(speed, (1, 2, 3)), strict=True)),
+    )  # fmt: skip
 
     def said(n: int) -> str:
         return f"{n}.00× [{n - 0.5:.2f}, {n + 0.5:.2f}]"

@@ -23,11 +23,12 @@ from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.graphs.attention_kernels import attention_shape
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.evaluate import compare
+from outrider.inference.evaluate import measuring
 from outrider.inference.loading import target_setup
 from outrider.inference.measure.results import Measured, append_result, read_results, sealed, unsealed
+from outrider.inference.report.types import MethodReport
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import (
     METHODS,
@@ -79,7 +80,7 @@ def test_a_finished_run_is_kept(alone: EvaluateConfig) -> None:
     """Resumed, it loads no target and writes the same report; without resume=true it is refused."""
     refused(alone, "holds results already; resume=true continues them, another out_dir keeps")
     before = tokens(alone)
-    with patch.object(compare, "load_models", None):
+    with patch.object(measuring, "load_models", None):
         evaluate(replace(alone, resume=True))
     assert tokens(alone) == before
 
@@ -256,38 +257,6 @@ def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., Ev
 
 
 @pytest.mark.slow
-def test_what_was_left_out_is_known_to_the_report(config: Callable[..., EvaluateConfig]) -> None:
-    """Whichever process or run left it out: by name and reason, what was asked after it too."""
-    made = config("short", methods={"chain": METHODS["chain"]}, template="vicuna", max_new_tokens=51)
-    killed_after(made, 2)
-    assert together(replace(made, resume=True), 2) == [0, 0]
-    report = json.loads((Path(made.out_dir) / "report.json").read_text())
-    assert (report["prompts"], report["turns"]) == (5, 5)
-    assert [left_out["prompt_id"] for left_out in report["skipped"]] == ["b/turn2", "d/turn2"]
-    assert all(left_out["reason"].endswith("and 51 new ones in a context of 256") for left_out in report["skipped"])
-    assert "Left out: b/turn2 (" in (Path(made.out_dir) / "report.md").read_text()
-    assert report["end_to_end"]["prompts"] == 5
-    assert report["autoregressive"]["host_us"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_sampled_texts_do_not_depend_on_who_measured(config: Callable[..., EvaluateConfig]) -> None:
-    """One process, two, or one that was killed and three that went on: an id has its text."""
-    methods = {
-        "beta": MethodConfig(stop=StopConfig(rule="beta")),
-        "tree": MethodConfig(structure=StructureConfig(kind="k_config", widths=(2, 2))),
-    }
-    options = {"methods": methods, "sampling": SamplingConfig(temperature=1.0), "seed": 3}
-    one, two, killed = (config(name, **options) for name in ("one", "two", "killed"))
-    evaluate(one)
-    assert together(two, 2) == [0, 0]
-    killed_after(killed, 2)
-    assert together(replace(killed, resume=True), 3) == [0, 0, 0]
-    assert tokens(one) == tokens(two) == tokens(killed)
-
-
-@pytest.mark.slow
 def test_no_process_waits_for_one_that_failed(config: Callable[..., EvaluateConfig]) -> None:
     """What goes wrong on the main process is the same failure on all; one that is not lossless is everybody's."""
     used = config("used")
@@ -301,7 +270,7 @@ def test_no_process_waits_for_one_that_failed(config: Callable[..., EvaluateConf
     assert together(config("one_gpu"), 2, one_device) == [2, 2]
 
     def wrong(rank: int) -> None:
-        compare.is_lossless = lambda report: report["method"] != "tree"
+        MethodReport.is_lossless = property(lambda report: report.method != "tree")
 
     assert together(config("wrong"), 2, wrong) == [1, 1]
     assert len(tokens(config("wrong"))) == 7 * 4
@@ -319,7 +288,7 @@ def test_a_process_that_fails_in_its_share_ends_the_others(
             raise UserError("this device is broken")
 
         if rank == 1:
-            compare.measure_talks = measure
+            measuring.measure_talks = measure
 
     statuses = together(made, 2, failing)
     assert statuses[1] == 2

@@ -20,11 +20,13 @@ from outrider.draft_models.targets.settings import SMALL_LM, TABLE, TARGET
 from outrider.inference.audit.answers import read_answers
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
-from outrider.inference.evaluate.compare import evaluate as run_command
-from outrider.inference.evaluate.served import FILE, FOLDER, block_keys, require_served
+from outrider.inference.evaluate.engine import measure_engine
+from outrider.inference.evaluate.engine_blocks import FILE, FOLDER, block_keys, require_served
 from outrider.inference.measure.results import PromptResult, read_results
-from outrider.inference.measure.statistics import acceptance_by_position
-from outrider.inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
+from outrider.inference.measure.statistics import MedianInterval, acceptance_by_position
+from outrider.inference.measure.threads import MachineLoad
+from outrider.inference.report.served import EngineRun, schedule, schedule_lines, served_lines, served_row
+from outrider.inference.report.types import DRAFTED, PLAIN, DepthShare, MethodReport, ServedRow, reports_in
 from outrider.inference.serving.proposer import NgramProposer
 from outrider.inference.settings.engine import DRAFTS, EngineConfig, draft_length, why_not, with_lengths
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -32,13 +34,13 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine, measured
+from tests.inference.evaluate.reports import report_of
 from tests.inference.serving import engine_stand_in
 from tests.refusals import refusal
 from tests.tiny import byte_tokenizer, save_exit
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 MakeConfig = Callable[..., EvaluateConfig]
-QUIET = {"busy": None}
 
 
 def stand_in(folder: Path, made: EvaluateConfig, **plan: Any) -> Path:
@@ -81,7 +83,7 @@ def test_of_an_engine_that_does_as_we_do(config: MakeConfig, tmp_path: Path) -> 
     assert row["identical_to_plain"] == row["plain_identical_to_reference"] == len(QUESTIONS)
     assert row["tau"] == row["tau_here"]
     whole = [replace(g, rounds=g.rounds[:-1]) for g in ours]
-    shares = [one["accepted"] for one in acceptance_by_position(whole)]
+    shares = [depth.accepted for depth in acceptance_by_position(whole)]
     assert [one["served"] for one in row["acceptance"]] == [one["here"] for one in row["acceptance"]]
     assert [one["here"] for one in row["acceptance"]][: len(shares)] == pytest.approx(shares)
     assert not any(one["differs"] for one in row["acceptance"])
@@ -111,7 +113,7 @@ def test_a_token_that_is_not_the_targets_is_a_fault(config: MakeConfig, tmp_path
     assert found["served"][0]["identical_to_plain"] == 0
     assert found["served_judgement"]["drafted"]["faults"]
     assert "plain" not in found["served_judgement"]
-    assert "faults" in "".join(served_lines([found]))
+    assert "faults" in "".join(served_lines(reports_in(found)))
 
 
 def stopped(plugin: Any, where: str, target: Any, dtype: Any, folder: Path) -> None:
@@ -142,7 +144,7 @@ def test_the_worker_runs_transformers(config: MakeConfig, models: Path, tmp_path
     """The engine that is there everywhere: the drafter as exported accepts what it accepts here, in every length."""
     made = config("out", methods={"chain": METHODS["chain"], "lookup": MethodConfig("prompt_lookup")})
     texts = [prompt.turns[0] for prompt in QUESTIONS[:2]]
-    run_command(
+    measure_engine(
         in_engine(made, engine="transformers", draft_tokens=(1, 2), prompt_text=texts, template="none",
                   target=str(models / "target"))
     )  # fmt: skip
@@ -163,7 +165,7 @@ def test_an_engine_chooses_tokens_as_the_run_does(config: MakeConfig, tmp_path: 
     made = config("out", methods={"chain": METHODS["chain"]}, sampling=sampling, repeats=2)
     evaluate(made)
     # which repeat's text counts depends on its time, and no text may be refused by chance
-    with patch("os.getloadavg", return_value=(99.0,)), patch("outrider.inference.evaluate.served.LEVEL", 0.0):
+    with patch("os.getloadavg", return_value=(99.0,)), patch("outrider.inference.evaluate.engine.LEVEL", 0.0):
         evaluate(served(made, stand_in(tmp_path, made)))
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {one["temperature"] for one in asked} == {1.0}
@@ -198,7 +200,7 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
                           max_new_tokens=12, device="cpu", dtype="bfloat16", show_prompts=0, template="none",
                           ignore_eos=True, out_dir=str(tmp_path / "out"))  # fmt: skip
     evaluate(made)
-    with patch("outrider.inference.evaluate.served.chain_rounds", return_value=[(3, (1, 2))] * 4) as by_the_table:
+    with patch("outrider.inference.evaluate.engine.chain_rounds", return_value=[(3, (1, 2))] * 4) as by_the_table:
         evaluate(
             served(made, stand_in(tmp_path, made), engine="vllm", concurrency=(1, 2), engine_options={"some": [1]})
         )
@@ -235,7 +237,7 @@ def a_text(accepted: int, rounds: int = 6, first: int = 1, seconds: float = 0.1)
 
 def a_row(
     texts: list[tuple[Generation, Generation]], repeats: int = 1, here: Callable[[int], int] = lambda place: 1
-) -> dict[str, Any]:
+) -> ServedRow:
     """Of the engine's plain and drafted texts; here: by prompt, how many tokens this runtime accepted in each round."""
     results = [
         PromptResult(f"{place}/{repeat}", "", (0,), {AUTOREGRESSIVE: plain, "m": drafted}, AUTOREGRESSIVE,
@@ -243,45 +245,54 @@ def a_row(
         for repeat in range(repeats) for place, (plain, drafted) in enumerate(texts)
     ]  # fmt: skip
     ours = [a_text(here(int(str(result.conversation)))) for result in results]
-    return served_row("m", 2, results, ours, None, {PLAIN: 1.0, DRAFTED: 1.0}, QUIET, Streams(0))
+    run = EngineRun(engine="e", concurrency=1, method="m", drafted=2, results=results, here=ours, references=None,
+                    totals={PLAIN: 1.0, DRAFTED: 1.0}, load=MachineLoad())  # fmt: skip
+    return served_row(run, Streams(0))
+
+
+def in_report(source: str, *rows: ServedRow) -> MethodReport:
+    """A report of a drafter of that kind with these rows."""
+    arms = {AUTOREGRESSIVE: a_text(0), "m": a_text(2)}
+    made = report_of([PromptResult("p", "", (0,), arms, AUTOREGRESSIVE)])
+    return replace(made, settings={"source": source}, served=rows)
+
+
+def differing(row: ServedRow) -> list[bool]:
+    return [share.differs for share in row.acceptance]
 
 
 def test_a_speed_up_is_of_what_follows_the_first_step() -> None:
     """Which may hold drafted tokens; a text that has no others has no speed."""
     drafted = a_text(2, rounds=2, first=3, seconds=1.5)  # 0.5 seconds a token
     texts = [(a_text(0, rounds=8, seconds=1.0), drafted)] * 5
-    assert a_row(texts)["speedup"]["median"] == pytest.approx(2)
+    assert a_row(texts).speedup.median == pytest.approx(2)
     short = [(a_text(0, rounds=3), a_text(0, rounds=0, first=4)), (a_text(0, rounds=0), a_text(0, rounds=0))]
-    assert a_row([*texts, *short])["speedup"] == a_row(texts)["speedup"]
-    assert a_row(short)["speedup"]["median"] is None
+    assert a_row([*texts, *short]).speedup == a_row(texts).speedup
+    assert a_row(short).speedup.median is None
 
 
 def test_repeats_and_few_prompts_make_nothing_sure() -> None:
     texts = [(a_text(0), a_text(place % 3)) for place in range(8)]
-    once, often = (a_row(texts, repeats)["acceptance"] for repeats in (1, 4))
-    assert once == often
-    assert not any(one["differs"] for one in a_row([(a_text(0), a_text(2))] * 4)["acceptance"])
-    assert a_row([(a_text(0), a_text(2))] * 5)["acceptance"][1]["differs"]
+    assert a_row(texts).acceptance == a_row(texts, repeats=4).acceptance
+    assert not any(differing(a_row([(a_text(0), a_text(2))] * 4)))
+    assert differing(a_row([(a_text(0), a_text(2))] * 5))[1]
 
 
 def test_the_words_on_a_difference() -> None:
     """A look-up of the engine's own, or its own schedule, is no drafter that could be misread."""
-    row = a_row([(a_text(0), a_text(2))] * 5) | {"engine": "e", "concurrency": 1}
+    row = a_row([(a_text(0), a_text(2))] * 5)
 
-    def words(source: str, options: dict[str, Any]) -> str:
-        settings = {"method": "m", "settings": {"source": source}}
-        return "".join(served_lines([{**settings, "served": [{**row, "options": options}]}]))
+    def words(source: str, **changes: object) -> str:
+        return "".join(served_lines([in_report(source, replace(row, **changes))]))
 
-    assert "doctor=true" in words("early_exit", {})
-    assert "doctor=true" not in words("prompt_lookup", {})
+    assert "doctor=true" in words("early_exit")
+    assert "doctor=true" not in words("prompt_lookup")
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}
-    assert "doctor=true" not in words("early_exit", {"speculative_config": schedule})
-    assert "Draft lengths that pay for early_exit" in words("early_exit", {})
-    looping = {"speedup_without_loops": {**row["speedup"], "prompts": 4}}
-    for unsure in ({"load": {"busy": "The machine was busy."}}, looping):
-        row |= unsure
-        assert "Draft lengths" not in words("early_exit", {})
-        row |= a_row([(a_text(0), a_text(2))] * 5)
+    assert "doctor=true" not in words("early_exit", options={"speculative_config": schedule})
+    assert "Draft lengths that pay for early_exit" in words("early_exit")
+    looping = replace(row.speedup, prompts=4)
+    for unsure in ({"load": MachineLoad(busy="The machine was busy.")}, {"speedup_without_loops": looping}):
+        assert "Draft lengths" not in words("early_exit", **unsure)
 
 
 @pytest.mark.parametrize("prompts", [1, 5, 8, 13, 24, 100])
@@ -330,41 +341,42 @@ def test_what_an_engine_lacks_is_said_before_texts(config: MakeConfig, models: P
 def test_an_acceptance_that_differs_is_named() -> None:
     """By the depth from which it does."""
 
-    def row(there: Callable[[int], int]) -> dict[str, Any]:
+    def row(there: Callable[[int], int]) -> ServedRow:
         return a_row([(a_text(0), a_text(there(place))) for place in range(8)], here=lambda place: place % 2)
 
-    assert [one["differs"] for one in row(lambda place: place % 2)["acceptance"]] == [False, False]
-    assert [one["differs"] for one in row(lambda place: 1)["acceptance"]] == [True, False]
-    assert [one["differs"] for one in row(lambda place: 2 * (place % 2))["acceptance"]] == [False, True]
-    odd = row(lambda place: 1) | {"engine": "e", "concurrency": 1, "options": {}}
-    said = served_lines([{"method": "m", "settings": {"source": "early_exit"}, "served": [odd]}])
-    assert "at depth 1" in "".join(said)
+    assert differing(row(lambda place: place % 2)) == [False, False]
+    assert differing(odd := row(lambda place: 1)) == [True, False]
+    assert differing(row(lambda place: 2 * (place % 2))) == [False, True]
+    assert "at depth 1" in "".join(served_lines([in_report("early_exit", odd)]))
 
 
 def test_the_draft_length_that_pays() -> None:
-    def row(requests: int, k: int, median: float, verdict: str = "faster") -> dict[str, Any]:
-        return {"concurrency": requests, "draft_tokens": k, "speedup": {"median": median}, "verdict": verdict}
+    made = a_row([(a_text(0), a_text(2))] * 5)
+
+    def row(requests: int, k: int, median: float, verdict: str = "faster") -> ServedRow:
+        speed = MedianInterval(median, (median, median), 5)
+        return replace(made, concurrency=requests, draft_tokens=k, speedup_without_loops=speed, verdict=verdict)
 
     rows = [row(1, 2, 1.5), row(1, 4, 1.8), row(4, 2, 1.2), row(4, 4, 1.3, "undecided"), row(8, 2, 0.9, "slower")]
     assert schedule(rows) == [(1, 1, 4), (2, 4, 2), (5, 8, 0)]
 
 
-def engine_rows(source: str, engine: str) -> list[dict[str, Any]]:
+def engine_rows(source: str, engine: str) -> list[MethodReport]:
     """Reports of drafts of 1 and 3 tokens, for 1 and 4 requests: a step takes 1.2 to 3 of plain decoding's seconds."""
     shares, costs = (0.8, 0.5, 0.25), {(1, 1): 1.2, (1, 3): 1.6, (4, 1): 1.5, (4, 3): 3.0}
-    reports = []
+    made, reports = a_row([(a_text(0), a_text(2))] * 5), []
     for k in (1, 3):
         rows, tau = [], 1 + sum(shares[:k])
         for count in (1, 4):
             gain = tau / costs[count, k]
-            rows.append({
-                "engine": engine, "concurrency": count, "draft_tokens": k, "tau": tau, "rounds": 50, "load": QUIET,
-                "acceptance": [{"served": share} for share in shares[:k]],
-                "seconds_per_token": {PLAIN: 2.0, DRAFTED: 2.0 / gain},
-                "speedup": {"median": gain, "ci95": [gain - 0.1, gain + 0.1], "prompts": 8},
-                "verdict": "faster" if gain > 1.1 else "slower",
-            })  # fmt: skip
-        reports.append({"method": f"m_k{k}", "settings": {"source": source}, "served": rows})
+            speed = MedianInterval(gain, (gain - 0.1, gain + 0.1), 8)
+            depths = tuple(DepthShare(i, share, share, (0.0, 0.0), False) for i, share in enumerate(shares[:k], 1))
+            rows.append(replace(
+                made, engine=engine, concurrency=count, draft_tokens=k, tau=tau, rounds=50, acceptance=depths,
+                seconds_per_token={PLAIN: 2.0, DRAFTED: 2.0 / gain}, speedup=speed, speedup_without_loops=speed,
+                verdict="faster" if gain > 1.1 else "slower",
+            ))  # fmt: skip
+        reports.append(in_report(source, *rows))
     return reports
 
 

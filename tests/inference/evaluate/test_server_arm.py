@@ -10,7 +10,8 @@ import pytest
 
 from outrider.base.errors import UserError
 from outrider.inference.batch.server import rounds_in
-from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
+from outrider.inference.report.served import served_lines
+from outrider.inference.report.types import DRAFTED, PLAIN, read_reports
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE
@@ -96,8 +97,9 @@ def test_rounds_that_come_together_are_counted_by_the_server(made: EvaluateConfi
     assert row["speedup"]["median"] is None
     assert {*row["tokens_per_second"]} == {DRAFTED}
     assert (row["identical_to_plain"], row["identical_to_reference"]) == (None, len(QUESTIONS))
-    assert f"({len(QUESTIONS)}/{len(QUESTIONS)})" in "".join(served_lines([json.loads(
-        (Path(made.out_dir) / "report.json").read_text())]))  # fmt: skip
+    assert f"({len(QUESTIONS)}/{len(QUESTIONS)})" in "".join(
+        served_lines(read_reports(Path(made.out_dir) / "report.json", ""))
+    )
 
 
 @pytest.mark.slow
@@ -146,7 +148,7 @@ def test_a_server_chooses_tokens_as_the_run_does(config: MakeConfig) -> None:
     made = config("out", methods=CHAIN, sampling=sampling, ignore_eos=True)
     evaluate(made)
     drafts = plan_of(made)
-    with patch("outrider.inference.evaluate.served.LEVEL", 0.0):  # no text may be refused by chance
+    with patch("outrider.inference.evaluate.engine.LEVEL", 0.0):  # no text may be refused by chance
         found = measured(made, drafts)
     asked = [body for body in drafts.asked if body["max_tokens"] == made.max_new_tokens]
     assert {(body["temperature"], body["top_p"], body["repetition_penalty"]) for body in asked} == {(1.0, 0.9, 1.3)}

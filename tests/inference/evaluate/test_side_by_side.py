@@ -10,9 +10,13 @@ import pytest
 
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.results import Measured, PromptResult, append_result
-from outrider.inference.report.side_by_side import compare_reports
+from outrider.inference.measure.statistics import MedianInterval
+from outrider.inference.measure.threads import MachineLoad
+from outrider.inference.report.comparison import Comparison, compare_reports
+from outrider.inference.report.types import to_json
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
+from tests.inference.evaluate.reports import report_of
 from tests.refusals import refusal
 
 TOKENS = (7, 1, 2, 3, 4)
@@ -40,14 +44,16 @@ def run(tmp_path: Path) -> Callable[..., str]:
         for position, one in enumerate(results):
             arms = {method if arm == "m" else arm: g for arm, g in one.generations.items()}
             append_result(folder, 0, Measured(position, 1, (replace(one, generations=arms),)))
-        report = {"method": method, "digests": {"tokenizer": "t"}, **facts}
-        (folder / "report.json").write_text(json.dumps({"reports": [report]}))
+        report = replace(
+            report_of(results, digests={"tokenizer": "t"} | facts.pop("digests", {}), **facts), method=method
+        )
+        (folder / "report.json").write_text(json.dumps({"reports": [to_json(report)]}))
         return str(folder)
 
     return make
 
 
-def compared(tmp_path: Path, *folders: str, **options: Any) -> Any:
+def compared(tmp_path: Path, *folders: str, **options: Any) -> Comparison:
     return compare_reports(CompareConfig(compare=list(folders), out_dir=str(tmp_path / "out"), **options))
 
 
@@ -59,31 +65,31 @@ def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> N
     first = run("a", before, dtype="float32", kernels=kernels[0])
     second = run("b", after, dtype="bfloat16", kernels=kernels[1])
     found = compared(tmp_path, first, second)
-    assert found["prompts"] == [6, 5, 5]
-    [row] = found["methods"]
-    assert row["gain"] == {"median": pytest.approx(2.0), "ci95": [pytest.approx(2.0)] * 2, "prompts": 5}
-    assert row["seconds"]["median"] == pytest.approx(2 / 3)
-    assert row["tau"]["median"] == pytest.approx(2.0)
-    assert (row["same_text"], row["verdict"]) == (5, "faster")
-    assert found["differences"] == {"dtype": ["float32", "bfloat16"], "kernels": kernels}
+    assert found.prompts == (6, 5, 5)
+    [row] = found.methods
+    assert row.gain == MedianInterval(pytest.approx(2.0), (pytest.approx(2.0),) * 2, 5)
+    assert row.seconds.median == pytest.approx(2 / 3)
+    assert row.tau.median == pytest.approx(2.0)
+    assert (row.same_text, row.verdict) == (5, "faster")
+    assert found.differences == {"dtype": ("float32", "bfloat16"), "kernels": tuple(kernels)}
     table = (tmp_path / "out/compare.md").read_text()
     assert "Not the same in both: dtype, kernels." in table
     assert "| m | m | 2.00× [2.00, 2.00] | 2.00× [2.00, 2.00] | 0.67× [0.67, 0.67] | 2.00× [2.00, 2.00] |" in table
-    assert json.loads((tmp_path / "out/compare.json").read_text()) == found
+    assert json.loads((tmp_path / "out/compare.json").read_text()) == to_json(found)
     refusal("resume=true makes it anew", compared, tmp_path, first, second)
     assert compared(tmp_path, first, second, resume=True) == found
-    load = {"busy": "The machine was busy: so it was."}
-    assert compared(tmp_path, first, run("c", after, load=load), resume=True)["methods"][0]["verdict"] == "undecided"
-    assert load["busy"] in (tmp_path / "out/compare.md").read_text()
+    load = MachineLoad(busy="The machine was busy: so it was.")
+    assert compared(tmp_path, first, run("c", after, load=load), resume=True).methods[0].verdict == "undecided"
+    assert load.busy in (tmp_path / "out/compare.md").read_text()
 
 
 def test_only_the_same_prompts_are_paired(run: Callable[..., str], tmp_path: Path) -> None:
     """Of an equal id and other words nothing is learned. With another tokenizer the words cannot be compared."""
     first = run("a", [result("p", 4.0, 2.0, 2), result("q", 4.0, 2.0, 2)])
     second = run("b", [result("p", 4.0, 1.0, 2), result("q", 4.0, 2.0, 2, prompt=(9, 9))])
-    assert compared(tmp_path, first, second)["prompts"] == [2, 2, 1]
+    assert compared(tmp_path, first, second).prompts == (2, 2, 1)
     third = run("c", [result("q", 4.0, 2.0, 2, prompt=(9, 9))], digests={"tokenizer": "u"})
-    assert compared(tmp_path, first, third, resume=True)["prompts"] == [2, 1, 1]
+    assert compared(tmp_path, first, third, resume=True).prompts == (2, 1, 1)
     fourth = run("d", [result("r", 4.0, 2.0, 2)])
     refusal("no prompt in both", compared, tmp_path, first, fourth, resume=True)
 
@@ -92,9 +98,9 @@ def test_methods_of_other_names_are_paired_when_told(run: Callable[..., str], tm
     first = run("a", [result("p", 4.0, 2.0, 2)])
     second = run("b", [result("p", 4.0, 1.0, 2)], method="other")
     refusal(r"no method in both \(m and other\); say which with pairs", compared, tmp_path, first, second)
-    [row] = compared(tmp_path, first, second, pairs={"m": "other"})["methods"]
-    assert row["pair"] == ["m", "other"]
-    assert row["gain"]["median"] == pytest.approx(2.0)
+    [row] = compared(tmp_path, first, second, pairs={"m": "other"}).methods
+    assert row.pair == ("m", "other")
+    assert row.gain.median == pytest.approx(2.0)
     refusal(r"pairs=.*nobody.*methods of", compared, tmp_path, first, second, pairs={"m": "nobody"}, resume=True)
 
 

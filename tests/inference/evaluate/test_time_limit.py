@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.base import progress
 from outrider.inference.core.rounds import Clock
-from outrider.inference.evaluate import compare
+from outrider.inference.evaluate import evaluation, measuring
 from outrider.inference.measure.results import read_results
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
@@ -57,7 +57,7 @@ def timed(
     made = replace(made, minutes=minutes, resume=resume)
     questions = [replace(QUESTIONS[0], id=str(number)) for number in range(8)]
     with patch.object(plots, "_save", return_value=""):  # plots take longer to draw than these models to decode
-        compare.evaluate_checkpoint(made, questions, clock or count(seconds, seconds).__next__)
+        evaluation.evaluate_checkpoint(made, questions, clock or count(seconds, seconds).__next__)
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 
 
@@ -72,7 +72,7 @@ def test_no_prompt_is_taken_once_the_time_is_over(config: Callable[..., Evaluate
     assert (report["prompts"], report["prompts_given"]) == (7, 8)
     page = (Path(config("timed").out_dir) / "report.md").read_text()
     assert "7 of 8 prompts, as many as 1.33 minutes held ×" in page
-    with patch.object(compare, "load_models", None):  # its time was over: nothing is loaded or done again
+    with patch.object(measuring, "load_models", None):  # its time was over: nothing is loaded or done again
         assert timed(config, "timed", minutes=80 / 60, seconds=10, resume=True) == (taken, report)
     assert sorted(timed(config, "timed", minutes=5, seconds=1, resume=True)[0]) == list(range(8))
 
@@ -81,8 +81,8 @@ def test_a_verdict_has_enough_prompts_however_slow_the_machine(
     config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a line says that this takes longer than the minutes: a look before the first prompt, and one after each."""
-    totals, append = [], compare.append_result
-    with patch.object(compare, "append_result", lambda *given: totals.append(measuring_total()) or append(*given)):
+    totals, append = [], measuring.append_result
+    with patch.object(measuring, "append_result", lambda *given: totals.append(measuring_total()) or append(*given)):
         taken, report = timed(config, "slow", minutes=1, seconds=25)
     assert totals == [8, 8, *[MIN_PROMPTS] * 3]  # of which the time left is that of what is still measured
     assert taken == spread_order(8)[:MIN_PROMPTS]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.loading.generation_config import _ACTING, TextSettings, acting, other_ways
-from outrider.inference.measure import bench
+from outrider.inference.measure import prepared
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -85,7 +85,7 @@ def config_of(path: Path, out_dir: Path, **options: Any) -> EvaluateConfig:
 
 def evaluate(path: Path, out_dir: Path, prompt: list[int] = PROMPT, **options: Any) -> dict[str, list[int]]:
     """What every arm of evaluate-checkpoint emits. The report is in `out_dir`."""
-    with patch.object(bench, "render_prompt", lambda *_, **__: prompt):
+    with patch.object(prepared, "render_prompt", lambda *_, **__: prompt):
         evaluating.evaluate(config_of(path, out_dir, **options), ASKED)
     lines = map(json.loads, (out_dir / "generations.jsonl").read_text().splitlines())
     return {line["arm"]: line["tokens"] for line in lines}

@@ -17,7 +17,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.evaluate.evaluation import evaluate
 from outrider.inference.loading import memory_plan
 from outrider.inference.loading.memory_plan import Storage, cache_bytes, pass_bytes, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig

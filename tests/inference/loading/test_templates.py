@@ -15,7 +15,7 @@ from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
 from outrider.inference.loading.chat_templates import chat_template, templates_of
 from outrider.inference.loading.target_setup import find_setup
-from outrider.inference.measure.bench import render
+from outrider.inference.measure.prepared import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig

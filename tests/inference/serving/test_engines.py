@@ -9,7 +9,7 @@ import pytest
 from outrider.data_prep.settings import FetchConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.settings import DataConfig
-from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.evaluate.engine import measure_engine
 from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, why_not
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
@@ -50,7 +50,7 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
         engine=engine, engine_python=None if engine == "transformers" else str(place), out_dir=str(tmp_path / "out"),
         concurrency=(1, 4) if engine == "vllm" else (1,),
     )  # fmt: skip
-    evaluate(config)  # exits with 1 for a text that is not the target's
+    measure_engine(config)  # exits with 1 for a text that is not the target's
     for report in json.loads((tmp_path / "out/report.json").read_text())["reports"]:
         assert len(report["served"]) == len(config.concurrency)
         for row in report["served"]:
@@ -83,7 +83,7 @@ def test_llama_cpp_drafts_as_we_do(source: str, tmp_path: Path) -> None:
     command = [LLAMA_CPP, script, files[0] / "model.gguf", mode, files[1] / "model.gguf", "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip()  # type: ignore[union-attr]
-        evaluate(EngineConfig(
+        measure_engine(EngineConfig(
             target=target, template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu", dtype="float32",
             methods={source: MethodConfig(source, stop=CHAIN)}, engine=url, compare_transformers=False,
             out_dir=str(tmp_path / "out"), **{"checkpoint" if source == "early_exit" else source: drafter},

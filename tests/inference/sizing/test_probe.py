@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.probe import SIZES, probes, tune
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import chosen_sizes
-from outrider.inference.report.report import build_report, markdown
+from outrider.inference.report.writing import markdown
 from outrider.inference.settings.method import (
     AUTO,
     AUTOREGRESSIVE,
@@ -39,8 +39,8 @@ from outrider.inference.settings.method import (
     StopConfig,
     StructureConfig,
 )
-from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.sizing.policy import LONGEST_CHAIN
+from tests.inference.evaluate.reports import report_of
 from tests.known_targets import COUNT, PROMPT, Target, tokens_of
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
@@ -259,7 +259,8 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
         assert (costs.plain, costs.step) == (0.5, pytest.approx((0.0,) * 65))  # drafting takes the clock no time
         assert (generation.tokens, clock.widest) == (plain.tokens, SIZES[-1])  # several texts share such passes
         assert method == NGRAMS or max(r.drafted for r in generation.rounds) <= LONGEST_CHAIN
-        drafted.append(chosen_sizes([generation]).get("nodes", {"mean": 0.0})["mean"])
+        sizes = chosen_sizes([generation])
+        drafted.append(sizes["nodes"].mean if sizes else 0.0)
     if method == NGRAMS:
         assert min(sum(tunings["m"].tried), sum(tunings["m"].right)) > 10
         assert drafted[0] > 2 * drafted[1]
@@ -272,18 +273,14 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
     arms = make_arms(stack, drafters, methods, None, TextSettings(30), tunings=tunings)
     generations = {name: arm(PROMPT, Streams(0)) for name, arm in arms.items()}
     results = [PromptResult("p", "text", tuple(PROMPT), generations, AUTOREGRESSIVE)]
-    facts = {
-        "target": "T", "model": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30,
-        "temperature": 0.0, "processes": 1, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
-    }  # fmt: skip
-    reports = {name: build_report(name, results, facts, 0, tunings[name]) for name in METHODS}
+    reports = {name: report_of(results, name, tunings[name]) for name in METHODS}
     for report in reports.values():
-        assert report["auto"]["costs"]["autoregressive_step"] == 0.5
-        assert report["auto"]["costs"]["target_pass"]["4"] == pytest.approx(1.04)
-        assert report["break_even_acceptance"] is not None
-        assert set(report["structure"]) <= {"expected_tau", "drafter_passes"}
-    chain, tree = (reports[name]["auto"]["chosen"] for name in ("chain", "opt_tree"))
-    assert 1 <= chain["max_draft"]["mean"] <= LONGEST_CHAIN
-    assert 0 < tree["nodes"]["share"] <= 1
-    assert tree["nodes"]["mode"] in markdown([*reports.values()])
-    assert build_report("chain", results, facts, 0)["auto"] is None
+        assert report.auto.costs["autoregressive_step"] == 0.5
+        assert report.auto.costs["target_pass"]["4"] == pytest.approx(1.04)
+        assert report.break_even_acceptance is not None
+        assert set(report.structure) <= {"expected_tau", "drafter_passes"}
+    chain, tree = (reports[name].auto.chosen for name in ("chain", "opt_tree"))
+    assert 1 <= chain["max_draft"].mean <= LONGEST_CHAIN
+    assert 0 < tree["nodes"].share <= 1
+    assert tree["nodes"].mode in markdown([*reports.values()])
+    assert report_of(results, "chain").auto is None

@@ -294,7 +294,7 @@ def test_decoding_on_an_unknown_machine(tmp_path: Path) -> None:
         del os.sched_yield
         from outrider.inference.engines.cpu.numbers import _yield_core
         from outrider.inference.core.decode import autoregressive
-        from outrider.inference.evaluate import compare
+        from outrider.inference.evaluate import evaluation
         from outrider.inference.loading.models import prepare_models
         from outrider.inference.measure.bench import peak_memory
         from tests.tiny import open_stack, random_prompt, reference_generate, save_target

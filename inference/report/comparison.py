@@ -7,16 +7,16 @@ in its own run, which a slow machine does not change. Seconds are reported too.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import read_json, require_writable, write_atomically, write_json
+from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Columns, filled, listed
 from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
-from outrider.inference.measure.speed import Speedup, decoding, median_of, timed
-from outrider.inference.measure.statistics import looped, loops_text, share_of_loops, verdict
+from outrider.inference.measure.speed import decoding, median_of, timed
+from outrider.inference.measure.statistics import Loops, MedianInterval, looped, share_of_loops, verdict
+from outrider.inference.report.types import MethodReport, read_reports, to_json
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
 
@@ -28,7 +28,7 @@ COMPARED: Columns = {
     "without loops [95 %]": ("{gain_without_loops:interval}", ""),
     "tokens/s as they were [95 %]": ("{seconds:interval}", ""),
     "τ [95 %]": ("{tau:interval}", ""),
-    "same text": ("{same_text}/{shared}", ""),
+    "same text": ("{same_text}/{prompts}", ""),
     "verdict": ("{verdict}", ""),
 }
 Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt
@@ -39,23 +39,55 @@ class Evaluation:
     """A finished evaluation: its folder, its reports by method, its results by prompt."""
 
     folder: str
-    reports: Mapping[str, Mapping[str, Any]]
+    reports: Mapping[str, MethodReport]
     results: Mapping[str, PromptResult]
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """The facts common to all of its methods."""
+    def first(self) -> MethodReport:
+        """The report of its first method, which has the conditions of all."""
         return next(iter(self.reports.values()))
 
     @property
     def busy(self) -> str | None:
         """Why its speeds are unreliable; None if they are reliable."""
-        busy: str | None = (self.facts.get("load") or {}).get("busy")
-        return busy
+        return self.first.conditions.load.busy
 
 
-def compare_reports(config: CompareConfig) -> dict[str, Any]:
-    """Write compare.md and compare.json to `config.out_dir`, print compare.md, and return the content of compare.json.
+@dataclass(frozen=True)
+class MethodsCompared:
+    """The second method of `pair` over the first: medians over prompts of ratios, each with its interval.
+
+    gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
+    tau: ratio of τ. same_text: the number of prompts on which both texts are equal. loops: of the texts of both.
+    gain_without_loops: the gain on prompts where neither text loops; the verdict comes from it.
+    """
+
+    pair: tuple[str, str]
+    gain: MedianInterval
+    gain_without_loops: MedianInterval
+    loops: Loops
+    seconds: MedianInterval
+    tau: MedianInterval
+    same_text: int
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations: their folders, the number of turns of each and of both, other differences, and their methods.
+
+    busy: by folder, why its speeds are unreliable.
+    """
+
+    compare: tuple[str, str]
+    prompts: tuple[int, int, int]
+    differences: Mapping[str, tuple[object, object]]
+    busy: Mapping[str, str]
+    methods: tuple[MethodsCompared, ...]
+
+
+def compare_reports(config: CompareConfig) -> Comparison:
+    """Write compare.md and compare.json to `config.out_dir`, and print compare.md.
 
     Raises `UserError` if a directory has no finished evaluation, or if the two share no prompt or method.
     """
@@ -65,12 +97,12 @@ def compare_reports(config: CompareConfig) -> dict[str, Any]:
         require(config.resume or not (out_dir / COMPARISON).exists(), "out_dir", config.out_dir, expected)
         comparison = _compare(config)
         write_atomically(out_dir / "compare.md", comparison_table(comparison).encode())
-        write_json(out_dir / COMPARISON, comparison)
+        write_json(out_dir / COMPARISON, to_json(comparison))
     print(comparison_table(comparison), flush=True)
     return comparison
 
 
-def _compare(config: CompareConfig) -> dict[str, Any]:
+def _compare(config: CompareConfig) -> Comparison:
     before, after = (read_evaluation(folder) for folder in config.compare)
     pairs = config.pairs or {name: name for name in before.reports if name in after.reports}
     for side, names in ((before, list(pairs)), (after, list(pairs.values()))):
@@ -80,28 +112,24 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
         methods = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
         raise UserError(f"compare={config.compare}: no method in both ({methods}); say which with pairs={{A: B}}")
     shared, streams = shared_prompts(before, after), Streams(config.seed).within("compare")
-    return {
-        "compare": [before.folder, after.folder],
-        "prompts": [len(before.results), len(after.results), len(shared)],
-        "differences": differences(before, after),
-        "busy": {run.folder: run.busy for run in (before, after) if run.busy},
-        "methods": [
-            {"pair": [a, b], **compare_methods(before, after, shared, a, b, streams.within(a, b))}
-            for a, b in pairs.items()
-        ],
-    }
+    return Comparison(
+        compare=(before.folder, after.folder),
+        prompts=(len(before.results), len(after.results), len(shared)),
+        differences=differences(before, after),
+        busy={run.folder: run.busy for run in (before, after) if run.busy},
+        methods=tuple(compare_methods(before, after, shared, pair, streams.within(*pair)) for pair in pairs.items()),
+    )
 
 
 def read_evaluation(folder: str) -> Evaluation:
     """The evaluation that evaluate-checkpoint wrote to `folder`. Raises `UserError` for anything else."""
     remedy = "give the out_dir of a finished evaluation"
-    content = read_json(Path(folder) / REPORT_FILE, "report", remedy)
-    reports = content.get("reports", [content]) if isinstance(content, dict) else []
-    by_method = {report["method"]: report for report in reports if isinstance(report, dict) and "method" in report}
-    results = {turn.prompt_id: turn for measured in read_results(Path(folder)).values() for turn in measured.turns}
-    if not by_method or not results:
+    file = Path(folder) / REPORT_FILE
+    measured = read_results(Path(folder)).values() if file.exists() else ()
+    results = {turn.prompt_id: turn for prompt in measured for turn in prompt.turns}
+    if file.exists() and not results:
         raise UserError(f"{folder}: a report without results of prompts (a replay, or its files are gone); {remedy}")
-    return Evaluation(folder, by_method, results)
+    return Evaluation(folder, {report.method: report for report in read_reports(file, remedy)}, results)
 
 
 def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
@@ -110,7 +138,7 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
     Prompts are compared as tokens if the two targets share a tokenizer. A later turn of a conversation includes the
     target's earlier answers, so with other answers it is a different prompt.
     """
-    tokenizers = [run.facts.get("digests", {}).get("tokenizer") for run in (before, after)]
+    tokenizers = [run.first.conditions.digests.get("tokenizer") for run in (before, after)]
     same_tokens = tokenizers[0] == tokenizers[1]
     shared = [
         name
@@ -123,41 +151,37 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
     return shared
 
 
-def differences(before: Evaluation, after: Evaluation) -> dict[str, list[Any]]:
+def differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[object, object]]:
     """Differences of the two runs other than methods: settings and facts that a reader must know."""
     keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
             "made_with", "digests", "seed")  # fmt: skip
-    pairs = {key: [before.facts.get(key), after.facts.get(key)] for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    first, second = ({**vars(run.first.conditions), **vars(run.first)} for run in (before, after))
+    return {key: (first[key], second[key]) for key in keys if first[key] != second[key]}
 
 
 def compare_methods(
-    before: Evaluation, after: Evaluation, shared: Sequence[str], arm_before: str, arm_after: str, streams: Streams
-) -> dict[str, Any]:
-    """`arm_after` over `arm_before`, of the first run: medians over prompts of ratios, each with its interval.
-
-    gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
-    tau: ratio of τ. same_text: the number of prompts on which both texts are equal. loops: of the texts of both.
-    gain_without_loops: the gain on prompts where neither text loops; the verdict comes from it.
-    """
-    arms = ((before, arm_before), (after, arm_after))
+    before: Evaluation, after: Evaluation, shared: Sequence[str], pair: tuple[str, str], streams: Streams
+) -> MethodsCompared:
+    """The second method of `pair`, of the run `after`, over the first, of the run `before`."""
+    (arm_before, arm_after), arms = pair, ((before, pair[0]), (after, pair[1]))
     fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
     texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
-    def ratio(value: Value, fair: Sequence[str] = fair) -> Speedup:
+    def ratio(value: Value, fair: Sequence[str] = fair) -> MedianInterval:
         values = [value(after.results[name], arm_after) / value(before.results[name], arm_before) for name in fair]
         return median_of([before.results[name] for name in fair], values, streams.within(value.__name__))
 
     gain = ratio(_speedup, [name for name in fair if not any(map(looped, texts[name]))])
-    return {
-        "gain": ratio(_speedup),
-        "gain_without_loops": gain,
-        "loops": share_of_loops([text for pair in texts.values() for text in pair]),
-        "seconds": ratio(_speed),
-        "tau": ratio(_tau),
-        "same_text": sum(first == second for first, second in texts.values()),
-        "verdict": verdict(gain, next(filter(None, (run.busy for run in (before, after))), None)),
-    }
+    return MethodsCompared(
+        pair=pair,
+        gain=ratio(_speedup),
+        gain_without_loops=gain,
+        loops=share_of_loops([text for both_texts in texts.values() for text in both_texts]),
+        seconds=ratio(_speed),
+        tau=ratio(_tau),
+        same_text=sum(first == second for first, second in texts.values()),
+        verdict=verdict(gain, before.busy or after.busy),
+    )
 
 
 def _speedup(result: PromptResult, method: str) -> float:
@@ -173,19 +197,19 @@ def _tau(result: PromptResult, method: str) -> float:
     return sum(len(r.tokens) for r in rounds) / len(rounds)
 
 
-def comparison_table(comparison: Mapping[str, Any]) -> str:
+def comparison_table(comparison: Comparison) -> str:
     """The comparison as Markdown."""
-    (first, second), (turns_before, turns_after, shared) = comparison["compare"], comparison["prompts"]
-    loops = max((row["loops"] for row in comparison["methods"]), key=lambda loops: loops["looping"])
+    (first, second), (turns_before, turns_after, shared) = comparison.compare, comparison.prompts
+    loops = max((row.loops for row in comparison.methods), key=lambda loops: loops.looping)
     lines = [
         f"# {second} over {first}",
         "",
         f"{shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {second}. "
-        f"{loops_text(loops)}.",
+        f"{loops}.",
         "",
-        *filled(COMPARED, ({**row, "shared": shared} for row in comparison["methods"])).markdown(),
+        *filled(COMPARED, ({**vars(row), "prompts": shared} for row in comparison.methods)).markdown(),
     ]
-    lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in comparison["busy"].items()]
-    if comparison["differences"]:
-        lines += ["", f"Not the same in both: {listed(sorted(comparison['differences']))}."]
+    lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in comparison.busy.items()]
+    if comparison.differences:
+        lines += ["", f"Not the same in both: {listed(sorted(comparison.differences))}."]
     return "\n".join(lines) + "\n"

@@ -1,0 +1,173 @@
+"""measure-engine: what evaluate-checkpoint measures, and the same methods in a serving engine."""
+
+import gc
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from outrider.base.files import write_atomically
+from outrider.base.streams import Streams
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.audit.answers import ServedAnswer
+from outrider.inference.audit.audit import judge_arm, score_answers
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.drafters.ngrams.drafter import open_table
+from outrider.inference.evaluate.engine_blocks import (
+    FOLDER,
+    Block,
+    export_drafters,
+    measure_served,
+    require_served,
+    sampling_of,
+    served_methods,
+)
+from outrider.inference.evaluate.measuring import measure_prompts, open_queue
+from outrider.inference.evaluate.planning import Plan, begin_evaluation, end_evaluation, run_command
+from outrider.inference.evaluate.reporting import EnginePart, write_report
+from outrider.inference.loading.models import load_plain
+from outrider.inference.loading.target_setup import TargetSetup
+from outrider.inference.measure.results import PromptResult, finished_results
+from outrider.inference.measure.threads import machine_load
+from outrider.inference.report.served import EngineRun, served_row
+from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, ServedJudgement, ServedRow
+from outrider.inference.serving.proposer import chain_rounds
+from outrider.inference.settings.engine import EngineConfig, draft_length
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
+
+LEVEL = 0.001  # how often sampled texts may be refused by chance
+
+
+def measure_engine(config: EngineConfig) -> None:
+    """Compare methods in this runtime and in an engine. Raises `UserError`."""
+    run_command(config, evaluate_in_engine)
+
+
+def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
+    """As `evaluate_checkpoint`. The engine measures after this runtime, when no model is in memory any more."""
+    config = replace(config, methods=config.all_methods, draft_tokens=())
+    with begin_evaluation(config, prompts) as plan:
+        require_served(config, plan.setup, len(prompts), plan.processes.num_processes)
+        queue = open_queue(plan)
+        export_drafters(config, plan.setup, plan.out_dir)
+        prepared = measure_prompts(plan, queue)
+        plan.drafters.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        wrong = write_report(plan, prepared, serve_methods(config, plan), ("outrider", "measure-engine"))
+    end_evaluation(plan, wrong)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The blocks that an engine measured, and this runtime's results for the same prompts, by position.
+
+    references: the reference's texts by position; None if texts are drawn.
+    """
+
+    blocks: Sequence[Block]
+    here: Mapping[int, PromptResult]
+    references: Mapping[int, Sequence[int]] | None
+
+
+def serve_methods(config: EngineConfig, plan: Plan) -> dict[str, EnginePart]:
+    """Measure the methods that the engine of `config` runs: by method, its part of the report. Raises `UserError`."""
+    measured = finished_results(plan.out_dir, config.batch)
+    here = {position: prompt.turns[0] for position, prompt in measured.items() if prompt.turns}
+    require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
+    methods = served_methods(config)
+    blocks = measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)
+    texts = {position: result.generations[result.reference].tokens for position, result in here.items()}
+    served = Served(blocks, here, None if config.sampling.temperature > 0 else texts)
+    rows = {name: _rows(config, plan.setup, served, name, method) for name, method in methods.items()}
+    judgements = judge_served(config, plan.setup, served, plan.out_dir)
+    return {name: EnginePart(rows[name], judgements.get(name)) for name in methods}
+
+
+def _rows(
+    config: EngineConfig, setup: TargetSetup, served: Served, name: str, method: MethodConfig
+) -> tuple[ServedRow, ...]:
+    """The figures of a method at every concurrency."""
+    streams = Streams(config.seed).within("served")
+    runs = {count: _run_of(config, setup, served, name, method, count) for count in config.concurrency}
+    return tuple(served_row(run, streams.within(name, count)) for count, run in runs.items())
+
+
+def _run_of(
+    config: EngineConfig, setup: TargetSetup, served: Served, name: str, method: MethodConfig, count: int
+) -> EngineRun:
+    """What the engine did with a method, `count` requests at a time."""
+    texts = served.references
+    blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, count)]
+    results = [result for block in blocks for result in block.results]
+    here = [served.here[_position(result)].generations[name] for result in results]
+    if KINDS[method.source].served == "custom_class":  # in this runtime it drafts trees
+        vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
+        table = open_table(str(config.where(KINDS[method.source])), *vocabulary)
+        here = [_by_the_table(table, draft_length(method), result) for result in results]
+    return EngineRun(
+        engine=" and ".join(sorted({block.version for block in blocks})),
+        options=config.engine_options,
+        concurrency=count,
+        method=name,
+        drafted=draft_length(method),
+        results=results,
+        here=here,
+        references=None if texts is None else [texts[_position(result)] for result in results],
+        totals={arm: sum(block.seconds[arm] for block in blocks) for arm in blocks[0].seconds},
+        load=machine_load((), (block.load for block in blocks), os.cpu_count() or 1),
+        counts=[(block.counts, len(block.results)) for block in blocks],
+    )
+
+
+def _position(result: PromptResult) -> int:
+    """The position in the run of the prompt that an engine continued."""
+    return int(str(result.conversation))
+
+
+def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
+    """The rounds of the engine's text with the drafts of `NgramProposer`, computed from table and text."""
+    text = result.generations[result.reference].tokens
+    rounds = chain_rounds(table, result.prompt, text, most)
+    return Generation(text, 0.0, 0.0, tuple(Round(ids, length, len(ids) - 1, length, 0.0) for length, ids in rounds))
+
+
+def judge_served(
+    config: EngineConfig, setup: TargetSetup, served: Served, out: Path
+) -> dict[str, dict[str, ServedJudgement]]:
+    """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
+    texts: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
+    sampling = vars(sampling_of(config, setup))
+    for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
+        for name, output in result.generations.items():
+            prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
+            if text != (served.references or {}).get(_position(result)) and UNREAD not in output.totals:
+                again = "retokenised" in output.totals
+                answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=again, **sampling)
+                texts.setdefault((method, arm), {})[prompt, text] = answer
+    model = load_plain(setup.target, setup.dtype, setup.device) if texts else None
+    judgements: dict[str, dict[str, ServedJudgement]] = {}
+    for (method, arm), answers in texts.items():
+        file = out / FOLDER / f"{method}-{arm}.jsonl"
+        judgements.setdefault(method, {})[arm] = _audit(config, model, [*answers.values()], file)
+    return judgements
+
+
+def _audit(
+    config: EngineConfig, model: PreTrainedModel | None, answers: Sequence[ServedAnswer], file: Path
+) -> ServedJudgement:
+    """Write the answers to `file`, from which they can be audited again, and judge them."""
+    assert model is not None
+    keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
+    lines = (json.dumps({key: getattr(answer, key) for key in keys}) + "\n" for answer in answers)
+    write_atomically(file, "".join(lines).encode())
+    by_line = dict(enumerate(answers, 1))
+    finding = judge_arm(score_answers(model, by_line, Streams(config.seed), simulate=False), by_line, LEVEL)
+    return ServedJudgement(len(answers), f"{FOLDER}/{file.name}", finding.verdict, finding.faults)

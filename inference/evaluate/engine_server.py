@@ -1,0 +1,106 @@
+"""A serving engine that runs already, as an arm of an evaluation: it continues prompts, and counts its rounds."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from outrider.base.errors import UserError, require
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.inference.batch.client import ReplyError, bounded
+from outrider.inference.batch.server import RETOKENISED, Json, Server, Streamed
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.core.rounds import Generation
+from outrider.inference.loading.target_setup import TargetSetup
+from outrider.inference.report.types import UNREAD
+from outrider.inference.serving.engine_process import generation
+from outrider.inference.settings.engine import EngineConfig
+
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
+Counters = Counter[str | int] | None
+
+
+class EngineServer:
+    """Continues prompts as an `EngineProcess` does.
+
+    counts, of the last prompts: the rounds, and how many accepted 1, 2, … drafted tokens (vLLM's /metrics); None if
+    rounds come one by one, or llama.cpp tells them; else empty.
+    """
+
+    def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
+        """option: names its URL. drafted: the tokens of a draft, 0 without a drafter.
+
+        Raises `UserError` for a server that is not there, does not stream, or has another model or length of drafts.
+        """
+        self.warm, self.option, url = 0, option, getattr(config, option)
+        self.counts: tuple[int, ...] | None = None
+        settings = GenerateConfig(
+            target=setup.target.source, server=url, server_model=config.server_model,
+            data=DataConfig(), greedy_tokens=0, temperature=config.sampling.temperature,
+        )  # fmt: skip
+        sizes, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
+        self._server = Server(settings, tokenizer, setup.eos, *sizes, checked=False, option=option)
+        answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
+        owner, fingerprint = self._server.owner, str(reply.get("system_fingerprint") or "")
+        self.version = fingerprint if fingerprint.startswith(owner) else f"{owner} {fingerprint}".strip()
+        text, decoded = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
+        same = text.strip("\ufffd ") == str(decoded).strip("\ufffd ")  # a stream may omit an incomplete character
+        require(same, option, url, f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there")
+        counters = self._counters()
+        length = drafted if counters is None else sum(isinstance(key, int) for key in counters)
+        require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
+
+    def continued(
+        self, prompts: Sequence[Sequence[int]], request: Json, drafted: int
+    ) -> tuple[tuple[Generation, ...], float]:
+        """As `EngineProcess.continued`. A chunk counts as a round, though it may hold several. Raises `UserError`."""
+
+        def ask(prompt: Sequence[int], seed: int) -> Streamed:
+            more = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
+            return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **more)
+
+        before, started = self._counters(), time.perf_counter()
+        with ThreadPoolExecutor(request["concurrency"]) as pool:
+            answers = [*pool.map(ask, prompts, request["seeds"])]
+        seconds, texts = time.perf_counter() - started, tuple(_generation(answer, drafted) for answer in answers)
+        self.counts = self._count(before, [reply for *_, reply in answers], drafted, texts)
+        return texts, seconds
+
+    def _counters(self) -> Counters:
+        """vLLM's counters since its start, by name and by place of an accepted token; None for other servers."""
+        try:
+            text = self._server.client.fetch("/metrics", read=lambda response: b"".join(bounded(response)).decode())
+            counters = Counter[str | int]()
+            for name, labels, value in _COUNTER.findall(text):
+                position = re.search(r'position="(\d+)"', labels)
+                counters[int(position[1]) if position else name] += int(float(value))
+        except (UserError, ReplyError, ValueError, OverflowError):  # a server need not have that page
+            return None
+        return counters if "vllm:" in text else None
+
+    def _count(
+        self, before: Counters, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
+    ) -> tuple[int, ...] | None:
+        """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
+        after, n = self._counters(), sum(len(text.tokens) - 1 for text in texts)
+        if before is None or after is None:
+            tells = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
+            require(drafted > 0 or not tells, self.option, self._server.client.url, "a server without a drafter")
+            return None if tells else ()
+        after.subtract(before)
+        rounds, accepted = after["drafts"], after["accepted_tokens"]
+        counts = (max(rounds, n - accepted), *(after[depth] for depth in range(drafted)))  # some without drafts
+        possible = n + drafted * len(texts)  # the last round of each text may be cut off
+        sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
+        expected = f"counts that {n} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
+        require(sound and list(counts) == sorted(counts, reverse=True), self.option, self._server.client.url, expected)
+        return None if rounds == sum(len(text.rounds) for text in texts) > 0 else counts
+
+
+def _generation(streamed: Streamed, drafted: int) -> Generation:
+    answer, steps, times, _ = streamed
+    flags = {"retokenised": answer.retokenised, UNREAD: answer.failure == RETOKENISED}
+    return replace(generation(steps, times, drafted), totals={name: 1.0 for name, holds in flags.items() if holds})

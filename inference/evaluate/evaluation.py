@@ -1,0 +1,37 @@
+"""evaluate-checkpoint: all methods over all prompts, in phases: plan, load, tune, measure, judge, write.
+
+The processes of a launcher share the prompts. The main process alone tunes, judges and writes.
+"""
+
+import time
+from collections.abc import Sequence
+
+from outrider.data_prep.text.prompts import Prompt
+from outrider.inference.core.rounds import Clock
+from outrider.inference.evaluate.measuring import measure_prompts, open_queue
+from outrider.inference.evaluate.planning import begin_evaluation, end_evaluation, run_command
+from outrider.inference.evaluate.reporting import write_report
+from outrider.inference.measure.prepared import Peers
+from outrider.inference.settings.evaluate import EvaluateConfig
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """Compare methods on the prompts that `config` names. Raises `UserError`."""
+    run_command(config, evaluate_checkpoint)
+
+
+def evaluate_checkpoint(
+    config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter, peers: Peers | None = None
+) -> None:
+    """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
+
+    All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
+    prompts that were measured before are skipped. With `minutes`, the time by `clock` (in seconds) determines the
+    number of prompts measured. If any method emitted other tokens than the target, every process exits with status 1
+    after the report is written. peers: further arms.
+
+    Raises `UserError` for bad input, and if another run is using the directory.
+    """
+    with begin_evaluation(config, prompts, clock, peers) as plan:
+        wrong = write_report(plan, measure_prompts(plan, open_queue(plan)))
+    end_evaluation(plan, wrong)

@@ -1,0 +1,188 @@
+"""The plan of an evaluation: its target, prompts and drafters, all checked before weights of the target are loaded."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from outrider.base.errors import UserError, reason, require
+from outrider.base.files import digest_of, require_writable
+from outrider.base.machine import describe_machine
+from outrider.base.processes import join_processes, only_run_of
+from outrider.base.run_dirs import code_version
+from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.data_prep.text.settings import DataConfig
+from outrider.inference.core.rounds import Clock
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.loading.drafters import context_length, load_drafters
+from outrider.inference.loading.memory_plan import evaluation_memory, evaluation_plan, explain_out_of_memory
+from outrider.inference.loading.models import make_runtime
+from outrider.inference.loading.target_setup import TargetSetup, find_setup, find_target
+from outrider.inference.measure.prepared import Peers, longest_text, render, require_fits
+from outrider.inference.measure.threads import warn_if_busy
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
+
+Config = TypeVar("Config", bound=EvaluateConfig)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation will measure.
+
+    rendered: the ids of every prompt's first turn. positions: the length in tokens of the longest text. identity: see
+    `identity_of`. processes: of the launcher. limit: of the time. peers: further arms. drafters: by kind; they are
+    dropped where an engine needs their memory.
+    """
+
+    config: EvaluateConfig
+    setup: TargetSetup
+    prompts: Sequence[Prompt]
+    rendered: Sequence[list[int]]
+    drafters: dict[str, object]
+    positions: int
+    identity: Mapping[str, object]
+    out_dir: Path
+    processes: PartialState
+    limit: TimeLimit
+    peers: Peers | None = None
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of prompts; the prompts of a group are decoded at once."""
+        return len(self.prompts) // self.config.batch
+
+
+def make_plan(
+    config: EvaluateConfig,
+    prompts: Sequence[Prompt],
+    processes: PartialState,
+    limit: TimeLimit,
+    peers: Peers | None = None,
+) -> Plan:
+    """The plan for all methods of `config` on `prompts`. Raises `UserError` for what cannot be measured."""
+    setup = find_setup(config)
+    require_own_device(setup.device, processes)
+    require_batches(config, setup, len(prompts))
+    turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
+    rendered = [first for first, *_ in turns]
+    drafters = dict(load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device))
+    context, new = context_length(setup, drafters), config.max_new_tokens
+    require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
+    longest = max(config.doctor_lengths, default=0)
+    require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
+    require_fits(prompts, rendered, context - new)
+    identity = identity_of(config, setup, prompts) | ({"peers": dict(peers.identity)} if peers else {})
+    positions, out_dir = longest_text(turns, new, context), Path(config.out_dir)
+    return Plan(config, setup, prompts, rendered, drafters, positions, identity, out_dir, processes, limit, peers)
+
+
+def require_own_device(device: torch.device, processes: PartialState) -> None:
+    """Raise `UserError` if several processes would share a GPU, or run on devices of different kinds."""
+    if processes.num_processes == 1:
+        return
+    if device != torch.device(device.type):
+        raise UserError(f"device={device}: {processes.num_processes} processes would share it; give device=auto")
+    machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
+    if len(machines) > 1:
+        raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
+
+
+def require_batches(config: EvaluateConfig, setup: TargetSetup, prompts: int) -> None:
+    """Raise `UserError` if groups of `config.batch` texts do not divide the prompts, or cannot be decoded at once."""
+    size = config.batch
+    require(prompts % size == 0, "batch", size, f"a divisor of the {prompts} prompts (num_prompts)")
+    alone = size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
+    require(alone, "batch", size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
+
+
+def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
+    """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
+    versions must not be mixed."""
+    rows = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
+    fingerprint = asdict(setup.target.fingerprint).items()
+    drafters: dict[str, object] = {}
+    for kind in KINDS.values():
+        drafters |= kind.load_plugin().identity(config.where(kind))
+    return {
+        **config.deciding(),
+        "target": {key: value for key, value in fingerprint if key not in ("target", "revision")},
+        **drafters,
+        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "end_tokens": sorted(setup.eos),
+        "generation_config": setup.inherited.fields,
+        "prompts": digest_of(rows)[:16],
+        "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
+        "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
+    }
+
+
+def prompts_of(config: EvaluateConfig) -> list[Prompt]:
+    """The prompts that `config` names. Raises `UserError`."""
+    return read_prompts(
+        config.prompt_text or config.prompts,
+        limit=config.num_prompts,
+        prompt_chars=config.prompt_chars,
+        heldout_fraction=heldout_fraction(config),
+    )
+
+
+def heldout_fraction(config: EvaluateConfig) -> float:
+    """The held-out share of `python_stdlib`: that of the checkpoint's training, if it was trained on that."""
+    default = DataConfig.heldout_fraction
+    if config.early_exit is None or config.held is None:
+        return default
+    data: Any = EARLY_EXIT.load_plugin().training_record(config.early_exit).data or {}
+    try:
+        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
+        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
+        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
+        ) from None
+    return float(fraction)
+
+
+def run_command(config: Config, compare: Callable[[Config, Sequence[Prompt]], None]) -> None:
+    """`compare` on the prompts that `config` names; with plan=true only print what every device would hold."""
+    if config.plan:
+        print(evaluation_plan(config, find_target(config).config), flush=True)
+        return
+    warn_if_busy()
+    prompts = prompts_of(config)
+    with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config).config)):
+        compare(config, prompts)
+
+
+@contextmanager
+def begin_evaluation(
+    config: Config, prompts: Sequence[Prompt], clock: Clock = time.perf_counter, peers: Peers | None = None
+) -> Iterator[Plan]:
+    """Join the processes, lock `config.out_dir` and make the plan. Raises `UserError` if another run is using it."""
+    limit = TimeLimit(config.minutes, clock(), clock=clock)
+    processes = join_processes()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    out_dir = require_writable(config.out_dir)
+    config.wandb.is_on()  # raises now if something it needs is missing
+    with only_run_of(processes, out_dir, "results", config.resume):
+        yield make_plan(config, prompts, processes, limit, peers)
+
+
+def end_evaluation(plan: Plan, wrong: Sequence[str]) -> None:
+    """End the process with status 1 if a method is `wrong`."""
+    if wrong:
+        if plan.processes.is_main_process:
+            files = f"{plan.config.out_dir}/generations.jsonl"
+            print(f"error: not lossless: {', '.join(wrong)}; see {files}", file=sys.stderr)
+        sys.exit(1)

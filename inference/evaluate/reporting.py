@@ -1,0 +1,100 @@
+"""The phases of an evaluation after the measurement: judge the stored results, and write the report."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from outrider.base.processes import from_main
+from outrider.base.progress import Stage
+from outrider.draft_models.card import add_report
+from outrider.inference.evaluate.planning import Plan
+from outrider.inference.measure.prepared import Prepared
+from outrider.inference.measure.results import PromptResult, finished_results
+from outrider.inference.report.building import build_report
+from outrider.inference.report.conditions import describe_conditions
+from outrider.inference.report.page import make_page
+from outrider.inference.report.sentences import OWN_RUN, measure_again
+from outrider.inference.report.types import MethodReport, ServedJudgement, ServedRow
+from outrider.inference.report.writing import log_reports, markdown, result_lines, write_reports
+from outrider.inference.settings.kinds import KINDS
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The reports of all methods, and the results of all turns that they were made from."""
+
+    reports: Sequence[MethodReport]
+    results: Sequence[PromptResult]
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """What a serving engine adds to the report of a method."""
+
+    served: tuple[ServedRow, ...]
+    served_judgement: Mapping[str, ServedJudgement] | None = None
+
+
+def judge(plan: Plan, prepared: Prepared, engine: Mapping[str, EnginePart]) -> Judged:
+    """The reports, from the results in `plan.out_dir`. engine: by method."""
+    config = plan.config
+    measured = [prompt for _, prompt in sorted(finished_results(plan.out_dir, config.batch).items())]
+    results = [result for prompt in measured for result in prompt.turns]
+    conditions = describe_conditions(config, plan.setup, prepared, plan.prompts, measured, plan.identity)
+    reports = [
+        build_report(name, method, results, conditions, config.seed, prepared.tunings.get(name))
+        for name, method in prepared.methods.items()
+    ]
+    parts = {name: vars(part) for name, part in engine.items()}
+    return Judged([replace(report, **parts.get(report.method, {})) for report in reports], results)
+
+
+def write(plan: Plan, judged: Judged, command: Sequence[str]) -> None:
+    """Write the report to `plan.out_dir`, to the console, to the drafters' cards, and to Weights & Biases."""
+    config, tokenizer, reports, results = plan.config, plan.setup.tokenizer, judged.reports, judged.results
+    texts = {
+        (r.prompt_id, arm): str(tokenizer.decode(list(g.tokens), skip_special_tokens=True))
+        for r in results
+        for arm, g in r.generations.items()
+    }
+    page = partial(make_page, reports, results, lambda ids: str(tokenizer.decode(list(ids))))
+    write_reports(plan.out_dir, reports, results, texts, page)
+    print("\n".join([*result_lines(results, config), "", markdown(reports)]))
+    for name, where in config.paths.items() if config.card else ():
+        if config.plugin(KINDS[name]).has_card and Path(where).is_dir():
+            add_report(Path(where), markdown(reports))
+    log_reports(config.wandb, plan.out_dir, reports, plan.identity)
+    run = reports[0].conditions
+    if run.load.busy:
+        print(measure_again(sys.argv[1:], plan.out_dir, command), flush=True)
+    print("\n".join([*filter(None, [run.origin]), f"report: {plan.out_dir / 'report.html'}"]), flush=True)
+
+
+def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
+    """The methods that were not lossless; `OWN_RUN` in their place if plain decoding was not."""
+    if reports[0].target_differs:
+        return [OWN_RUN]
+    return [report.method for report in reports if not report.is_lossless or report.served_faults]
+
+
+def write_report(
+    plan: Plan,
+    prepared: Prepared,
+    engine: Mapping[str, EnginePart] = MappingProxyType({}),
+    command: Sequence[str] = ("evaluate-checkpoint",),
+) -> list[str]:
+    """Judge and write, on the main process; returns the methods that were not lossless (see `wrong_methods`).
+
+    command: the words that run this command again.
+    """
+
+    def judge_and_write() -> list[str]:
+        judged = judge(plan, prepared, engine)
+        write(plan, judged, command)
+        return wrong_methods(judged.reports)
+
+    with Stage("writing the report"):
+        return from_main(plan.processes, judge_and_write)

@@ -1,0 +1,151 @@
+"""From the measured generations of all prompts to the report of one method."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from outrider.base.machine import describe_machine
+from outrider.base.streams import Streams
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.inference.measure.lossless import judge_deviations
+from outrider.inference.measure.results import PromptResult
+from outrider.inference.measure.speed import (
+    break_even,
+    conversations,
+    end_to_end,
+    parts_of_time,
+    prefill_seconds,
+    speedup,
+    speedups,
+    speedups_over_baselines,
+    time_of_a_plain_token,
+    tokens_per_second,
+    without_loops,
+)
+from outrider.inference.measure.statistics import (
+    acceptance_by_candidates,
+    acceptance_by_position,
+    chosen_sizes,
+    decode_statistics,
+    share_of_loops,
+    structure_statistics,
+    verdict,
+)
+from outrider.inference.report.types import (
+    AutoSizes,
+    Conditions,
+    Figures,
+    GenerateSpeed,
+    Lossless,
+    MethodReport,
+)
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
+from outrider.inference.sizing.policy import Tuning
+
+EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
+
+
+def build_report(
+    method: str,
+    config: MethodConfig,
+    results: Sequence[PromptResult],
+    conditions: Conditions,
+    seed: int,
+    tuning: Tuning | None = None,
+) -> MethodReport:
+    """The report of one method, whose settings are `config`, over all prompts.
+
+    tuning: the measurements that "auto" sizes were chosen from.
+    """
+    generations = [r.generations[method] for r in results]
+    arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
+    streams = Streams(seed).within(method, "bootstrap")
+    figures = make_figures(results, method, streams)
+    exact = conditions.computes_in in EXACT
+    lossless = compare_texts(results, method, sampled=conditions.temperature > 0, exact=exact)
+    groups = {name: [r for r in results if r.category == name] for name in sorted({r.category for r in results})}
+    return MethodReport(
+        method=method,
+        conditions=conditions,
+        settings=asdict(config),
+        machine=describe_machine(conditions.device),
+        made_with=provenance(),
+        figures=replace(figures, speedup=speedups_over_baselines(results, method, streams)),
+        tokens=sum(len(g.tokens) for g in generations),
+        seed=seed,
+        lossless=lossless,
+        structure=structure_statistics(generations),
+        acceptance_by_candidates=tuple(acceptance_by_candidates(generations)),
+        auto=AutoSizes(tuning.costs.summary(), chosen_sizes(generations)) if tuning else None,
+        tokens_per_second={name: tokens_per_second(results, arm) for name, arm in arms.items()},
+        whole_answers_per_second={name: tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()},
+        prefill_seconds={name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
+        end_to_end=speedups_over_baselines(results, method, streams, end_to_end),
+        autoregressive=time_of_a_plain_token(results),
+        break_even_acceptance=break_even(results, method),
+        seconds=parts_of_time(results, method),
+        acceptance_by_position=acceptance_by_position(generations),
+        acceptance_given_previous=acceptance_by_position(generations, given_previous=True),
+        by_category={
+            name: make_figures(group, method, streams.within("category", name)) for name, group in groups.items()
+        },
+        transformers_generate=generate_speed(results, streams),
+        speedup_per_prompt=speedups(results, method, AUTOREGRESSIVE),
+        verdict=method_verdict(method, lossless, figures, conditions),
+    )
+
+
+def method_verdict(method: str, lossless: Lossless, figures: Figures, conditions: Conditions) -> str:
+    """ "target differs", "not lossless", or the verdict on the speed-up on texts that do not loop."""
+    if lossless.target_differs(conditions.computes_in):
+        return "target differs"
+    if not lossless.is_right(method):
+        return "not lossless"
+    return verdict(figures.speedup_without_loops, conditions.load.busy)
+
+
+def make_figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Figures:
+    """The figures of a method on some prompts, its share of looping text, and the speed-up without loops."""
+    generations, loopless = [r.generations[method] for r in results], without_loops(results, method, AUTOREGRESSIVE)
+    return Figures(
+        prompts=conversations(results),
+        turns=len(results),
+        **vars(decode_statistics(generations)),
+        speedup=speedup(results, method, AUTOREGRESSIVE, streams),
+        loops=share_of_loops([g.tokens for g in generations]),
+        speedup_without_loops=speedup(loopless, method, AUTOREGRESSIVE, streams),
+    )
+
+
+def generate_speed(results: Sequence[PromptResult], streams: Streams) -> GenerateSpeed | None:
+    """The speed-ups of transformers' `generate`; None if it was not run."""
+    if TRANSFORMERS not in results[0].generations:
+        return None
+    ratios = (speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, *seconds) for seconds in ((), (end_to_end,)))
+    return GenerateSpeed(*ratios)
+
+
+def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False) -> Lossless:
+    """The texts compared, and the judgements of the method and of plain decoding.
+
+    sampled: no text is compared. exact: no difference is excused as a tie.
+    """
+    checked = [] if sampled else results
+    arms = (method, AUTOREGRESSIVE)
+    deviations = {arm: [r.deviations[arm] for r in results if arm in r.deviations] for arm in arms}
+    judgements = {arm: judge_deviations(rows) if rows else None for arm, rows in deviations.items()}
+
+    def ties(arm: str) -> int:
+        judgement = judgements[arm]
+        judged_right = judgement is not None and not judgement.faults and not exact
+        return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
+
+    return Lossless(
+        reference=None if sampled else results[0].reference,
+        checked=len(checked),
+        identical=sum(r.identical(method) for r in checked),
+        identical_to_plain=sum(r.identical(method, AUTOREGRESSIVE) for r in checked),
+        excused_ties=ties(method),
+        autoregressive_identical=sum(r.identical(AUTOREGRESSIVE) for r in checked),
+        autoregressive_excused_ties=ties(AUTOREGRESSIVE),
+        judged=judgements,
+    )

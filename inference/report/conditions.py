@@ -1,0 +1,178 @@
+"""The conditions of a report: models and settings, the load of the machine, the drafters' vocabularies and training
+times, and whether their training text contains the prompts.
+
+Contamination, prompts that occur in a drafter's training text, makes its figures unrepresentative.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from outrider.base.errors import UserError
+from outrider.base.files import digest_of
+from outrider.base.settings import construct
+from outrider.data_prep.text.prompts import Prompt
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.formats.model_name import model_name
+from outrider.inference.loading.models import make_runtime
+from outrider.inference.loading.target_setup import TargetSetup
+from outrider.inference.measure.prepared import Prepared
+from outrider.inference.measure.results import Measured, PromptResult
+from outrider.inference.measure.statistics import coverage
+from outrider.inference.measure.threads import machine_load
+from outrider.inference.report.types import RUN, Conditions, DraftVocabulary, Overlap
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+
+CHARACTERS = 8_000_000  # limit on the training text searched, for a search of seconds
+
+Run = tuple[str, ...]
+
+
+def describe_conditions(
+    config: EvaluateConfig,
+    setup: TargetSetup,
+    prepared: Prepared,
+    prompts: Sequence[Prompt],
+    measured: Sequence[Measured],
+    identity: Mapping[str, object],
+) -> Conditions:
+    """The conditions of a run. measured: its prompts, in order; identity: see `identity_of` in `evaluate.planning`."""
+    results = [result for prompt in measured for result in prompt.turns]
+    threads = Counter(prompt.threads for prompt in measured if prompt.threads)
+    return Conditions(
+        target=setup.target.source,
+        model=model_name(setup.target.source),
+        drafter=" + ".join(config.paths.values()) or "none",
+        dtype=setup.numbers,
+        computes_in=setup.floats,
+        device=str(setup.device),
+        runtime=make_runtime(config.runtime, setup.device).name,
+        kernels=prepared.chosen(),
+        processes=max(prompt.processes for prompt in measured),
+        threads={str(number): count for number, count in sorted(threads.items())},
+        prompts_given=len(prompts),
+        template=setup.chat_template if any(prompt.chat for prompt in prompts) else None,
+        peak_memory_bytes=max((prompt.peak_bytes for prompt in measured), default=0),
+        load=machine_load((m.cpu_share for m in measured), (m.load for m in measured), os.cpu_count() or 1),
+        minutes=config.minutes,
+        trained_seconds=trained_seconds(config),
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.sampling.temperature,
+        sampling=asdict(config.sampling),
+        generation_config={
+            "from": config.generation_config,
+            "taken_over": dict(setup.inherited.fields),
+            "ignored": dict(setup.inherited.ignored),
+        },
+        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
+        skipped=tuple(turn for prompt in measured for turn in prompt.skipped),
+        overlap=overlaps(config, prompts),
+        origin=origin_of(config, prompts),
+        doctor=prepared.doctor,
+        digests=digests(identity),
+        draft_vocabularies=draft_vocabularies(config, results),
+        texts_at_once=config.batch if config.batch > 1 else None,
+    )
+
+
+def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, DraftVocabulary]:
+    """The draft vocabulary of each kind of drafter that has one."""
+    vocabularies = {}
+    for name, where in config.paths.items():
+        tokens = config.plugin(KINDS[name]).draft_vocabulary(where)
+        if tokens is not None:
+            shares = coverage(tokens, ((result.category, result.answer) for result in results))
+            vocabularies[name] = DraftVocabulary(len(tokens), shares)
+    return vocabularies
+
+
+def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
+    """Seconds of training by kind of drafter, where recorded."""
+    records = config.training_records()
+    return {name: record.seconds for name, record in records.items() if record.seconds is not None}
+
+
+def digests(identity: Mapping[str, object]) -> dict[str, str]:
+    """Digests of the target and the drafters, from the identity of a run."""
+    target = identity["target"]
+    assert isinstance(target, Mapping)
+    parts = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
+    for kind in KINDS.values():
+        parts |= {f"{kind.name} {name}": identity[name] for name in kind.load_plugin().identity(None)}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    return {name: part if isinstance(part, str) else digest_of(part)[:16] for name, part in parts.items()}
+
+
+def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, Overlap]:
+    """By kind of drafter, the overlap of prompts and training text."""
+    by_kind: dict[str, Overlap] = {}
+    by_text: dict[str, Overlap] = {}
+    for name, training in config.training_records().items():
+        key = json.dumps(training.data, sort_keys=True)  # drafters of the same target often share their training text
+        by_text[key] = by_text.get(key) or overlap(training.data, prompts)
+        by_kind[name] = by_text[key]
+    return by_kind
+
+
+def origin_of(config: EvaluateConfig, prompts: Sequence[Prompt]) -> str:
+    """What the prompts are to drafters that learned from a text, as a sentence; "" where that is not known."""
+    categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
+    learned = str([training.data for training in config.training_records().values()])
+    is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
+    is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in learned
+    what = "held out from those that drafters learn from" if is_heldout else ""
+    what = "written by the target itself" if categories == {"own"} else what
+    kind = f"The prompts are {what}, of the kind that drafters are trained on, and gain more than fresh ones"
+    return f"{kind} (docs/results.md)." if what and config.paths else ""
+
+
+def overlap(data: Mapping[str, object] | None, prompts: Sequence[Prompt]) -> Overlap:
+    """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
+
+    Runs have `RUN` words. Nothing is downloaded. If the text is not on this machine, `why` says so.
+    """
+    if data is None:
+        return Overlap(why="there is no record of what it learned from")
+    try:
+        config: DataConfig = construct(DataConfig, data)
+        sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
+        if "hub" in sources:
+            return Overlap(why="its training text lies on the Hub, and nothing is fetched for this")
+        run_sets = [{run for turn in prompt.turns for run in runs(turn)} for prompt in prompts]
+        seen, characters, complete = _seen(set().union(*run_sets), config)
+    except UserError as error:
+        return Overlap(why=f"its training text cannot be read here ({error})")
+    return Overlap(
+        prompts=len(prompts),
+        prompts_seen=sum(not seen.isdisjoint(run_set) for run_set in run_sets),
+        runs=len(set().union(*run_sets)),
+        runs_seen=len(seen),
+        characters=characters,
+        complete=complete,
+    )
+
+
+def runs(text: str) -> list[Run]:
+    """All runs of `RUN` words, separated by whitespace, in a text."""
+    words = text.split()
+    return list(zip(*(words[start:] for start in range(RUN)), strict=False))
+
+
+def _seen(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
+    seen: set[Run] = set()
+    characters = 0
+    for record in read_records(config, "train"):
+        texts = [record["text"]] if "text" in record else [message["content"] for message in record["messages"]]
+        for text in texts:
+            seen |= prompt_runs.intersection(runs(text))
+            characters += len(text)
+        if characters >= CHARACTERS:
+            return seen, characters, False
+    return seen, characters, True

@@ -1,0 +1,241 @@
+"""The sentences about a report, for all pages."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+
+from outrider.base.words import figure, in_shell, in_words, option
+from outrider.inference.doctor.scores import table
+from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, MedianInterval
+from outrider.inference.report.types import (
+    HALF_NAMES,
+    RUN,
+    Conditions,
+    DraftVocabulary,
+    MethodReport,
+    Overlap,
+)
+from outrider.inference.settings.sampling import SamplingConfig
+
+_LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"
+_LOOPS_CAUSE = "as those of a base model do under a chat template (give template=none or longer prompts)"
+INT8 = (
+    "The target is the int8 model in all arms: the weight of every linear layer, the head too, in whole numbers to "
+    "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
+    "trained for, so τ may be lower than there. transformers widens the weights for every product."
+)
+OWN_RUN = "the target's own run differs: plain decoding here gives other texts than transformers"
+
+
+def measure_again(words: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
+    """The command that repeats the measurement in a new directory. words: the options of the first run."""
+    same = {word.partition("=")[0]: word for word in [*words, option("out_dir", f"{out_dir}-again"), "resume=false"]}
+    return f"measure the same again: {' '.join(map(in_shell, [*command, *same.values()]))}"
+
+
+def recommendation(reports: Sequence[MethodReport]) -> str:
+    """The recommendation in one sentence: the fastest method, "nothing pays here", or why it is undecided.
+
+    The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
+    target's are never recommended.
+    """
+    if any(report.verdict == "target differs" for report in reports):
+        return f"{OWN_RUN}, so no method is judged; please report it."
+    wrong = [f"`{report.method}`" for report in reports if report.verdict == "not lossless"]
+    warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
+    timed = [report for report in reports if report.figures.speedup.median is not None]
+    right = [report for report in timed if report.verdict != "not lossless"]
+    ranked = sorted(right, key=lambda report: -(report.figures.speedup_without_loops.median or 0))
+    return f"{_recommended(ranked)}{warning}.{_slower_plain(reports[0])}"
+
+
+def _recommended(ranked: Sequence[MethodReport]) -> str:
+    """The sentence for lossless methods that were timed, the fastest first."""
+    if not ranked:
+        return "undecided: no lossless method was timed"
+    if any(report.conditions.load.busy for report in ranked):
+        return "undecided: the machine was busy; measure again when nothing else runs on it"
+    if (prompts := ranked[0].figures.speedup.prompts) < MIN_PROMPTS:
+        return f"undecided: a verdict needs {MIN_PROMPTS} timed prompts, here: {prompts}"
+    if (prompts := max(report.figures.speedup_without_loops.prompts for report in ranked)) < MIN_PROMPTS:
+        loops = f"{ranked[0].figures.loops}, {_LOOPS_CAUSE}"
+        return f"undecided: {loops}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompts}"
+    best = next(report for kind in ("faster", "undecided", "slower") for report in ranked if report.verdict == kind)
+    gain = figure(best.figures.speedup_without_loops).replace(" ", " plain decoding ", 1)
+    if best.verdict == "faster":
+        return f"`{best.method}` is the fastest: {gain}{_rivals(best, ranked)}"
+    if best.verdict == "slower":
+        return f"nothing pays here: the best, `{best.method}`, has {gain}{_needed_acceptance(best)}"
+    condition = f"all of it must be above {1 + MARGIN}; more prompts narrow it"
+    return f"undecided: the best, `{best.method}`, has {gain}, and {condition}"
+
+
+def _needed_acceptance(report: MethodReport) -> str:
+    """The acceptance at which a slower method would pay, if that is more than it has."""
+    even, rate = report.break_even_acceptance or 0.0, report.figures.acceptance_rate
+    never = " (so never pays)" if even > 1 else ""
+    return f"; it would need an acceptance of {even:.2f}{never} and has {rate:.2f}" if even > rate else ""
+
+
+def _rivals(best: MethodReport, ranked: Sequence[MethodReport]) -> str:
+    """The methods whose intervals overlap with the best one's."""
+
+    def interval(report: MethodReport) -> tuple[float, float]:
+        return report.figures.speedup_without_loops.ci95 or (0, 0)
+
+    rivals = [report for report in ranked if report is not best and interval(report)[1] >= interval(best)[0]]
+    names = [f"`{report.method}`" for report in rivals]
+    phrase = " and ".join(names) if len(names) < 3 else f"{len(names)} others"
+    return f"; {phrase} may be as fast, as the intervals overlap" if names else ""
+
+
+def _slower_plain(report: MethodReport) -> str:
+    """A warning if transformers' `generate` is faster than plain decoding by more than the margin of a verdict."""
+    faster = report.transformers_generate.speedup if report.transformers_generate else MedianInterval()
+    if faster.ci95 is None or faster.ci95[0] <= 1 + MARGIN:
+        return ""
+    return (
+        f" Plain decoding is slower here than transformers' generate, which has {figure(faster)} of its speed: "
+        f"compare with generate. threads=1 helps on a machine that others use (here {_threads(report)}), "
+        f"dtype=bfloat16 on a processor that has it (here {report.conditions.dtype})."
+    )
+
+
+def conditions_text(reports: Sequence[MethodReport]) -> str:
+    """The conditions of the measurement as a sentence."""
+    first, run = reports[0], reports[0].conditions
+    numbers = run.dtype if run.computes_in == run.dtype else f"{run.dtype} weights and {run.computes_in} activations"
+    turns = f", {first.figures.turns} turns" if first.figures.turns > first.figures.prompts else ""
+    together = f", {run.processes} processes at a time" if run.processes > 1 else ""
+    by = f"by groups of {run.texts_at_once} texts at once (generate: one after another)"
+    sentences = [
+        f"{_prompt_count(first)}{turns} × up to {run.max_new_tokens} tokens, {_choice(run)}, "
+        f"{numbers} on {first.machine['device']} ({_threads(first)}), arms interleaved "
+        f"{by if run.texts_at_once else 'prompt by prompt'}{together}."
+    ]
+    if run.dtype == "int8":
+        sentences.append(INT8)
+    for key, lead in (
+        ("taken_over", "Taken over from the target's generation config, in all arms"),
+        ("ignored", "Left out of the target's generation config, in all arms"),
+    ):
+        if isinstance(options := run.generation_config.get(key), Mapping) and options:
+            values = (f"{name} {shorten(json.dumps(value), 60, placeholder=' …')}" for name, value in options.items())
+            sentences.append(f"{lead}: {', '.join(values)}.")
+    if run.cudnn_attention is False:
+        sentences.append("cuDNN's attention is off in all arms, transformers' too.")
+    loops = max((report.figures.loops for report in reports), key=lambda share: share.looping)
+    sentences.append(f"{loops}{_LOOPS if loops.looping else ''}.")
+    return " ".join([*sentences, run.origin]).strip()
+
+
+def _prompt_count(report: MethodReport) -> str:
+    """The number of prompts with results, and the total if a time limit left some out."""
+    prompts, total, minutes = report.figures.prompts, report.conditions.prompts_given, report.conditions.minutes
+    if minutes is None or prompts == total:
+        return f"{prompts} prompts"
+    return f"{prompts} of {total} prompts, as many as {minutes:.3g} minutes held"
+
+
+def _threads(report: MethodReport) -> str:
+    """The number of CPU threads; if chosen per prompt, the number of prompts for each."""
+    threads = report.conditions.threads
+    if len(threads) < 2:
+        return f"{next(iter(threads), report.machine['threads'])} threads"
+    return ", ".join(f"{count} threads for {prompts} prompts" for count, prompts in threads.items())
+
+
+def _choice(run: Conditions) -> str:
+    """The decoding mode, greedy or sampled, with its settings."""
+    settings = {key: value for key, value in run.sampling.items() if value != getattr(SamplingConfig(), key)}
+    options = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    if run.temperature:
+        return f"sampled ({options}; the same distribution, so no tokens to compare)"
+    return f"greedy ({options})" if options else "greedy"
+
+
+def sentences(reports: Sequence[MethodReport]) -> list[str]:
+    """Sentences on plain decoding, each method, the drafters, and skipped turns."""
+    first, run, lines = reports[0], reports[0].conditions, list[str]()
+    token, lossless = first.autoregressive, first.lossless
+    if ties := lossless.autoregressive_excused_ties:
+        lines.append(
+            f"Without a drafter {ties} of {lossless.checked} texts part from those of transformers' generate, "
+            "where two tokens score the same up to rounding: no drafter does that. See same text as plain decoding."
+        )
+    if token.token_us is not None:
+        lines.append(
+            f"plain decoding: {token.token_us:.0f} µs a token, of which {token.host_us:.0f} µs "
+            f"({100 * (token.host_share or 0):.1f} %) are not the model's pass."
+        )
+    lines += map(method_sentence, reports)
+    lines += [vocabulary_sentence(kind, vocabulary) for kind, vocabulary in run.draft_vocabularies.items()]
+    if run.trained_seconds:
+        times = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in run.trained_seconds.items())
+        lines.append(f"Trained, evaluations on the way included: {times}.")
+    if run.skipped:
+        lines.append(f"Left out: {'; '.join(f'{turn.prompt_id} ({turn.reason})' for turn in run.skipped)}.")
+    return lines
+
+
+def vocabulary_sentence(kind: str, vocabulary: DraftVocabulary) -> str:
+    """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
+    shares = dict(vocabulary.coverage)
+    overall = shares.pop("all")
+    parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
+    return f"{kind} predicts over {vocabulary.tokens} tokens: {overall:.1%} of what the target said ({parts})."
+
+
+def method_sentence(report: MethodReport) -> str:
+    """A method's verdict, its split of time, and the statistics of its structure."""
+    total = sum(report.seconds.values()) or 1.0
+    parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report.seconds.items())
+    structure = "".join(f"; {name} {value:.2f}" for name, value in report.structure.items())
+    if report.acceptance_by_candidates:
+        shares = ", ".join(f"{share:.2f}" for share in report.acceptance_by_candidates)
+        structure += f"; accepted by the first 1, 2, … candidates {shares}"
+    for name, size in report.auto.chosen.items() if report.auto else ():
+        structure += f"; chose {name} {size.mean:.1f} on average, most often {size.mode} "
+        structure += f"({100 * size.share:.0f} % of rounds)"
+    return (
+        f"{report.method}: {report.verdict}; time: {parts}; break-even acceptance "
+        f"{figure(report.break_even_acceptance, '.2f')}, measured {report.figures.acceptance_rate:.2f}{structure}."
+    )
+
+
+def overlap_sentence(kind: str, overlap: Overlap) -> str:
+    """The overlap of prompts and a drafter's training text as a sentence."""
+    if overlap.why is not None:
+        return f"{kind}: has it seen the prompts? Not known: {overlap.why}. Restore that text, or take newer prompts."
+    read = f"the first {(overlap.characters or 0) / 1e6:.0f} M characters"
+    text = "all of its training text" if overlap.complete else read
+    share = (overlap.runs_seen or 0) / overlap.runs if overlap.runs else 0.0
+    return (
+        f"{kind}: {overlap.prompts_seen} of {overlap.prompts} prompts share a run of {RUN} words with {text}, "
+        f"{share:.1%} of all their runs."
+    )
+
+
+def doctor_lines(run: Conditions) -> Iterator[str]:
+    """The doctor's tables, for a monospaced font."""
+    for kind, findings in run.doctor.items():
+        yield from table(kind, findings)
+
+
+def resolution(run: Conditions) -> str:
+    """The size of faults that a judgement in the run's dtype cannot detect, and the check that can."""
+    limit = f"What is below the rounding of {run.computes_in} is not seen"
+    if run.computes_in not in HALF_NAMES:
+        return f"{limit}."
+    return (
+        f"{limit}. In bfloat16 an attention scale × 1.005, a row of a projection × 1.01 and an eps of the norms × 10 "
+        "pass. dtype=float32 sampling.temperature=1 judges the same methods in float32, and sees faults of that size."
+    )
+
+
+def wrong_arms(reports: Sequence[MethodReport]) -> list[str]:
+    """The arms whose text is not the target's."""
+    if reports[0].target_differs:
+        return ["the target's own run, plain decoding,"]
+    return [report.method for report in reports if not report.is_lossless]

@@ -1,0 +1,310 @@
+"""The report of a method as a type: it is built from measurements, written by `to_json`, and read by `read_reports`.
+
+The fields stand in the order of report.json, and have its names. `FLAT` fields put theirs among those of the report.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+from pydantic import Field
+
+from outrider.base.errors import UserError
+from outrider.base.files import read_json
+from outrider.base.settings import construct
+from outrider.inference.doctor.scores import Findings
+from outrider.inference.measure.lossless import Judgement
+from outrider.inference.measure.results import Skipped
+from outrider.inference.measure.statistics import (
+    OPTIONAL,
+    ChosenSize,
+    DecodeStatistics,
+    DepthAcceptance,
+    Loops,
+    MachineLoad,
+    MedianInterval,
+    PlainToken,
+)
+from outrider.inference.settings.method import AUTOREGRESSIVE
+
+FLAT = {"flat": True}
+HALF_NAMES = ("bfloat16", "float16")
+PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
+UNREAD = "unread"  # in a generation's totals: its text has another tokenisation, so the ids it was sent as are unknown
+RUN = 8  # consecutive words; a run this long rarely occurs twice by chance
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The overlap of prompts and a training text, or `why` it is unknown.
+
+    runs, runs_seen: distinct runs of words in the prompts, and how many of them occur in the text. prompts_seen: the
+    prompts with at least one such run. characters: the length of the text searched; complete: whether that was all.
+    """
+
+    prompts: int | None = field(default=None, metadata=OPTIONAL)
+    prompts_seen: int | None = field(default=None, metadata=OPTIONAL)
+    runs: int | None = field(default=None, metadata=OPTIONAL)
+    runs_seen: int | None = field(default=None, metadata=OPTIONAL)
+    characters: int | None = field(default=None, metadata=OPTIONAL)
+    complete: Annotated[bool | None, Field(alias="whole")] = field(default=None, metadata=OPTIONAL | {"key": "whole"})
+    why: str | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The size of a draft vocabulary, and its coverage of the target's own text, of "all" and by category."""
+
+    tokens: int
+    coverage: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What the methods of a run have in common: the models, the settings, and the conditions of the measurement.
+
+    dtype: of the target's weights; it computes in `computes_in`. processes: the most that measured at a time. threads:
+    the number of prompts by CPU threads. prompts_given: with those that a time limit left out. origin: what the prompts
+    are to the drafters, as a sentence. texts_at_once: the size of a group, if there are several texts in it.
+    """
+
+    target: str
+    model: str
+    drafter: str
+    dtype: str
+    computes_in: str
+    device: str
+    runtime: str = "eager"
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 1
+    threads: Mapping[str, int] = field(default_factory=dict)
+    prompts_given: int
+    template: str | None = None
+    peak_memory_bytes: int = 0
+    load: MachineLoad = field(default_factory=MachineLoad)
+    minutes: float | None = None
+    trained_seconds: Mapping[str, float] = field(default_factory=dict)
+    max_new_tokens: int
+    temperature: float
+    sampling: Mapping[str, int | float | None]
+    generation_config: Mapping[str, object] = field(default_factory=dict)
+    cudnn_attention: bool | None = None
+    skipped: tuple[Skipped, ...] = ()
+    overlap: Mapping[str, Overlap] = field(default_factory=dict)
+    origin: str = ""
+    doctor: Mapping[str, Findings] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    draft_vocabularies: Mapping[str, DraftVocabulary] = field(default_factory=dict)
+    texts_at_once: int | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The number of prompts, which are conversations, and of their turns."""
+
+    prompts: int
+    turns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(DecodeStatistics, Counts):
+    """The figures of a method on some prompts. speedup: over plain decoding, as is the one on texts without loops."""
+
+    speedup: MedianInterval
+    loops: Loops
+    speedup_without_loops: MedianInterval
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """The number of texts compared token by token, and the judgements of the method and of plain decoding.
+
+    Sampled texts are not compared, as only their distribution is the same. judged: by arm, see `measure.lossless`; None
+    if only equal texts counted.
+    """
+
+    reference: str | None
+    checked: int
+    identical: int
+    identical_to_plain: int
+    excused_ties: int
+    autoregressive_identical: int
+    autoregressive_excused_ties: int
+    judged: Mapping[str, Judgement | None]
+
+    def is_right(self, method: str) -> bool:
+        """Whether every compared text was identical to the reference's or a rounding tie, and no fault was found."""
+        judgement = self.judged[method]
+        return self.identical + self.excused_ties == self.checked and not (judgement and judgement.faults)
+
+    def target_differs(self, computes_in: str) -> bool:
+        """Whether plain decoding by this runtime is itself not lossless: then no method is to blame."""
+        judgement = self.judged.get(AUTOREGRESSIVE)
+        same = self.autoregressive_identical == self.checked or (judgement and computes_in in HALF_NAMES)
+        return not same or bool(judgement and judgement.faults)
+
+
+@dataclass(frozen=True)
+class AutoSizes:
+    """The measured costs from which "auto" sizes were chosen, and the sizes."""
+
+    costs: Mapping[str, float | Mapping[str, float]]
+    chosen: Mapping[str, ChosenSize]
+
+
+@dataclass(frozen=True)
+class GenerateSpeed:
+    """The speed-ups of transformers' `generate` over plain decoding, without and with the prefill."""
+
+    speedup: MedianInterval
+    end_to_end: MedianInterval
+
+
+@dataclass(frozen=True)
+class DepthShare:
+    """A depth of drafts: the share of rounds accepted so far in the engine and here. differs: by more than chance."""
+
+    depth: int
+    served: float
+    here: float
+    difference_ci95: tuple[float, float]
+    differs: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRow:
+    """The figures of a method in an engine, where `concurrency` requests run at a time.
+
+    tau, rounds: None where a server does not tell them. tau_here: of this runtime, or of the table alone. The counts of
+    identical texts are None where there is no such arm, or texts are drawn. unread: texts whose token ids are unknown.
+    Of arms, "plain" and "drafted": tokens per second of all requests together, and seconds per token of one request.
+    """
+
+    engine: str
+    options: Mapping[str, object]
+    concurrency: int
+    draft_tokens: int
+    requests: int
+    tau: float | None
+    rounds: int | None
+    acceptance: tuple[DepthShare, ...]
+    tau_here: float
+    identical_to_plain: int | None
+    plain_identical_to_reference: int | None
+    identical_to_reference: int | None
+    retokenised: int
+    unread: int
+    tokens_per_second: Mapping[str, float]
+    seconds_per_token: Mapping[str, float]
+    loops: Mapping[str, Loops]
+    speedup: MedianInterval
+    speedup_without_loops: MedianInterval
+    load: MachineLoad
+    verdict: str
+
+
+@dataclass(frozen=True)
+class ServedJudgement:
+    """The audit of an engine's texts that differ from the reference's; `file` has them."""
+
+    texts: int
+    file: str
+    verdict: str
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodReport:
+    """The report of one method over all prompts.
+
+    By arm ("autoregressive", "transformers_generate", "speculative"), None for one that was not run: the speeds without
+    and with the prefill, and the seconds of the prefill. seconds: of decoding, by part of a round. served and
+    served_judgement: of an engine (see measure-engine).
+    """
+
+    method: str
+    conditions: Conditions = field(metadata=FLAT)
+    settings: Mapping[str, object]
+    machine: Mapping[str, str | int | None]
+    made_with: Mapping[str, str]
+    figures: Figures = field(metadata=FLAT)
+    tokens: int
+    seed: int
+    lossless: Lossless
+    structure: Mapping[str, float]
+    acceptance_by_candidates: tuple[float, ...]
+    auto: AutoSizes | None
+    tokens_per_second: Mapping[str, float | None]
+    whole_answers_per_second: Mapping[str, float | None]
+    prefill_seconds: Mapping[str, MedianInterval | None]
+    end_to_end: MedianInterval
+    autoregressive: PlainToken
+    break_even_acceptance: float | None
+    seconds: Mapping[str, float]
+    acceptance_by_position: tuple[DepthAcceptance, ...]
+    acceptance_given_previous: tuple[DepthAcceptance, ...]
+    by_category: Mapping[str, Figures]
+    transformers_generate: GenerateSpeed | None = field(default=None, metadata=OPTIONAL)
+    speedup_per_prompt: Mapping[str, float]
+    verdict: str
+    served: tuple[ServedRow, ...] | None = field(default=None, metadata=OPTIONAL)
+    served_judgement: Mapping[str, ServedJudgement] | None = field(default=None, metadata=OPTIONAL)
+
+    @property
+    def is_lossless(self) -> bool:
+        """See `Lossless.is_right`."""
+        return self.lossless.is_right(self.method)
+
+    @property
+    def target_differs(self) -> bool:
+        """See `Lossless.target_differs`."""
+        return self.lossless.target_differs(self.conditions.computes_in)
+
+    @property
+    def served_faults(self) -> tuple[str, ...]:
+        """The faults in the texts that an engine wrote with this method's drafter."""
+        judgement = (self.served_judgement or {}).get(DRAFTED)
+        return judgement.faults if judgement else ()
+
+
+def to_json(value: object) -> object:
+    """`value`, a report or a part of one, for JSON: `FLAT` fields among the others, no `OPTIONAL` one that is None."""
+    if isinstance(value, Mapping):
+        return {key: to_json(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(member) for member in value]
+    if isinstance(value, type) or not is_dataclass(value):
+        return value
+    content: dict[str, object] = {}
+    for part in fields(value):
+        member = getattr(value, part.name)
+        if part.metadata == FLAT:
+            content |= cast(dict[str, object], to_json(member))
+        elif member is not None or not part.metadata.get("optional"):
+            content[part.metadata.get("key", part.name)] = to_json(member)
+    return content
+
+
+def read_reports(path: Path | str, remedy: str) -> list[MethodReport]:
+    """The reports, one a method, of a report.json, also of an earlier run. Raises `UserError` for a damaged file."""
+    content = read_json(path, "report", remedy)
+    try:
+        return reports_in(content)
+    except UserError as error:
+        raise UserError(f"{path}: damaged report ({error}); {remedy}") from None
+
+
+def reports_in(content: object) -> list[MethodReport]:
+    """The reports in the content of a report.json. Raises `UserError` naming the first wrong key."""
+    rows = content.get("reports", [content]) if isinstance(content, dict) else content
+    return [_from_json(construct(dict[str, object], row)) for row in construct(list[object], rows)]
+
+
+def _from_json(row: Mapping[str, object]) -> MethodReport:
+    """The report that was `to_json`. Keys of other versions, which this one does not have, are left out."""
+
+    def part(kind: type[Conditions] | type[Figures] | type[MethodReport]) -> dict[str, object]:
+        return {inner.name: row[inner.name] for inner in fields(kind) if inner.name in row}
+
+    return construct(MethodReport, {**part(MethodReport), "conditions": part(Conditions), "figures": part(Figures)})

@@ -1,0 +1,122 @@
+"""Writing a report: as files, on the console, and in Weights & Biases."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.streams import Streams
+from outrider.base.wandb_config import ID_FILE, WandbConfig
+from outrider.base.words import figure
+from outrider.inference.measure.results import REPORT_FILE, PromptResult
+from outrider.inference.measure.speed import conversations, speedup, tokens_per_second
+from outrider.inference.measure.statistics import looped
+from outrider.inference.report.plots import save_plots
+from outrider.inference.report.sentences import (
+    conditions_text,
+    doctor_lines,
+    recommendation,
+    resolution,
+    sentences,
+)
+from outrider.inference.report.served import served_lines
+from outrider.inference.report.tables import identical_text, judged_table, methods_tables
+from outrider.inference.report.types import MethodReport, to_json
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE
+
+COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
+
+
+def markdown(reports: Sequence[MethodReport]) -> str:
+    """report.md: the tables of the methods, and sentences on each method."""
+    run, judged = reports[0].conditions, judged_table(reports)
+    doctor = [*doctor_lines(run)]
+    lines = [
+        f"# {run.drafter} on {run.model}",
+        *(f"**{busy}**" for busy in run.load.warnings(run.device)),
+        f"**Verdict:** {recommendation(reports)}",
+        conditions_text(reports),
+        *("\n".join(table.markdown()) for table in methods_tables(reports)),
+        "\n".join(sentences(reports)),
+    ]
+    if judged.rows:
+        heading = "Judged by rounding errors over the reference's text, in units of transformers' own:"
+        lines += [heading, "\n".join(judged.markdown()), resolution(run)]
+    lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
+    return "\n\n".join(lines) + "\n"
+
+
+def write_reports(
+    out_dir: Path,
+    reports: Sequence[MethodReport],
+    results: Sequence[PromptResult],
+    texts: Mapping[tuple[str, str], str],
+    page: Callable[[Mapping[str, str]], str],
+) -> None:
+    """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
+
+    report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
+    arm) to the decoded continuation. page: makes report.html of the plots (see `inference.report.page`).
+    """
+    require_writable(out_dir)
+    generations = [
+        json.dumps(
+            {"id": r.prompt_id, "category": r.category, "arm": arm, "tokens": list(g.tokens),
+             "text": texts[r.prompt_id, arm], "prefill_seconds": g.prefill_seconds, "decode_seconds": g.decode_seconds,
+             "accepted": [round_.accepted for round_ in g.rounds], "drafted": [round_.drafted for round_ in g.rounds],
+             "depth": [round_.depth for round_ in g.rounds]}
+        )
+        for r in results
+        for arm, g in r.generations.items()
+    ]  # fmt: skip
+    rows = [*map(to_json, reports)]
+    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it never accompanies another run's files
+    write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
+    write_atomically(out_dir / "report.html", page(save_plots(out_dir, reports)).encode())
+    write_atomically(out_dir / "report.md", markdown(reports).encode())
+    write_json(out_dir / REPORT_FILE, rows[0] if len(rows) == 1 else {"reports": rows})
+
+
+def log_reports(
+    config: WandbConfig, out_dir: Path, reports: Sequence[MethodReport], settings: Mapping[str, object]
+) -> None:
+    """Log the evaluation in `out_dir`, after its report is written, as one run. A resumed evaluation continues its run.
+
+    settings: JSON-able, shown as the run's config. Does nothing if W&B is disabled.
+    """
+    if not config.is_on():
+        return
+    import wandb
+
+    options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
+    run = wandb.init(project=config.project, **options)
+    (out_dir / ID_FILE).write_text(run.id, "utf-8")
+    rows = [headline(report) for report in reports]
+    for figures in rows:
+        run.summary.update({f"{figures['method']}/{key}": value for key, value in figures.items() if key != "method"})
+    table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in rows])
+    page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)
+    run.log({"methods": table, "report": page})
+    run.finish()
+
+
+def result_lines(results: Sequence[PromptResult], config: EvaluateConfig) -> list[str]:
+    """A line for plain decoding and every method: the figures of what is measured so far."""
+    lines, streams = [], Streams(config.seed).within("so far")
+    for arm in (AUTOREGRESSIVE, *config.methods):
+        speed, gain = tokens_per_second(results, arm), speedup(results, arm, AUTOREGRESSIVE, streams)
+        same = "sampled" if config.sampling.temperature else sum(r.identical(arm, AUTOREGRESSIVE) for r in results)
+        times = figure(gain, "interval" if gain.prompts > 1 else "times")  # one prompt has no interval
+        figures = f"tokens_per_second={figure(speed, '.1f')} speedup='{times}' same_text={same}/{len(results)}"
+        figures += f" looping={sum(looped(r.generations[arm].tokens) > 0 for r in results)}/{len(results)}"
+        lines.append(f"result method={arm} prompts={conversations(results)} {figures}")
+    return lines
+
+
+def headline(report: MethodReport) -> dict[str, object]:
+    """The figures of one method, by `COLUMNS`."""
+    gain, same = report.figures.speedup, identical_text(report, report.lossless.identical)
+    counts = (report.method, report.figures.prompts, same, report.figures.tau)
+    speed = report.tokens_per_second["speculative"]
+    return dict(zip(COLUMNS, (*counts, speed, gain.median, *(gain.ci95 or (None, None))), strict=True))
