@@ -197,11 +197,8 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
 def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> None:
     """Write the exports, and the recommendation: to the screen and to the folder's README.md."""
     *_, report = plan
-    folder, reports, words = (
-        report.product.parent.parent,
-        read_reports(report.product, "remove it, and resume=true does the step again"),
-        report.words,
-    )
+    folder, words = report.product.parent.parent, report.words
+    reports = read_reports(report.product, "remove it, and resume=true does the step again")
     lines = [recommendation(reports), f"report: {report.product.with_name('report.html')}"]
     drafters = [step.name for step in plan if step.name in _EXPORTED]
     lines += [_export(config, folder, name, config_for) for name in drafters]
