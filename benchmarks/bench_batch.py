@@ -38,7 +38,7 @@ from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.rounds import Generation
 from outrider.inference.loading.target_setup import end_tokens
-from outrider.inference.serving.engine_process import EngineProcess, running
+from outrider.inference.serving.engine_process import EngineProcess, start_engine
 
 HERE = Path(__file__).parent
 MAX_NGRAM = 3  # what look-ups compare
@@ -91,7 +91,7 @@ def pairs(given: Sequence[str]) -> dict[str, str]:
 def opened(options: argparse.Namespace, name: str, job: Mapping[str, Any]) -> AbstractContextManager[EngineProcess]:
     """The process of an arm."""
     python, own = pairs(options.python).get(job["engine"], sys.executable), {"OMP_NUM_THREADS": f"{options.threads}"}
-    return running(python, job, options.work / f"{name.replace(' ', '_')}.log", own, HERE / "batch_peers.py")
+    return start_engine(python, job, options.work / f"{name.replace(' ', '_')}.log", own, HERE / "batch_peers.py")
 
 
 def ask(arm: EngineProcess, prompts: Sequence[Sequence[int]], in_flight: int, new_tokens: int, **how: Any) -> Any:

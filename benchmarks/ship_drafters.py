@@ -30,7 +30,7 @@ from outrider.draft_models.card import CARD_FILE, TITLE
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta, write_meta
 from outrider.draft_models.formats.save_model import save_parts
-from outrider.draft_models.formats.torch_files import read_sealed
+from outrider.draft_models.formats.torch_files import read_with_digest
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.model_files import load_causal_lm
@@ -62,7 +62,7 @@ def ship(run: Path, out_dir: Path, *, target: str | None, dtype: torch.dtype) ->
 def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
     """Write the drafter in `source` in `dtype`; a calibration head stays float32 and is bound to the new weights."""
     meta = read_meta(source)
-    blob = read_sealed(source / WEIGHTS_FILE, meta.weights_sha256, AGAIN)
+    blob = read_with_digest(source / WEIGHTS_FILE, meta.weights_sha256, AGAIN)
     held = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in load(blob).items()}
     blob = save(held, metadata={"format": "pt"})
     written = dataclasses.replace(

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.arms import stock_attention
 from outrider.inference.measure.results import Arm
-from outrider.inference.serving.engine_process import generation
-from outrider.inference.serving.engine_worker import Request
+from outrider.inference.serving.engine_process import to_generation
+from outrider.inference.serving.engine_worker import Continuation
 
 MAX_NGRAM = 3
 
@@ -28,7 +28,7 @@ def assisted(
 
     The first tokens come from prefill and first draft together, and both are in `prefill_seconds`.
     """
-    ids, seen = torch.tensor([prompt], device=model.device), Request()
+    ids, seen = torch.tensor([prompt], device=model.device), Continuation()
     settings, drafting, helped = copy.deepcopy(settings), GenerationConfig(), dict[str, Any]()
     for each in (settings, drafting) if draft_tokens is not None else ():
         each.num_assistant_tokens, each.num_assistant_tokens_schedule = draft_tokens, "constant"
@@ -41,7 +41,7 @@ def assisted(
     streamer = SimpleNamespace(put=lambda new: seen.add(new.flatten().tolist()), end=lambda: None)
     with stock_attention(model), stock_attention(assistant or model):
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **helped)  # type: ignore[operator]
-    return generation(seen.tokens[1:], [seen.times[0], *seen.times[2:]], 0)  # the first delivery is the prompt
+    return to_generation(seen.tokens[1:], [seen.times[0], *seen.times[2:]], 0)  # the first delivery is the prompt
 
 
 def assisted_arms(

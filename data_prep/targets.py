@@ -23,7 +23,7 @@ from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished, require_free
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
-from outrider.draft_models.formats.convert import content_key, fetched, find_original, write_safetensors
+from outrider.draft_models.formats.convert import content_key, fetch_folder, find_original, write_safetensors
 from outrider.draft_models.formats.gguf_model import load_package
 from outrider.draft_models.formats.model_name import model_name, write_name
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
@@ -67,11 +67,11 @@ def convert_target(config: ConvertConfig) -> None:
 
 def convert(config: ConvertConfig, folder: Path) -> None:
     """Like `convert_target`, to a directory that the caller has locked against other runs."""
-    original = find_original(config.target, config.revision) or _plain(config)
+    original = find_original(config.target, config.revision) or _find_safetensors(config)
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
     identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}
-    _require_free(folder, identity, config.resume)
+    _require_same_conversion(folder, identity, config.resume)
     if (folder / CONFIG_FILE).exists():
         print(f"{folder}: finished already")
         return
@@ -83,13 +83,13 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     print(f"convert_target out_dir={folder} files={files}", flush=True)
 
 
-def _plain(config: ConvertConfig) -> Original:
+def _find_safetensors(config: ConvertConfig) -> Original:
     """A target that already is safetensors. Raises `UserError` if it is not a target."""
     _ = open_target(config.target, config.revision, by_layers=False).tokenizer
-    return FolderModel(config.target, fetched(config.target, config.revision, SAFETENSORS), SAFETENSORS)
+    return FolderModel(config.target, fetch_folder(config.target, config.revision, SAFETENSORS), SAFETENSORS)
 
 
-def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> None:
+def _require_same_conversion(folder: Path, identity: dict[str, object], resume: bool) -> None:
     """Raise `UserError` unless the directory is empty, or holds the same conversion and `resume` is on."""
     if (folder / RECORD_FILE).exists():
         require_free(folder, (RECORD_FILE,), resume)
@@ -104,10 +104,10 @@ def fetch_target(config: FetchConfig) -> None:
     """Save the model as a target in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "a target"):
-        from_main(state, lambda: _fetch(config, folder))
+        from_main(state, lambda: _fetch_model(config, folder))
 
 
-def _fetch(config: FetchConfig, folder: Path) -> None:
+def _fetch_model(config: FetchConfig, folder: Path) -> None:
     source, origin = folder / SOURCE_FOLDER, ORIGINS.get(config.model)
     identity = config.deciding() | {"from": asdict(origin) if origin else None}
     shutil.rmtree(source, ignore_errors=True)  # of a killed run

@@ -65,7 +65,7 @@ def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
     return torch.cat([top_logprobs, mass.log()[:, None]], -1).log_softmax(-1)
 
 
-def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
+def argmax_and_acceptance(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
     """A drafter's argmax [n] at its hidden states [n, d], and with `accept` its acceptance [n], in float32 or
     better."""
     choices = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
@@ -83,7 +83,7 @@ def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[
     return choices, accepted
 
 
-def scatter(values: Tensor, keep: Tensor, fill: float) -> Tensor:
+def scatter_positions(values: Tensor, keep: Tensor, fill: float) -> Tensor:
     """Scatter values [n] to the n positions marked by `keep` [B, T]; `fill` elsewhere."""
     return values.new_full(keep.shape, fill).masked_scatter(keep, values)
 

@@ -11,7 +11,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import digest_of, read_mapping, write_atomically, write_json
 from outrider.base.words import in_shell, option
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.draft_models.formats.torch_files import read_sealed
+from outrider.draft_models.formats.torch_files import read_with_digest
 from outrider.draft_models.targets.fingerprint import model_differences, model_identity
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
@@ -70,7 +70,7 @@ def load_calibration(
             raise UserError(f"{meta_file}: does not say for which target; {remedy}")
         if mismatch := "; ".join(model_differences(made_on, target)):
             raise UserError(f"checkpoint={path}: its calibration head is of another target: {mismatch}; {remedy}")
-    weights = load(read_sealed(weights_file, meta.get("weights_sha256"), remedy))
+    weights = load(read_with_digest(weights_file, meta.get("weights_sha256"), remedy))
     head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
     head.load_state_dict(weights)
     return head.to(device).requires_grad_(False)

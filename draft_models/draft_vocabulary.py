@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_atomically
-from outrider.draft_models.formats.torch_files import read_sealed, readable
+from outrider.draft_models.formats.torch_files import naming_unreadable, read_with_digest
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, require_tokens, whole_rows
+from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, require_tokens, widen_rows
 from outrider.draft_models.targets.settings import SMALL_LM
 from outrider.draft_models.targets.tensor_files import find_file
 
@@ -83,12 +83,12 @@ def narrow(model: PreTrainedModel, draft_vocabulary: DraftVocabulary) -> None:
 def widen(model: PreTrainedModel, draft_vocabulary: DraftVocabulary, special: Mapping[str, object]) -> None:
     """Undo `narrow`, for engines in which target and drafter share a vocabulary. special: the target's special ids.
 
-    Tokens outside the draft vocabulary get the row for other tokens and are never the argmax (see `whole_rows`).
+    Tokens outside the draft vocabulary get the row for other tokens and are never the argmax (see `widen_rows`).
     """
     size, count = draft_vocabulary.vocabulary, len(draft_vocabulary.tokens)
 
     def widened_rows(rows: Tensor, filler: Tensor) -> Tensor:
-        return whole_rows(rows[:count], filler, draft_vocabulary.tokens, size)
+        return widen_rows(rows[:count], filler, draft_vocabulary.tokens, size)
 
     _replace_rows(model, lambda x: widened_rows(x, x[count]), lambda x: widened_rows(x, x[:count].mean(0)))
     model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
@@ -100,13 +100,13 @@ def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -
     """Give `model` as many rows as its target, for engines that require it. special: the target's special ids.
 
     Embeddings of one vocabulary are padded to various sizes; padding ids occur in no text. A new row is the mean of all
-    rows, and never the argmax (see `whole_rows`).
+    rows, and never the argmax (see `widen_rows`).
     """
     config = model.config.get_text_config()
     if config.vocab_size == size:
         return
     ids = torch.arange(min(size, config.vocab_size))
-    _replace_rows(model, lambda rows: whole_rows(rows[: len(ids)], rows.mean(0), ids, size))
+    _replace_rows(model, lambda rows: widen_rows(rows[: len(ids)], rows.mean(0), ids, size))
     config.update({"vocab_size": size, **special})
 
 
@@ -144,8 +144,8 @@ def read_draft_vocabulary(
     if file is None:
         raise UserError(f"{role}={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
     mark = getattr(config, MARK)
-    read_sealed(Path(file), mark.get("sha256") if isinstance(mark, dict) else None, remedy)
-    with readable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
+    read_with_digest(Path(file), mark.get("sha256") if isinstance(mark, dict) else None, remedy)
+    with naming_unreadable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
         tokens, size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
     require_tokens(tokens, config.vocab_size - 1, size, file)
     return DraftVocabulary(tokens, size)

@@ -233,7 +233,7 @@ def linear_topk_divergence(
     """
     keep = labels != IGNORE
     logprobs, tails = top_logprobs[keep], tail[keep]
-    top_k = _Known.of(top_ids[keep], weight.shape[0])
+    top_k = _TopBuckets.of(top_ids[keep], weight.shape[0])
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
         lowest = torch.finfo(logits.dtype).min / 4  # finite, since 0 · −∞ is NaN
@@ -254,7 +254,7 @@ def linear_topk_divergence(
 
 
 @dataclass(frozen=True)
-class _Known:
+class _TopBuckets:
     """Per row: the k tokens with known target probability, plus one bucket for all remaining tokens.
 
     Passes over a matrix [n, V] dominate the time, so it is read and written as few times as possible.
@@ -267,7 +267,7 @@ class _Known:
     complete: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary
 
     @classmethod
-    def of(cls, ids: Tensor, tokens: int) -> "_Known":
+    def of(cls, ids: Tensor, tokens: int) -> "_TopBuckets":
         """Create it from ids [n, k] in a vocabulary of `tokens` tokens, `IGNORE` for those outside it."""
         outside = ids == IGNORE
         column_numbers = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -275,8 +275,8 @@ class _Known:
         count = (~outside).sum(-1, keepdim=True)
         return cls(outside, ids.gather(-1, stand_in).clamp(min=0), stand_in, count == 0, count == tokens)
 
-    def part(self, rows: slice) -> "_Known":
-        return _Known(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def part(self, rows: slice) -> "_TopBuckets":
+        return _TopBuckets(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @property
     def impossible(self) -> Tensor:

@@ -5,7 +5,7 @@ from functools import singledispatch
 
 import numpy as np
 
-from outrider.draft_models.ngrams.kernels import context_key, find
+from outrider.draft_models.ngrams.kernels import context_key, find_key
 from outrider.draft_models.ngrams.overlay import ContextMap, Overlay, TextIndex, longer_key, slot_of
 from outrider.draft_models.ngrams.table import Level, TrigramTable
 
@@ -14,7 +14,7 @@ def find_context(level: Level, context: Sequence[int]) -> int:
     """Index of a context of order − 1 ids within the vocabulary, or −1."""
     packed = np.asarray(context, np.uint32)
     key = context_key(packed, len(packed), level.order - 1, level.token_bits)
-    return int(find(level.buckets, level.shift, level.keys, key))
+    return int(find_key(level.buckets, level.shift, level.keys, key))
 
 
 @singledispatch

@@ -16,7 +16,7 @@ from outrider.base.words import in_shell
 from outrider.data_prep.settings import FetchConfig, PromptsConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.chat import around_question, render_prompt
-from outrider.data_prep.text.prompts import parted, read_prompts
+from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
@@ -111,7 +111,7 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers
     if config.prompts is None:
         around_question(tokenizer, config.template)
         return
-    prompts = parted(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
+    prompts = split_prompts(read_prompts(config.prompts), PromptsConfig.heldout_fraction, config.prompts)["heldout"]
     rendered = []
     for prompt in prompts:
         question, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"

@@ -14,16 +14,16 @@ from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
 from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
-from outrider.draft_models.eagle3.checkpoint import open_head, save_head, use_of, write_gguf_head
+from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
-from outrider.draft_models.small_lm.model import load_whole_lm, passes_of
+from outrider.draft_models.small_lm.model import load_whole_lm, pass_tokens_of
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
-from outrider.draft_models.targets.settings import Exported
+from outrider.draft_models.targets.settings import ExportDialect
 from outrider.draft_models.targets.vocabulary import for_rows
 from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.loading.target_setup import no_drafter_in, open_target_of
@@ -35,7 +35,7 @@ from outrider.train.parts.drafter import export
 from outrider.train.settings.export import Engine, ExportConfig
 
 # The dialect of EAGLE-3 heads that an engine reads.
-_DIALECTS: dict[Engine, Exported] = {"vllm": "speculators", "sglang": "specforge", "llama_cpp": "gguf"}
+_DIALECTS: dict[Engine, ExportDialect] = {"vllm": "speculators", "sglang": "specforge", "llama_cpp": "gguf"}
 
 
 def export_drafter(config: ExportConfig) -> None:
@@ -123,7 +123,7 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     """A draft vocabulary is widened to the target's, and other embedding sizes are padded to the target's. Other models
     are written unchanged, for engines with formats of their own."""
     shape = read_config(config.checkpoint, role=SMALL_LM.name)
-    (mask, tokens), draft_vocabulary = passes_of(shape), read_draft_vocabulary(config.checkpoint, None, shape)
+    (mask, tokens), draft_vocabulary = pass_tokens_of(shape), read_draft_vocabulary(config.checkpoint, None, shape)
     rows = None
     if config.target is not None:
         with suppress(UserError):  # it may be a name for the page alone
@@ -174,7 +174,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     facts: dict[str, object] = {"head": config.checkpoint, "written by": stored.dialect}
     facts |= {"written for readers of": dialect}
     facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
-    write_card(out_dir, use_of(dialect), config.target, facts)
+    write_card(out_dir, describe_use(dialect), config.target, facts)
     return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from outrider.base.errors import UserError, require, warn
 from outrider.base.files import require_writable
 from outrider.base.run_dirs import check_identity, only_run
-from outrider.data_prep.ngrams.counting import count_order, kept_from, merged
+from outrider.data_prep.ngrams.counting import count_order, merge_tables, smallest_min_count
 from outrider.data_prep.ngrams.token_shards import PIECE, SHARD_CHARACTERS, Shards, passages, tokenise, whole_documents
 from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.records import Counts, warn_of_unused
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.ngrams.kernels import require_vocabulary
-from outrider.draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
-from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, require_no_table, verified
+from outrider.draft_models.ngrams.suffixes import SORT_BYTES, join_documents, sort_suffixes
+from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, require_no_table, require_unaltered
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
@@ -40,14 +40,14 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
     require_vocabulary(encoder.vocabulary)
     addends = [_open_addend(path, encoder, config) for path in config.merge]
     if config.resume and (out_dir / TABLE_FILE).exists():
-        _require_same(TrigramTable.open(out_dir), config, encoder, addends)
+        _require_same_settings(TrigramTable.open(out_dir), config, encoder, addends)
         print(f"{out_dir}: finished already")
         if work.exists():  # left by a build that was killed after publishing the table
             with only_run(work, f"the table of out_dir={out_dir}"):
                 shutil.rmtree(work)
         return
     for path, addend in zip(config.merge, addends, strict=True):
-        _warn_of_what_was_left_out(path, addend)
+        _warn_of_pruned(path, addend)
     require_no_table(out_dir)
     require_writable(out_dir.parent)
     unfinished = (work / "shards").exists()
@@ -58,16 +58,16 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
                 "removing it starts afresh"
             )
         require_writable(work / "shards")
-        with _tidily(work):
+        with _cleaning_up(work):
             documents = passages(read_records(config.data, "train", counts := Counts()), config.text, encoder)
             shards = tokenise(
                 documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes, shard, piece
             )
-            _build(config, encoder, addends, work, began, counts, shards)
+            _write_table(config, encoder, addends, work, began, counts, shards)
 
 
 @contextmanager
-def _tidily(work: Path) -> Iterator[None]:
+def _cleaning_up(work: Path) -> Iterator[None]:
     """Remove `work` at the end of the context; after an error keep its shards, from which a build can be resumed."""
     try:
         yield
@@ -84,7 +84,7 @@ def _tidily(work: Path) -> Iterator[None]:
         raise
 
 
-def _build(
+def _write_table(
     config: TrigramConfig,
     encoder: Encoder,
     addends: list[TrigramTable],
@@ -97,7 +97,7 @@ def _build(
     if not shards.tokens:
         outcomes = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
         why = counts.first or "give more data"
-        raise UserError(f"{_where(config)}: empty corpus: no text in it (found {outcomes}); {why}")
+        raise UserError(f"{_data_words(config)}: empty corpus: no text in it (found {outcomes}); {why}")
     warn_of_unused(counts, counts.first)
     parts = [part for addend in addends for part in addend.facts.get("merged") or [addend.facts]]
     digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
@@ -105,23 +105,23 @@ def _build(
         warn("merge: one corpus is in it more than once, so its n-grams count more than once")
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
-        _require_room_to_sort(shards, addends, memory)
+        _require_sorting_memory(shards, addends, memory)
     tokenised, folder = time.perf_counter(), work / "counts"
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
-    table = _counted(config, encoder, shards, addends, folder)
-    _require_some(config, table)
+    table = _count_corpus(config, encoder, shards, addends, folder)
+    _require_contexts(config, table)
     if addends:
-        table = merged([table, *addends], config.min_count, config.max_successors, folder / "sum", memory)
-        _require_some(config, table)
+        table = merge_tables([table, *addends], config.min_count, config.max_successors, folder / "sum", memory)
+        _require_contexts(config, table)
     if config.max_mb is not None:
-        count = kept_from(table, config.max_mb)
+        count = smallest_min_count(table, config.max_mb)
         facts = {**table.facts, "max_mb": config.max_mb, "kept_from": count}
-        table = replace(merged([table], count, None, folder / "pruned", memory), facts=facts)
+        table = replace(merge_tables([table], count, None, folder / "pruned", memory), facts=facts)
     table.save(config.out_dir)
-    _report(config.out_dir, table, counts, tokenised - began, time.perf_counter() - tokenised)
+    _print_figures(config.out_dir, table, counts, tokenised - began, time.perf_counter() - tokenised)
 
 
-def _counted(
+def _count_corpus(
     config: TrigramConfig, encoder: Encoder, shards: Shards, addends: Sequence[TrigramTable], folder: Path
 ) -> TrigramTable:
     """The table of the corpus alone. Its levels are mapped from files in `folder`."""
@@ -137,24 +137,26 @@ def _counted(
         "max_successors": config.max_successors,
         "corpus": {**config.corpus(), "digest": shards.digest},
     }
-    suffixes = sort_suffixes(separated(whole_documents(shards), vocabulary), vocabulary) if config.suffixes else None
+    suffixes = (
+        sort_suffixes(join_documents(whole_documents(shards), vocabulary), vocabulary) if config.suffixes else None
+    )
     return TrigramTable(vocabulary, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
 
 
-def _where(config: TrigramConfig) -> str:
+def _data_words(config: TrigramConfig) -> str:
     return f"data source={config.data.source} path={config.data.path}"
 
 
-def _require_some(config: TrigramConfig, table: TrigramTable) -> None:
+def _require_contexts(config: TrigramConfig, table: TrigramTable) -> None:
     """Raise `UserError` if no order has any context."""
     if not any(len(level.keys) for level in table.levels.values()):
         raise UserError(
-            f"{_where(config)}: no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} times in "
-            f"{table.facts['tokens']} tokens; lower min_count or give more data"
+            f"{_data_words(config)}: no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} "
+            f"times in {table.facts['tokens']} tokens; lower min_count or give more data"
         )
 
 
-def _require_room_to_sort(shards: Shards, addends: list[TrigramTable], memory: int) -> None:
+def _require_sorting_memory(shards: Shards, addends: list[TrigramTable], memory: int) -> None:
     """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory` bytes."""
     merged = sum(len(addend.suffixes.tokens) for addend in addends if addend.suffixes is not None)
     needed = SORT_BYTES * (shards.tokens + shards.documents + merged)
@@ -162,7 +164,9 @@ def _require_room_to_sort(shards: Shards, addends: list[TrigramTable], memory: i
     require(needed <= memory, "memory_gb", memory / _GB, expected)
 
 
-def _report(out_dir: str, table: TrigramTable, counts: Counts, tokenise_seconds: float, count_seconds: float) -> None:
+def _print_figures(
+    out_dir: str, table: TrigramTable, counts: Counts, tokenise_seconds: float, count_seconds: float
+) -> None:
     figures = {
         "tokens": table.facts["tokens"],
         "documents": table.facts["documents"],
@@ -178,7 +182,7 @@ def _report(out_dir: str, table: TrigramTable, counts: Counts, tokenise_seconds:
 
 
 def _open_addend(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTable:
-    verified(Path(path))  # a damaged count would go into the sum unnoticed
+    require_unaltered(Path(path))  # a damaged count would go into the sum unnoticed
     table = TrigramTable.open(path)
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
     if sorted(table.levels) != sorted(config.orders):
@@ -187,7 +191,7 @@ def _open_addend(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramT
     return table
 
 
-def _warn_of_what_was_left_out(path: str, addend: TrigramTable) -> None:
+def _warn_of_pruned(path: str, addend: TrigramTable) -> None:
     """Warn if the sum will differ from one build of both corpora."""
     for part in addend.facts.get("merged") or [addend.facts]:
         if part.get("min_count", 1) > 1 or part.get("max_successors") or part.get("max_mb"):
@@ -195,7 +199,9 @@ def _warn_of_what_was_left_out(path: str, addend: TrigramTable) -> None:
             warn(f"merge={path}: built with {built}: what was rare there is missing from the sum; min_count=1 keeps it")
 
 
-def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, addends: list[TrigramTable]) -> None:
+def _require_same_settings(
+    table: TrigramTable, config: TrigramConfig, encoder: Encoder, addends: list[TrigramTable]
+) -> None:
     """Raise `UserError` unless the finished table matches these settings, as far as it records them."""
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
     corpus_facts, *merged = table.facts.get("merged") or [table.facts]

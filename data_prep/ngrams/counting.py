@@ -22,10 +22,19 @@ import numpy as np
 from outrider.base.compiled import kept
 from outrider.base.errors import require
 from outrider.base.progress import Stage
-from outrider.data_prep.ngrams.token_shards import Shards, read_shard
-from outrider.draft_models.ngrams.kernels import Grams, Grouped, group, merge_all, mix, reaching, token_bits, token_type
+from outrider.data_prep.ngrams.token_shards import Shards, read_token_shard
+from outrider.draft_models.ngrams.kernels import (
+    Grams,
+    Grouped,
+    count_frequent,
+    group_contexts,
+    merge_all,
+    mix,
+    token_bits,
+    token_type,
+)
 from outrider.draft_models.ngrams.suffixes import sort_suffixes
-from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level, merged_facts
+from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level, merge_facts
 
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
@@ -54,9 +63,9 @@ def count_order(
 
     memory: bytes for blocks and ranges; at least a shard's ids and a 1024th of the n-grams are held at once.
     """
-    runs = runs_of(shards, order, vocabulary, memory, folder / "runs")
+    runs = count_runs(shards, order, vocabulary, memory, folder / "runs")
     limits = (min_count, max_successors or vocabulary)
-    grouped = (group(*grams, *limits) for grams in _merged(runs, memory, f"merging order {order}"))
+    grouped = (group_contexts(*grams, *limits) for grams in _merge_runs(runs, memory, f"merging order {order}"))
     level = write_level(grouped, order, vocabulary, folder)
     shutil.rmtree(folder / "runs")
     return level
@@ -66,14 +75,16 @@ def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: i
     """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`."""
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = dict(zip(Grouped._fields, (u8, u4, u4, token_type(vocabulary), u4), strict=True))
-    grouped = Grouped(**_written(folder, types, (Grouped(*part)._asdict() for part in parts)))
+    grouped = Grouped(**_write_arrays(folder, types, (Grouped(*part)._asdict() for part in parts)))
     contexts = len(grouped.keys)
     require(contexts < 2**32, "orders", contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
     kind, size = level_types(order, vocabulary, contexts, len(grouped.tokens))["starts"]
     return make_level(order, vocabulary, grouped, np.memmap(folder / "starts", kind, "w+", shape=(size,)))
 
 
-def _written(folder: Path, types: dict[str, np.dtype], parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _write_arrays(
+    folder: Path, types: dict[str, np.dtype], parts: Iterable[dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
     """The concatenated arrays of `parts`, by name, mapped from files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -81,14 +92,14 @@ def _written(folder: Path, types: dict[str, np.dtype], parts: Iterable[dict[str,
         for part in parts:
             for name, file in files.items():
                 file.write(np.ascontiguousarray(part[name], types[name]).data)
-    return {name: _mapped(folder / name, kind) for name, kind in types.items()}
+    return {name: _map_array(folder / name, kind) for name, kind in types.items()}
 
 
-def _mapped(file: Path, kind: np.dtype) -> np.ndarray:
+def _map_array(file: Path, kind: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
 
 
-def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
+def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
     """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
     bits = token_bits(vocabulary)
     key_bits = (order - 1) * bits
@@ -111,7 +122,7 @@ def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Pa
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
-        stored = Grams(**_written(folder, types, runs(stage)))
+        stored = Grams(**_write_arrays(folder, types, runs(stage)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
 
 
@@ -127,7 +138,7 @@ def _blocks(
     tokens = np.empty(0 if narrow else capacity, np.uint32)
     filled, tail = 0, np.empty(0, shards.dtype)
     for path, continued in zip(shards.paths, shards.continued, strict=True):
-        ids, lengths = read_shard(path)
+        ids, lengths = read_token_shard(path)
         stage.advance(len(ids))
         if continued:  # prepend the tokens that its first n-grams begin with
             ids = np.concatenate([tail, ids])
@@ -138,7 +149,7 @@ def _blocks(
             if filled + size > capacity:
                 yield keys[:filled], tokens[:filled]
                 filled = 0
-            _fill(part, sizes, order, bits, narrow, keys[filled : filled + size], tokens[filled : filled + size])
+            _fill_grams(part, sizes, order, bits, narrow, keys[filled : filled + size], tokens[filled : filled + size])
             filled += size
     if filled:
         yield keys[:filled], tokens[:filled]
@@ -158,7 +169,7 @@ def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Itera
 
 
 @kept
-def _fill(ids, lengths, order, bits, narrow, keys, tokens):
+def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
     key_bits = (order - 1) * bits
     mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
     begin, out = 0, 0
@@ -186,17 +197,17 @@ def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) ->
         keys.sort()
         size, counts = _run_lengths(keys)
         distinct = keys[:size]
-        return Grams(distinct >> np.uint64(bits), _low(distinct, bits), counts)
+        return Grams(distinct >> np.uint64(bits), _low_tokens(distinct, bits), counts)
     contexts, ranks = np.unique(keys, return_inverse=True)
     pairs = (ranks.astype(np.uint64) << np.uint64(bits)) | tokens
     del ranks
     pairs.sort()
     size, counts = _run_lengths(pairs)
     distinct = pairs[:size]
-    return Grams(contexts[distinct >> np.uint64(bits)], _low(distinct, bits), counts)
+    return Grams(contexts[distinct >> np.uint64(bits)], _low_tokens(distinct, bits), counts)
 
 
-def _low(values: np.ndarray, bits: int) -> np.ndarray:
+def _low_tokens(values: np.ndarray, bits: int) -> np.ndarray:
     """The tokens in the low bits, uint32."""
     return (values & np.uint64(2**bits - 1)).astype(np.uint32)
 
@@ -218,14 +229,14 @@ def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     return size, counts
 
 
-def _merged(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
+def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     """The sum of all runs, one range of keys after another."""
     sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     with Stage(title, int(sizes.sum()), "n-grams") as stage:
-        for begin, end in ranges(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
+        for begin, end in group_partitions(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
             slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
             parts = [
-                Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)
+                Grams(keys >> np.uint64(runs.narrow), _low_tokens(keys, runs.narrow) if runs.narrow else tokens, counts)
                 for keys, tokens, counts in slices
             ]
             if parts:  # else no document is long enough for an n-gram
@@ -233,7 +244,7 @@ def _merged(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
             stage.advance(int(sizes[begin:end].sum()))
 
 
-def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+def group_partitions(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
     """Groups of adjacent partitions, of `rows` rows each, with at most `most` rows per group or one partition."""
     begin, ends = 0, np.cumsum(rows)
     while begin < len(rows):
@@ -243,16 +254,16 @@ def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def merged(
+def merge_tables(
     tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, folder: Path, memory: int
 ) -> TrigramTable:
-    """The sum of the tables, pruned (see `merged_level`); the arrays of its levels are mapped from files in `folder`.
+    """The sum of the tables, pruned (see `merge_level`); the arrays of its levels are mapped from files in `folder`.
 
     A single table keeps its facts. With several, one suffix array is sorted over all corpora, in memory.
     """
     first, levels = tables[0], {}
     for order in sorted(first.levels):
-        parts = merged_level(
+        parts = merge_level(
             [table.levels[order] for table in tables], first.vocabulary, min_count, max_successors, memory
         )
         levels[order] = write_level(parts, order, first.vocabulary, folder / str(order))
@@ -260,11 +271,11 @@ def merged(
     if suffixes is not None and len(tables) > 1:
         tokens = [table.suffixes.tokens for table in tables if table.suffixes is not None]
         suffixes = sort_suffixes(np.concatenate(tokens), first.vocabulary)
-    facts = first.facts if len(tables) == 1 else merged_facts(tables)
+    facts = first.facts if len(tables) == 1 else merge_facts(tables)
     return replace(first, levels=levels, facts=facts, suffixes=suffixes)
 
 
-def merged_level(
+def merge_level(
     levels: Sequence[Level], vocabulary: int, min_count: int, max_successors: int | None, memory: int
 ) -> Iterator[Grouped]:
     """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
@@ -277,14 +288,14 @@ def merged_level(
     edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
     cuts = [np.r_[np.searchsorted(level.keys, edges), len(level.keys)] for level in levels]
     rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
-    for begin, end in ranges(rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
-        parts = [_part(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
+    for begin, end in group_partitions(rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
+        parts = [_slice_level(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
         grams = merge_all([part.grams() for part in parts])
-        grouped = Grouped(*group(*grams, min_count, max_successors or vocabulary))
+        grouped = Grouped(*group_contexts(*grams, min_count, max_successors or vocabulary))
         yield grouped._replace(totals=_totals(parts, grouped.keys))
 
 
-def _part(level: Level, begin: int, end: int) -> Level:
+def _slice_level(level: Level, begin: int, end: int) -> Level:
     """Contexts `begin` to `end` of a level, without buckets."""
     starts = level.starts[begin : end + 1].astype(np.int64)
     inside = slice(starts[0], starts[-1])
@@ -302,14 +313,14 @@ def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
     return np.minimum(sums, _LARGEST).astype(np.uint32)
 
 
-def kept_from(table: TrigramTable, megabytes: float) -> int:
+def smallest_min_count(table: TrigramTable, megabytes: float) -> int:
     """The smallest minimum count with which the pruned levels of `table` fit into `megabytes`.
 
     Raises `UserError` if no n-gram would remain.
     """
 
     def fits(count: int) -> bool:
-        lengths = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
+        lengths = {order: count_frequent(level.starts, level.counts, count) for order, level in table.levels.items()}
         return sum(level_bytes(order, table.vocabulary, *pair) for order, pair in lengths.items()) <= megabytes * 10**6
 
     largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())

@@ -47,7 +47,7 @@ class Passage(NamedTuple):
     ids: tuple[int, ...] = ()
 
 
-_Job = tuple[Path, list[Passage], np.dtype]  # a shard to write, and the type of its ids
+_ShardInput = tuple[Path, list[Passage], np.dtype]  # a shard to write, and the type of its ids
 
 
 class Shards(NamedTuple):
@@ -72,7 +72,7 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder | None = Non
     """
     size = 0 if encoder is None else encoder.vocabulary
     for record in records:
-        written, complete = _written(record, encoder, size), not record.get("truncated")
+        written, complete = _recorded_passages(record, encoder, size), not record.get("truncated")
         if "text" in record:
             yield next(written, Passage(record["text"], ends=complete))
             continue
@@ -87,7 +87,7 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder | None = Non
                 yield Passage(message["content"], ends=False)
 
 
-def _written(record: Record, encoder: Encoder | None, size: int) -> Iterator[Passage]:
+def _recorded_passages(record: Record, encoder: Encoder | None, size: int) -> Iterator[Passage]:
     """The recorded tokens of a record's answers, or of its plain text, if their vocabulary is that of `encoder`."""
     written = record.get("written")
     if written is None or encoder is None:
@@ -121,11 +121,11 @@ def tokenise(
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}" + ("" if encoder.rows is None else f" {encoder.rows}")
     paths, continued, count = list[Path](), list[bool](), 0
 
-    def missing() -> Iterator[_Job]:
+    def missing() -> Iterator[_ShardInput]:
         nonlocal count
-        pieces = _pieces(documents, encoder, piece)
+        pieces = _split_long(documents, encoder, piece)
         for batch in batches(pieces, lambda passage: len(passage.text) or 4 * len(passage.ids), shard):
-            name = _digest(identity, batch)
+            name = _digest_batch(identity, batch)
             digest.update(name.encode())
             paths.append(folder / f"{len(paths):06d}-{name[:32]}.safetensors")
             continued.append(batch[0].continues)
@@ -138,16 +138,16 @@ def tokenise(
             stage.advance(tokens)
     for stale in set(folder.iterdir()) - set(paths):
         stale.unlink()
-    return Shards(paths, continued, dtype, sum(map(_tokens_in, paths)), count, digest.hexdigest())
+    return Shards(paths, continued, dtype, sum(map(_count_tokens, paths)), count, digest.hexdigest())
 
 
-def read_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_token_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(ids [tokens], lengths uint32 [documents]) of a shard."""
     arrays = load_file(path)
     return arrays["ids"], arrays["lengths"]
 
 
-def _tokens_in(path: Path) -> int:
+def _count_tokens(path: Path) -> int:
     with safe_open(path, "np") as stored:
         return int(stored.get_slice("ids").get_shape()[0])
 
@@ -156,7 +156,7 @@ def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
     """The token ids of every document, whole."""
     begun = np.empty(0, shards.dtype)
     for path, continues in zip(shards.paths, [*shards.continued[1:], False], strict=True):
-        ids, lengths = read_shard(path)
+        ids, lengths = read_token_shard(path)
         parts = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
         parts[0] = np.concatenate([begun, parts[0]])
         begun = parts.pop() if continues else begun[:0]
@@ -164,7 +164,7 @@ def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
 
 
 def _write_all(
-    jobs: Iterator[_Job], source: str, revision: str | None, encoder: Encoder, workers: int
+    jobs: Iterator[_ShardInput], source: str, revision: str | None, encoder: Encoder, workers: int
 ) -> Iterator[int]:
     """Write shards with `workers` processes, of which a bounded number wait; yields the tokens of each, in order."""
     if workers == 1:
@@ -217,7 +217,7 @@ def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Enc
     for part in batches(batch, lambda passage: len(passage.text), PIECE):
         for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
             tokens = np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype)
-            for number, segment in enumerate(_readable(tokens, encoder)):
+            for number, segment in enumerate(_split_at_unreadable(tokens, encoder)):
                 parts.append(segment)
                 if number == 0 and passage.continues and lengths:
                     lengths[-1] += len(segment)
@@ -227,7 +227,7 @@ def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Enc
     return sum(lengths)
 
 
-def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
+def _split_at_unreadable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
     """`ids`, split at ids for which the model's embedding has no row; these are left out, as no draft may have them."""
     if encoder.rows is None:
         return [ids]
@@ -235,7 +235,7 @@ def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
     return [first, *(tail[1:] for tail in tails)]
 
 
-def _pieces(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterator[Passage]:
+def _split_long(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterator[Passage]:
     """The documents, with long ones split (see `data_prep.text.documents`)."""
     for document in documents:
         text = document.text
@@ -244,7 +244,7 @@ def _pieces(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterat
             yield document if start == 0 and last else Passage(text[start:stop], document.ends and last, start > 0)
 
 
-def _digest(identity: str, batch: list[Passage]) -> str:
+def _digest_batch(identity: str, batch: list[Passage]) -> str:
     digest = hashlib.sha256(identity.encode())
     for text, ends, continues, ids in batch:
         content = np.array(ids, np.int64).tobytes() if ids else text.encode()

@@ -32,7 +32,7 @@ _CHARS_A_TOKEN = 16  # characters of a text to tokenise first, per token of the 
 _BYTE = re.compile("<0x..>")  # part of a character, decoded together with the bytes beside it
 _SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # a text that contains every pattern of the clean-up
 _CLEANED = " .?!,'ntmsver"  # all characters of these patterns: text can be split at any other character
-_LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_is_local`
+_LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_decodes_locally`
 _TEXTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] = WeakKeyDictionary()  # see `_alone`
 MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
@@ -69,23 +69,23 @@ def render_prompt(
     prefixes: list[list[int]] = []
     for index, ids in zip(answers, answer_ids, strict=False):
         if ids and index:
-            before = _render(messages[:index], tokenizer, template, option, most, where)
-            prefixes.append([*with_known(before, prefixes, tokenizer), *ids])
-    rendered = with_known(_render(messages, tokenizer, template, option, most, where), prefixes, tokenizer)
+            before = _render_ids(messages[:index], tokenizer, template, option, most, where)
+            prefixes.append([*replace_prefix(before, prefixes, tokenizer), *ids])
+    rendered = replace_prefix(_render_ids(messages, tokenizer, template, option, most, where), prefixes, tokenizer)
     require_rows(rendered, tokenizer, where)
     return rendered
 
 
-def _render(
+def _render_ids(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, option: str = TEMPLATE,
     most: int | None = None, where: str = "prompt",
 ) -> list[int]:  # fmt: skip
     """Token ids of messages, and of the opening of an answer if the last is the user's."""
-    ids = ids_within(text_of(messages, tokenizer, template, where, option), tokenizer, most)
-    return with_bos(ids, tokenizer) if template in ("vicuna", "none") else ids
+    ids = ids_within(render_text(messages, tokenizer, template, where, option), tokenizer, most)
+    return prepend_bos(ids, tokenizer) if template in ("vicuna", "none") else ids
 
 
-def text_of(
+def render_text(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     template: str,
@@ -97,11 +97,11 @@ def text_of(
     if template in ("auto", "tokenizer"):
         return apply_template(tokenizer, messages, where, option, opening=opening)
     if template == "vicuna":
-        return _vicuna(messages, tokenizer) + "ASSISTANT:" * opening
+        return _render_vicuna(messages, tokenizer) + "ASSISTANT:" * opening
     return "\n".join(message["content"] for message in messages)
 
 
-def with_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prepend_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a plain text after the BOS token, if the tokenizer puts one there and the text has none."""
     bos = tokenizer.bos_token_id
     return [bos, *ids] if ids[:1] != [bos] and adds_bos(tokenizer) else ids
@@ -117,14 +117,18 @@ def around_question(
     """
     if template == "none" or (template == "auto" and not tokenizer.chat_template):
         if tokenizer.bos_token_id is None:
-            raise UserError(f"{name_of(tokenizer)} has no BOS token, which begins a text: give prompts of your own")
+            raise UserError(
+                f"{tokenizer_name(tokenizer)} has no BOS token, which begins a text: give prompts of your own"
+            )
         return [tokenizer.bos_token_id], ""
     question: list[Message] = [{"role": "user", "content": MARK}]
-    before, _, after = text_of(question, tokenizer, template, "a question", option).partition(MARK)
+    before, _, after = render_text(question, tokenizer, template, "a question", option).partition(MARK)
     if not after.strip():
-        raise UserError(f"{name_of(tokenizer)}: its chat template does not end a user's turn: give prompts of your own")
+        raise UserError(
+            f"{tokenizer_name(tokenizer)}: its chat template does not end a user's turn: give prompts of your own"
+        )
     ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
-    ids = with_bos(ids, tokenizer) if template == "vicuna" else ids
+    ids = prepend_bos(ids, tokenizer) if template == "vicuna" else ids
     return ids, after.strip().partition("\n")[0]
 
 
@@ -144,7 +148,7 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) 
         size *= 4
 
 
-def with_known(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def replace_prefix(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """`rendered` with its beginning replaced by the last of the `prefixes`, lists of ids, that have the same text."""
 
     def text_of(ids: list[int]) -> str:
@@ -160,7 +164,7 @@ def with_known(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: Pr
     return rendered
 
 
-def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def answer_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of an answer as the content of a message: without special tokens, and without everything up to the last
     token that the template writes before a content (such as a channel's marker)."""
     try:
@@ -173,12 +177,12 @@ def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode([*ids[after:]], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def parting(
+def describe_difference(
     written: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> str:
     """The first difference between the tokens of `messages`, rendered, and `written`, in words; "" if there is none."""
     try:
-        ids = _render(messages, tokenizer, template)
+        ids = _render_ids(messages, tokenizer, template)
     except UserError as error:
         return str(error)
     index = next((i for i, pair in enumerate(zip(written, ids, strict=False)) if pair[0] != pair[1]), len(ids))
@@ -187,7 +191,7 @@ def parting(
     return difference if index < len(written) else ""
 
 
-def answered_by(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def templates_of_run(run: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The templates in the record of a generate-responses run, by their names in `data.template`.
 
     "another": that of another tokenizer; "absent": the tokenizer had none. Empty without a record.
@@ -208,13 +212,17 @@ def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
     """Warn if a part of `data` has another template than the run that made its answers. Where no run has recorded one,
     warn of another template than the tokenizer's own."""
     for key, _, part in [*data.parts()] or [("", 0.0, data)]:
-        templates = set[str]().union(*(answered_by(run, tokenizer) for run in records_of_runs(part).values()))
+        templates = set[str]().union(*(templates_of_run(run, tokenizer) for run in records_of_runs(part).values()))
         templates -= {"absent"}
         expected = {"tokenizer" if template == "another" else template for template in templates}
         if not templates and tokenizer.chat_template:
             expected = {"tokenizer"}
         if expected and part.template not in expected:
-            why = "its answers were asked for with another" if templates else f"{name_of(tokenizer)} has one of its own"
+            why = (
+                "its answers were asked for with another"
+                if templates
+                else f"{tokenizer_name(tokenizer)} has one of its own"
+            )
             option = f"data.mix.{key}" if key else "data"
             warn(f"{option}.template={part.template}: {why}; give {option}.template={' or '.join(sorted(expected))}")
 
@@ -239,8 +247,9 @@ def apply_template(
 ) -> str:
     if not tokenizer.chat_template:
         raise UserError(
-            f"{name_of(tokenizer)} has no chat template, which conversations need; use {option}=vicuna, Vicuna's own "
-            f"format, {option}=none for a base model, which continues bare text, or the tokenizer of a chat model"
+            f"{tokenizer_name(tokenizer)} has no chat template, which conversations need; use {option}=vicuna, "
+            f"Vicuna's own format, {option}=none for a base model, which continues bare text, or the tokenizer of a "
+            "chat model"
         )
     try:
         tools = messages[0].get(TOOLS) if messages else None
@@ -251,23 +260,23 @@ def apply_template(
         )
     except Exception as error:  # a template is code and may raise any error
         raise UnusableTextError(
-            f"{where}: the chat template of {name_of(tokenizer)} refuses this conversation ({reason(error)}); "
+            f"{where}: the chat template of {tokenizer_name(tokenizer)} refuses this conversation ({reason(error)}); "
             "leave it out; what its system message says may begin the user's first turn"
         ) from error
     size = sum(len(str(value)) for message in messages for key, value in message.items() if key != "role")
     if len(rendered) > _MOST_TEXT + _MOST_TIMES * size:
         raise UnusableTextError(
-            f"{where}: the chat template of {name_of(tokenizer)} makes {len(rendered)} characters of {size}; "
-            + other_template(option)
+            f"{where}: the chat template of {tokenizer_name(tokenizer)} makes {len(rendered)} characters of {size}; "
+            + template_remedy(option)
         )
     return str(rendered)
 
 
-def other_template(option: str = TEMPLATE) -> str:
+def template_remedy(option: str = TEMPLATE) -> str:
     return f"use {option}=vicuna or {option}=none, or a tokenizer whose chat template reproduces the history"
 
 
-def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+def _render_vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Vicuna v1.1 and later: a space after system and user turns, the EOS token after answers."""
     first = messages[0]["role"] == "system"
     text = (messages[0]["content"] if first else VICUNA_SYSTEM) + " "
@@ -277,7 +286,7 @@ def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> 
     return text
 
 
-def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "the tokenizer"
 
 
@@ -287,12 +296,12 @@ class StreamedText:
 
     A piece is text that no later token changes. Three things are held back: an incomplete character, bytes that may be
     part of one (byte fallback), and, with a clean-up of spaces, the text after the last character that is in none of
-    its patterns. A piece is decoded with the one before it; if the decoder is not `_is_local`, with all tokens.
+    its patterns. A piece is decoded with the one before it; if the decoder is not `_decodes_locally`, with all tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
         self._tokenizer, self._ends, self.tokens = tokenizer, ends, list[int]()
-        self._local, self._token_texts = _is_local(tokenizer), _TEXTS.setdefault(tokenizer, {})
+        self._local, self._token_texts = _decodes_locally(tokenizer), _TEXTS.setdefault(tokenizer, {})
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
         plain, cleaned_text = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
         unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(plain) == plain
@@ -341,7 +350,7 @@ class StreamedText:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _is_local(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _decodes_locally(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether tokens after a piece of text give the same text after that piece alone as after the whole text.
 
     A piece ends with a whole character. These decoders look back to the start of a character at most, and treat only

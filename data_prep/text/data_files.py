@@ -33,7 +33,7 @@ _ABOUT = re.compile(  # files that describe a data set: of a repository, and as 
 _LONGEST = 2**30  # bytes of a file that is one text or one JSON value; a line, or a field of CSV, has `MOST_BYTES`
 
 
-def matching(pattern: str) -> list[Path]:
+def match_paths(pattern: str) -> list[Path]:
     """The paths that `pattern` names: itself if it is there, else what it matches as a glob.
 
     Special characters in the part of the path that exists are not a glob.
@@ -46,14 +46,14 @@ def matching(pattern: str) -> list[Path]:
 
 
 def resolve_paths(patterns: Iterable[str]) -> list[Path]:
-    """The distinct files named by paths, directories (all files that are not hidden) and globs (see `matching`).
+    """The distinct files named by paths, directories (all files that are not hidden) and globs (see `match_paths`).
 
     In an output directory of generate-responses only the responses count. In any other directory, files that describe
     the data (such as README.md) count only if there are no others.
     """
     distinct_files: dict[Path, None] = {}
     for pattern in patterns:
-        matches = matching(pattern)
+        matches = match_paths(pattern)
         path = Path(os.path.expanduser(pattern))
         if os.path.isdir(path):
             matches = list(path.glob(RESPONSES)) if (path / RUN_FILE).exists() else []
@@ -68,15 +68,15 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
 def _data_files(folder: Path) -> list[Path]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    about = {path for path in files if _ABOUT.fullmatch(path.name) and _kind(path) not in _RECORDS.keys() - {".json"}}
+    about = {path for path in files if _ABOUT.fullmatch(path.name) and _suffix(path) not in _RECORDS.keys() - {".json"}}
     if not about or len(about) == len(files):
         return files
-    _say(f"data path={folder}: passed over {listed(sorted({path.name for path in about}))}")
+    _print_once(f"data path={folder}: passed over {listed(sorted({path.name for path in about}))}")
     return [path for path in files if path not in about]
 
 
 @functools.cache
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     """Print a line once: both splits of a data set ask for its files."""
     print(text, flush=True)
 
@@ -88,23 +88,23 @@ def read_file(path: Path, counts: "Counts | None" = None) -> Iterator[tuple[int,
     file may hold a list, one object, or one object per line. Raises `UserError` naming file and line; a text file that
     is not UTF-8 is counted as unreadable and skipped, if there are `counts`.
     """
-    reader = _RECORDS.get(_kind(path))
+    reader = _RECORDS.get(_suffix(path))
     return text_rows(path, counts) if reader is None else reader(path)
 
 
-def _kind(path: Path) -> str:
+def _suffix(path: Path) -> str:
     path = Path(path.name.lower())
     return path.with_suffix("").suffix if path.suffix in {*_PACKED, ".zst"} else path.suffix
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
-    for number, line in enumerate(_lines(path, MOST_BYTES), 1):
+    for number, line in enumerate(_read_lines(path, MOST_BYTES), 1):
         if line.strip():
-            yield number, _parse(line, path, number)
+            yield number, _parse_line(line, path, number)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    content = _text_of(path)
+    content = _read_text(path)
     try:
         value = parse_json(content)
     except UserError as error:
@@ -118,8 +118,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(MOST_BYTES)
-    lines = (_decoded(line, path, number) for number, line in enumerate(_lines(path, MOST_BYTES), 1))
-    rows = csv.DictReader(lines, delimiter="," if _kind(path) == ".csv" else "\t", strict=True)
+    lines = (_decode_line(line, path, number) for number, line in enumerate(_read_lines(path, MOST_BYTES), 1))
+    rows = csv.DictReader(lines, delimiter="," if _suffix(path) == ".csv" else "\t", strict=True)
     try:
         for raw in rows:
             count = len(rows.fieldnames or ())
@@ -134,17 +134,17 @@ def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
     import pyarrow
 
     try:
-        yield from enumerate((raw for batch in _batches(path) for raw in batch.to_pylist()), 1)
+        yield from enumerate((raw for batch in _record_batches(path) for raw in batch.to_pylist()), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
         raise _unreadable(path, error) from error
 
 
-def _batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
+def _record_batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
     """The record batches of a parquet file, or of an Arrow one, as a stream or as a file."""
     import pyarrow
     import pyarrow.parquet
 
-    if _kind(path) == ".parquet":
+    if _suffix(path) == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from file.iter_batches(batch_size=1024)
         return
@@ -166,7 +166,7 @@ _RECORDS: dict[str, Callable[[Path], Iterator[tuple[int, object]]]] = {
 def text_rows(path: Path, counts: "Counts | None") -> Iterator[tuple[int, str]]:
     """(0, text) of a file; one that is not UTF-8 is counted as unreadable, or refused if there are no `counts`."""
     try:
-        text = _text_of(path)
+        text = _read_text(path)
     except UserError as error:
         if counts is None:
             raise
@@ -175,7 +175,7 @@ def text_rows(path: Path, counts: "Counts | None") -> Iterator[tuple[int, str]]:
     yield 0, text
 
 
-def _open(path: Path) -> io.BufferedReader:
+def _open_unpacked(path: Path) -> io.BufferedReader:
     """A file's bytes, unpacked by its suffix."""
     suffix = path.suffix.lower()
     if suffix == ".zst":
@@ -189,14 +189,14 @@ _PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
 
 
-def _lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[bytes]:
+def _read_lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[bytes]:
     """The lines of a file, unpacked; converted to UTF-8 if it begins with the byte-order mark of another encoding.
 
     A packed file may be a thousand times as large as it looks. Raises `UserError` for a line, or with `in_total` for a
     file, of more than `most` bytes, and reads no more.
     """
     try:
-        with _open(path) as file:
+        with _open_unpacked(path) as file:
             begin = file.peek(4)
             mark = next((mark for mark in _MARKS if begin.startswith(mark)), b"")
             file.read(len(mark))
@@ -211,13 +211,13 @@ def _lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[bytes]:
         raise _unreadable(path, error) from error
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """A whole file. Raises `UserError` naming the line."""
-    lines = enumerate(_lines(path, _LONGEST, in_total=True), 1)
-    return "".join(_decoded(line, path, number) for number, line in lines)
+    lines = enumerate(_read_lines(path, _LONGEST, in_total=True), 1)
+    return "".join(_decode_line(line, path, number) for number, line in lines)
 
 
-def _decoded(line: bytes, path: Path, number: int) -> str:
+def _decode_line(line: bytes, path: Path, number: int) -> str:
     if b"\0" in line:
         raise UserError(f"{path}:{number}: a zero byte: not text, or UTF-16 with no byte-order mark; save it as UTF-8")
     try:
@@ -228,8 +228,8 @@ def _decoded(line: bytes, path: Path, number: int) -> str:
         raise UserError(f"{path}:{number}: {fault}; {remedy}") from None
 
 
-def _parse(line: bytes, path: Path, number: int) -> object:
-    text = _decoded(line, path, number)
+def _parse_line(line: bytes, path: Path, number: int) -> object:
+    text = _decode_line(line, path, number)
     try:
         return parse_json(text)
     except UserError as error:

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from outrider.base.files import digest_of
-from outrider.data_prep.text.chat import MARK, name_of, other_template, text_of, tokenize, with_bos, with_known
+from outrider.data_prep.text.chat import (
+    MARK,
+    prepend_bos,
+    render_text,
+    replace_prefix,
+    template_remedy,
+    tokenize,
+    tokenizer_name,
+)
 from outrider.data_prep.text.messages import ABOUT, THOUGHTS, TOOLS, UNLEARNED, Message
-from outrider.data_prep.text.records import Counts, Read, Record, joined, warn_of_text
+from outrider.data_prep.text.records import Counts, Record, TokenisedText, append_answer, warn_of_text
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ class Document(NamedTuple):
     whole: bool
 
 
-class _Answer(NamedTuple):
+class _RenderedAnswer(NamedTuple):
     """An answer, the prompt before it, and what a template writes after it; a plain text is an answer to nothing."""
 
     prompt: str
@@ -71,7 +79,10 @@ def encode(
     Raises `UserError` for a tokenizer without chat template.
     """
     counted = nullcontext if counts is None else counts.refusing
-    documents, answers = [_own_documents(record, tokenizer, template) for record in records], dict[int, list[_Answer]]()
+    documents, answers = (
+        [_recorded_documents(record, tokenizer, template) for record in records],
+        dict[int, list[_RenderedAnswer]](),
+    )
     for number, record in enumerate(records):
         if not documents[number]:
             with counted():
@@ -81,7 +92,7 @@ def encode(
     for number, rendered in answers.items():
         ids = [(next(encoded), next(encoded)) for _ in rendered]
         with counted():
-            documents[number] = _documents_of(records[number], rendered, ids, tokenizer, template)
+            documents[number] = _encode_answers(records[number], rendered, ids, tokenizer, template)
             if counts is not None and not any(document.supervised.any() for document in documents[number]):
                 counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant to learn from"
     usable: list[Document] = []
@@ -93,65 +104,71 @@ def encode(
     return usable
 
 
-def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
+def _recorded_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
     """The documents of the recorded tokens; none if there are none, or none of this tokenizer and template."""
     written = record.get("written")
     if written is None:
         return []
-    if (written.tokenizer, written.template) != written_by(record, tokenizer, template):
+    if (written.tokenizer, written.template) != origin_digests(record, tokenizer, template):
         warn_of_text(record["id"], "their tokens are of another tokenizer or chat template, or of its other arguments")
         return []
-    return [_supervised(read, indivisible="messages" in record) for read in written.documents]
+    return [_to_document(read, indivisible="messages" in record) for read in written.documents]
 
 
-def _supervised(read: Read, indivisible: bool) -> Document:
+def _to_document(read: TokenisedText, indivisible: bool) -> Document:
     supervised = np.zeros(len(read.ids), bool)
     for begin, end in read.answers:
         supervised[begin:end] = True
     return Document(np.array(read.ids, np.int64), supervised, indivisible)
 
 
-def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+def origin_digests(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     """Digests of the tokenizer and the template, which determine the ids of a record's prompts (see `Written`)."""
     name = template if "messages" in record else "none"
     rendered = digest_of([name, name == "tokenizer" and tokenizer.chat_template])[:16]
-    return _digest_of(tokenizer, len(tokenizer)), rendered
+    return _tokenizer_digest(tokenizer, len(tokenizer)), rendered
 
 
 @lru_cache(maxsize=2)
-def _digest_of(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
     return tokenizer_digest(tokenizer)[:16]
 
 
 @lru_cache(maxsize=2)
-def _added(tokenizer: PreTrainedTokenizerBase, _: int) -> tuple[str, ...]:
+def _added_tokens(tokenizer: PreTrainedTokenizerBase, _: int) -> tuple[str, ...]:
     """The tokens at which a text is split before anything else, such as <|im_end|>."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
 
-def _documents_of(
-    record: Record, answers: Sequence[_Answer], encoded: Sequence[tuple[list[int], list[int]]],
+def _encode_answers(
+    record: Record, answers: Sequence[_RenderedAnswer], encoded: Sequence[tuple[list[int], list[int]]],
     tokenizer: PreTrainedTokenizerBase, template: str,
 ) -> list[Document]:  # fmt: skip
     """The documents of a record; encoded: the ids of the prompts and, by themselves, of the answers."""
     if "text" in record:
-        ids, end = with_bos(encoded[0][1], tokenizer), None if record.get("truncated") else tokenizer.eos_token_id
+        ids, end = prepend_bos(encoded[0][1], tokenizer), None if record.get("truncated") else tokenizer.eos_token_id
         ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
         return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), whole=False)]
-    reads, bos = list[Read](), template != "tokenizer"  # a chat template writes it
+    reads, bos = list[TokenisedText](), template != "tokenizer"  # a chat template writes it
     for answer, (prompt, alone) in zip(answers, encoded, strict=True):
-        prompt = with_known(with_bos(prompt, tokenizer) if bos else prompt, [read.ids for read in reads], tokenizer)
-        ids = _continued(prompt, answer.text, alone, tokenizer)
+        prompt = replace_prefix(
+            prepend_bos(prompt, tokenizer) if bos else prompt, [read.ids for read in reads], tokenizer
+        )
+        ids = _answer_ids(prompt, answer.text, alone, tokenizer)
         if not ids:
-            raise UnusableTextError(f"{record['id']}: {name_of(tokenizer)} writes no such answer after its prompt")
-        reads = joined(reads, prompt, ids, answer.learned)
+            raise UnusableTextError(
+                f"{record['id']}: {tokenizer_name(tokenizer)} writes no such answer after its prompt"
+            )
+        reads = append_answer(reads, prompt, ids, answer.learned)
     if reads:
         reads[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
-    documents = [_supervised(read, indivisible=True) for read in reads]
-    return [document for document in documents if document.supervised.any()] or [_supervised(Read([0], []), True)]
+    documents = [_to_document(read, indivisible=True) for read in reads]
+    return [document for document in documents if document.supervised.any()] or [
+        _to_document(TokenisedText([0], []), True)
+    ]
 
 
-def _continued(prompt: list[int], answer: str, alone: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _answer_ids(prompt: list[int], answer: str, alone: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of `answer` after those of its prompt; [] if there are none. alone: its ids as a text of its own.
 
     Some tokenizers put a space before every text, so the answer is also tokenised after a character of its own.
@@ -171,34 +188,34 @@ def _continued(prompt: list[int], answer: str, alone: list[int], tokenizer: PreT
 
 def _answers_of(
     record: Record, tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts | None
-) -> list[_Answer]:
+) -> list[_RenderedAnswer]:
     """The answers of a conversation, rendered; `counts` notes what is not read."""
     if "text" in record:
-        return [_Answer("", record["text"])]
+        return [_RenderedAnswer("", record["text"])]
 
     def render(messages: list[Message]) -> str:
-        return text_of(messages, tokenizer, template, record["id"])
+        return render_text(messages, tokenizer, template, record["id"])
 
-    messages, answers = record["messages"], list[_Answer]()
+    messages, answers = record["messages"], list[_RenderedAnswer]()
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not indices:
         return []
     messages = messages[: indices[-1] + 1]
-    prompts, added = [render(messages[:i]) for i in indices], _added(tokenizer, len(tokenizer))
-    plain = _try(render, [*messages[: indices[0]], {"role": "assistant", "content": MARK}]).rpartition(MARK)
+    prompts, added = [render(messages[:i]) for i in indices], _added_tokens(tokenizer, len(tokenizer))
+    plain = _render_or_empty(render, [*messages[: indices[0]], {"role": "assistant", "content": MARK}]).rpartition(MARK)
     closes = not plain[1] or plain[2].rstrip().endswith(added)  # an added token that ends its content does not
-    onwards = [*prompts[1:], _try(render, [*messages, {"role": "user", "content": "?"}])]
+    onwards = [*prompts[1:], _render_or_empty(render, [*messages, {"role": "user", "content": "?"}])]
     end = (tokenizer.eos_token or "") if template == "none" else ""
     for i, prompt, onward in zip(indices, prompts, onwards, strict=True):
         through = render(messages[: i + 1]) + end * (i == indices[-1])
         if not through.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
-            raise UnusableTextError(f"{record['id']}: the chat template {why}; {other_template()}")
+            raise UnusableTextError(f"{record['id']}: the chat template {why}; {template_remedy()}")
         text = _up_to_end(through[len(prompt) :], onward.removeprefix(prompt), added, closes)
         if UNLEARNED not in messages[i]:
             _require_rendered(messages[i], text, record["id"])
             _require_arguments(messages[: i + 1], render, record["id"])
-        answers.append(_Answer(prompt, text, through[len(prompt + text) :], UNLEARNED not in messages[i]))
+        answers.append(_RenderedAnswer(prompt, text, through[len(prompt + text) :], UNLEARNED not in messages[i]))
     if record.get("truncated"):  # the answer ends where a mark after its text is rendered
         keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
         marked = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in keys}])
@@ -209,7 +226,7 @@ def _answers_of(
     return answers
 
 
-def _try(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+def _render_or_empty(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
     """The rendered text; "" if the template refuses the messages."""
     try:
         return render(messages)
@@ -252,7 +269,9 @@ def _require_arguments(messages: list[Message], render: Callable[[list[Message]]
     calls = messages[-1].get("tool_calls", ())
     bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
     without = [*messages[:-1], messages[-1] | {"tool_calls": bare}]
-    if any(call["function"].get("arguments") for call in calls) and _try(render, without) == render(messages):
+    if any(call["function"].get("arguments") for call in calls) and _render_or_empty(render, without) == render(
+        messages
+    ):
         raise UnusableTextError(f"{where}: it calls tools, whose arguments its chat template leaves out; take another")
 
 
@@ -266,7 +285,7 @@ def _unread_fields(messages: list[Message], render: Callable[[list[Message]], st
     for key, role in sorted(fields | texts):
         without = [{name: message[name] for name in message if name != key or role} for message in messages]
         without = [message | {key: MARK} if message["role"] == role else message for message in without]
-        if _try(render, without) == render(messages):
+        if _render_or_empty(render, without) == render(messages):
             yield "column 'tools'" if key == TOOLS else f"field {key!r} of a {role and f'{role} '}turn"
 
 
@@ -295,13 +314,13 @@ def spans(text: str, encode: Encode, most: int = PIECE) -> list[tuple[int, int]]
     """(begin, end) of the pieces of `text`, each of at most `most` characters; a short text is one piece."""
     pieces, start = [], 0
     while len(text) - start > most:
-        stop, after = _cut(text, start, encode, most)
+        stop, after = _find_cut(text, start, encode, most)
         pieces.append((start, stop))
         start = after
     return [*pieces, (start, len(text))]
 
 
-def _cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
+def _find_cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
     """(end of the piece that begins at `start`, begin of the next piece)."""
     limit = start + most
     first = limit - most // 4

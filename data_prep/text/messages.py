@@ -40,7 +40,7 @@ class SkipRecordError(Exception):
         self.reason = reason
 
 
-def malformed(where: str, value: object, expected: str) -> SkipRecordError:
+def malformed_record(where: str, value: object, expected: str) -> SkipRecordError:
     return SkipRecordError("malformed", f"{where}={reprlib.repr(value)}: expected {expected}")
 
 
@@ -50,11 +50,11 @@ def to_messages(raw: Raw, turns: Sequence[Raw]) -> list[Message]:
     An optional system message is first. Then user and assistant alternate; the assistant may call tools, whose results
     follow, and then its answer. Raises `SkipRecordError` for anything else.
     """
-    pairs = listed(raw.get("history"), "history")
+    pairs = require_list(raw.get("history"), "history")
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise malformed("history", pairs, "pairs of a question and its answer")
+        raise malformed_record("history", pairs, "pairs of a question and its answer")
     history = turns_of([text for pair in cast("list[list[object]]", pairs) for text in pair])
-    messages = [_message(turn, number) for number, turn in enumerate([*history, *turns], 1)]
+    messages = [_to_message(turn, number) for number, turn in enumerate([*history, *turns], 1)]
     if not any(message["content"].strip() for message in messages):
         raise SkipRecordError("empty", "no turn has a text")
     first = int(messages[0]["role"] == "system")
@@ -63,9 +63,9 @@ def to_messages(raw: Raw, turns: Sequence[Raw]) -> list[Message]:
     _require_order(talk, len(messages) - len(talk) + 1)
     system = system_of(raw)
     if system and first and messages[0]["content"].strip() not in ("", system.strip()):
-        raise malformed("system column", system, "the text of the system turn, or only one of them")
+        raise malformed_record("system column", system, "the text of the system turn, or only one of them")
     head = [{"role": "system", "content": system}] if system else messages[:first]
-    if talk and (tools := listed(raw.get("tools"), "tools")):
+    if talk and (tools := require_list(raw.get("tools"), "tools")):
         [*head, *talk][0][TOOLS] = tools
     return [*head, *talk]
 
@@ -74,8 +74,8 @@ def system_of(raw: Raw) -> str:
     """The text in the system column of a record; "" if there is none."""
     texts = [raw[name] for name in SYSTEM if raw.get(name)]
     if not all(isinstance(text, str) and text == texts[0] for text in texts):
-        raise malformed(" and ".join(name for name in SYSTEM if raw.get(name)), texts, "one text")
-    return encodable(str(texts[0])) if texts and str(texts[0]).strip() else ""
+        raise malformed_record(" and ".join(name for name in SYSTEM if raw.get(name)), texts, "one text")
+    return replace_surrogates(str(texts[0])) if texts and str(texts[0]).strip() else ""
 
 
 def system_and_questions(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
@@ -101,7 +101,7 @@ def role_turns(turns: Sequence[object], role: str, content: str) -> list[Raw]:
         if not isinstance(turn, dict):
             raise SkipRecordError("malformed", "a turn is no mapping")
         if str(turn.get(role)) not in _ROLES:
-            raise malformed(f"turn {number}: {role}", turn.get(role), ", ".join(_ROLES))
+            raise malformed_record(f"turn {number}: {role}", turn.get(role), ", ".join(_ROLES))
         fields = {key: value for key, value in turn.items() if key not in (role, content)}
         texts.append({**fields, "role": _ROLES[str(turn[role])], "content": turn.get(content)})
     return texts
@@ -119,30 +119,30 @@ def _require_order(talk: Sequence[Message], first: int) -> None:
         before = "calls" if message.get("tool_calls") else role
 
 
-def _message(turn: Raw, number: int) -> Message:
+def _to_message(turn: Raw, number: int) -> Message:
     fields = {key: value for key, value in turn.items() if value is not None and key not in ("content", "tool_calls")}
-    message: Message = {"role": turn["role"], "content": _text_of(turn.get("content"), number)}
+    message: Message = {"role": turn["role"], "content": _join_content(turn.get("content"), number)}
     message |= {
         key: fields[key] for key in fields if key not in _LEARNED or (fields[key] and turn["role"] != "assistant")
     }
     for key, value in fields.items() if turn["role"] == "assistant" else ():
         if key in _UNCLEAR or (key in _LEARNED and value not in (0, 1)):
-            raise malformed(f"turn {number}: {key}", value, "train, true or false: whether the turn is learned")
+            raise malformed_record(f"turn {number}: {key}", value, "train, true or false: whether the turn is learned")
         if key in THOUGHTS and not isinstance(value, str):
-            raise malformed(f"turn {number}: {key}", value, "a text")
+            raise malformed_record(f"turn {number}: {key}", value, "a text")
         if key in _LEARNED and not value:
             message[UNLEARNED] = True
     try:
-        if calls := listed(turn.get("tool_calls"), "tool_calls"):
-            message["tool_calls"] = [_call(call) for call in cast("list[dict[str, dict[str, object]]]", calls)]
+        if calls := require_list(turn.get("tool_calls"), "tool_calls"):
+            message["tool_calls"] = [_parse_call(call) for call in cast("list[dict[str, dict[str, object]]]", calls)]
     except (TypeError, KeyError, UserError, SkipRecordError) as error:
         raise SkipRecordError("malformed", f"turn {number}: no calls of tools ({error})") from None
-    return {key: encodable(value) if isinstance(value, str) else value for key, value in message.items()}
+    return {key: replace_surrogates(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
-def _text_of(content: object, number: int) -> str:
+def _join_content(content: object, number: int) -> str:
     """A content as one text; it may be a list of parts {"type": "text", "text": …}."""
-    parts, texts = items(content, "content") if isinstance(content, dict) else content, list[str]()
+    parts, texts = unpack_list(content, "content") if isinstance(content, dict) else content, list[str]()
     for part in parts if isinstance(parts, list) else [content or ""]:
         kind = str(part.get("type") or "text") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) and kind in ("text", "input_text", "output_text") else part
@@ -152,7 +152,7 @@ def _text_of(content: object, number: int) -> str:
     return "".join(texts)
 
 
-def _call(call: Mapping[str, dict[str, object]]) -> Raw:
+def _parse_call(call: Mapping[str, dict[str, object]]) -> Raw:
     """A call with its arguments as a mapping, as chat templates take them."""
     function = {**call["function"], "name": str(call["function"]["name"])}
     if isinstance(function.get("arguments"), str):
@@ -160,7 +160,7 @@ def _call(call: Mapping[str, dict[str, object]]) -> Raw:
     return {**call, "function": function}
 
 
-def items(value: object, column: str) -> object:
+def unpack_list(value: object, column: str) -> object:
     """A list that a table stores as JSON text, or as a mapping of lists, one per field; others unchanged."""
     if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[1:].strip()[:1] in ("{", '"', "'"):
         try:
@@ -169,24 +169,24 @@ def items(value: object, column: str) -> object:
             raise SkipRecordError("malformed", f"column {column!r} begins like a JSON list, but is {error}") from None
     if isinstance(value, dict) and value and all(isinstance(inner, list) for inner in value.values()):
         if len({len(inner) for inner in value.values()}) > 1:
-            raise malformed(f"column {column!r}", value, "lists of one length, one per field")
+            raise malformed_record(f"column {column!r}", value, "lists of one length, one per field")
         return [dict(zip(value, inner, strict=True)) for inner in zip(*value.values(), strict=True)]
     return value
 
 
-def listed(value: object, column: str) -> list[object]:
+def require_list(value: object, column: str) -> list[object]:
     """A list in any spelling; [] also for none. Raises `SkipRecordError` for another value."""
     if not value or is_empty(value):
         return []
     try:
-        content = parse_json(value) if isinstance(value, str) else items(value, column)
+        content = parse_json(value) if isinstance(value, str) else unpack_list(value, column)
     except UserError:
         content = None
     if not isinstance(content, list):
-        raise malformed(f"column {column!r}", value, "a list")
+        raise malformed_record(f"column {column!r}", value, "a list")
     return content
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, valid in JSON but not in UTF-8 or a tokenizer, by question marks."""
     return text.encode(errors="replace").decode()

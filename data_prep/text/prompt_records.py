@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outrider.base.errors import UserError
 from outrider.data_prep.text import messages, records
 from outrider.data_prep.text.messages import Message, Raw, SkipRecordError
-from outrider.data_prep.text.records import Counts, FileLayout, Record, require_encodable, unread
+from outrider.data_prep.text.records import Counts, FileLayout, Record, require_encodable, unread_columns
 
 _IDS = ("question_id", "task_id", "prompt_id", "id")  # columns, the first that is there counts
 _LANGUAGES = {"cs": "Czech", "de": "German", "fr": "French", "hi": "Hindi", "ru": "Russian"}  # WMT 2014's
@@ -71,7 +71,7 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
     category = require_encodable(str(raw.get("category") or ""), where)
     column, kind, turns = _column_of(raw, where)
     if kind in ("code", "text"):
-        counts.note(unread(raw, {column, *_ANSWERS}, ()), where)
+        counts.note(unread_columns(raw, {column, *_ANSWERS}, ()), where)
         if beside := [name for name in (*messages.SYSTEM, "history", "tools") if not messages.is_empty(raw.get(name))]:
             why = f"{beside[0]!r} stands beside a text to continue; call the column 'question' if it is one"
             raise SkipRecordError("malformed", why)
@@ -79,7 +79,7 @@ def to_prompt(raw: object, where: str, number: int, counts: Counts | None = None
     if turns:
         talk = messages.to_messages(raw, messages.turns_of(turns[:1]))
         read = {column, *(("input", "context") if column == "instruction" else ()), "history", "tools"}
-        counts.note(unread(raw, {*read, *_ANSWERS, *messages.SYSTEM}, turns), where)
+        counts.note(unread_columns(raw, {*read, *_ANSWERS, *messages.SYSTEM}, turns), where)
     else:
         record = records.to_record(raw, FileLayout(kind, column), where, counts)
         assert "messages" in record
@@ -143,14 +143,14 @@ def prompt_text(value: object, where: str) -> str:
     return require_encodable(value, where)
 
 
-def asks(raw: object) -> bool:
+def is_prompt_record(raw: object) -> bool:
     """Whether a record's columns are those of a prompt, not of a conversation or a training text."""
     if not isinstance(raw, dict) or records.is_conversation(raw):
         return False
     return bool({"turns", *_ASKED} & raw.keys()) or ("prompt" in raw and "text" not in raw)
 
 
-def asked_record(prompt: Prompt, identity: str) -> Record:
+def prompt_as_record(prompt: Prompt, identity: str) -> Record:
     """A prompt in the normal form of records: consecutive user turns, or a text marked `asked`."""
     if prompt.chat:
         questions: list[Message] = [{"role": "user", "content": turn} for turn in prompt.turns]

@@ -15,7 +15,7 @@ from outrider.data_prep.text.records import Counts, turn_key, warn_of_unused
 from outrider.data_prep.text.settings import BENCHMARKS, DataConfig, prompt_file
 from outrider.data_prep.text.sources import Split, read_records
 
-Item = TypeVar("Item")
+Element = TypeVar("Element")
 _FEWEST, _HELDOUT = 10, 12  # the fewest prompts of a file; the fewest that are held out, if that is not more than half
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
 
@@ -50,7 +50,7 @@ def read_prompts(
         selection = _from_library(prompt_chars, heldout_fraction, limit)
     elif isinstance(prompts, str):
         path = prompt_file(prompts)
-        selection = list(_of_file(path, prompts if prompts in BENCHMARKS else str(path)))
+        selection = list(_read_prompt_file(path, prompts if prompts in BENCHMARKS else str(path)))
     else:
         selection = [
             Prompt(f"inline:{i}", "inline", (prompt_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)
@@ -59,11 +59,11 @@ def read_prompts(
         raise UserError(f"prompts={prompts}: no prompt in it")
     if limit is not None and len(selection) < limit and isinstance(prompts, str):
         print(f"num_prompts={limit}: {prompts} has {len(selection)} prompts, and all of them are taken", flush=True)
-    selection = _with_own_ids(selection)
-    return selection if limit is None else _spread(selection, limit)
+    selection = _with_unique_ids(selection)
+    return selection if limit is None else _balance_categories(selection, limit)
 
 
-def _of_file(path: Path, file: str) -> Iterator[Prompt]:
+def _read_prompt_file(path: Path, file: str) -> Iterator[Prompt]:
     """The prompts of a file; warns of those that cannot be asked, of what is not read, and of texts to continue."""
     counts, number = Counts(), 0
     for number, raw in read_file(path):
@@ -81,7 +81,7 @@ def _of_file(path: Path, file: str) -> Iterator[Prompt]:
         print(f"prompts={file}: {counts['texts']} texts to continue as they stand; {remedy}", flush=True)
 
 
-def parted(
+def split_prompts(
     prompts: Sequence[Prompt], heldout_fraction: float, where: str, *, by_hash: bool = False
 ) -> dict[Split, list[Prompt]]:
     """The prompts for training and those held out, without duplicates; equal first turns are on the same side.
@@ -107,7 +107,7 @@ def parted(
     return splits
 
 
-def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
+def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
     """The prompts with unique ids: a repeated id becomes "id#2", "id#3", …, also if it is the id of a turn.
 
     Results, random streams and statistics are keyed by these ids, so a new id never equals one given in the file.
@@ -132,7 +132,7 @@ def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None)
     prompts: list[Prompt] = []
     for depth in range(max(map(len, files.values()), default=0) if limit is not None else 1):
         level = [(name, *windows[depth]) for name, windows in files.items() if depth < len(windows)]
-        level = level if limit is None else _evenly(level, limit - len(prompts))
+        level = level if limit is None else _spread_evenly(level, limit - len(prompts))
         prompts += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
     return prompts
 
@@ -149,7 +149,7 @@ def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:
             return
 
 
-def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
+def _balance_categories(prompts: list[Prompt], limit: int) -> list[Prompt]:
     """At most `limit` prompts: categories as equal as their sizes allow, evenly spread within each."""
     groups: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -158,9 +158,9 @@ def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
     for _ in range(min(limit, len(prompts))):
         name = min((n for n in groups if shares[n] < len(groups[n])), key=lambda n: shares[n])
         shares[name] += 1
-    return [prompts[i] for i in sorted(i for n, group in groups.items() for i in _evenly(group, shares[n]))]
+    return [prompts[i] for i in sorted(i for n, group in groups.items() for i in _spread_evenly(group, shares[n]))]
 
 
-def _evenly(items: list[Item], count: int) -> list[Item]:
+def _spread_evenly(items: list[Element], count: int) -> list[Element]:
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]

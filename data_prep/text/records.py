@@ -17,12 +17,12 @@ from outrider.data_prep.text.messages import (
     Message,
     Raw,
     SkipRecordError,
-    encodable,
     is_empty,
-    items,
+    replace_surrogates,
     role_turns,
     to_messages,
     turns_of,
+    unpack_list,
 )  # fmt: skip
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 
@@ -42,7 +42,7 @@ Typed = TypeVar("Typed")
 
 
 @dataclass(frozen=True)
-class Read:
+class TokenisedText:
     """A text as its target has read and written it: token ids, and the [begin, end) of each of its answers in them."""
 
     ids: list[int]
@@ -53,12 +53,14 @@ class Read:
         require(inside and min(self.ids) >= 0, "answers", self.answers, f"places in {len(self.ids)} token ids")
 
 
-def joined(documents: Sequence[Read], prompt: list[int], ids: Sequence[int], learned: bool = True) -> list[Read]:
+def append_answer(
+    documents: Sequence[TokenisedText], prompt: list[int], ids: Sequence[int], learned: bool = True
+) -> list[TokenisedText]:
     """`documents` and an answer to a prompt: in the last of them if the prompt begins with that, else in a new one."""
     read, answers = [*prompt, *ids], [(len(prompt), len(prompt) + len(ids))] * learned
     if documents and read[: len(documents[-1].ids)] == documents[-1].ids:
-        return [*documents[:-1], Read(read, [*documents[-1].answers, *answers])]
-    return [*documents, Read(read, answers)]
+        return [*documents[:-1], TokenisedText(read, [*documents[-1].answers, *answers])]
+    return [*documents, TokenisedText(read, answers)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Written:
     tokenizer: str
     template: str
     text: str
-    documents: list[Read]
+    documents: list[TokenisedText]
 
 
 @final
@@ -142,14 +144,14 @@ def find_layout(record: object, layout: str, column: str | None, where: str) -> 
     """
     if layout != "auto":
         return FileLayout(layout, column or _COLUMNS[layout])
-    raw = _mapping(record, where)
+    raw = _require_mapping(record, where)
     if column is not None:
         _require_column(raw, column, where)
-    elif "instruction" in raw and (answer := _first(raw, _ANSWER_COLUMNS)):
+    elif "instruction" in raw and (answer := _first_column(raw, _ANSWER_COLUMNS)):
         return FileLayout("alpaca", answer)
     elif turns := layout_of_turns(raw):
         return turns
-    column = column or _first(raw, tuple(_TEXT_COLUMNS))
+    column = column or _first_column(raw, tuple(_TEXT_COLUMNS))
     name = column and _layout_of_value(_value_of(raw, column), column)
     if not column or not name:
         remedy = "name it with layout= and column="
@@ -168,7 +170,9 @@ def layout_of_turns(raw: Raw, more: Sequence[str] = ()) -> FileLayout | None:
 
 def is_conversation(raw: Raw) -> bool:
     """Whether a record's columns are those of a conversation with answers."""
-    return bool(_first(raw, _CHAT_COLUMNS)) or ("instruction" in raw and bool(_first(raw, _ANSWER_COLUMNS)))
+    return bool(_first_column(raw, _CHAT_COLUMNS)) or (
+        "instruction" in raw and bool(_first_column(raw, _ANSWER_COLUMNS))
+    )
 
 
 def to_record(record: object, layout: FileLayout, identity: str, counts: Counts | None = None) -> Record:
@@ -176,36 +180,36 @@ def to_record(record: object, layout: FileLayout, identity: str, counts: Counts 
     notes what is not read.
 
     A raw record of generate-responses is `truncated` with "finish": "length", and keeps what is `Written`. Texts become
-    `encodable`.
+    `replace_surrogates`.
 
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
     is blank, or if user and assistant do not alternate; tool calls and their results may stand between.
     """
-    raw = _mapping(record, identity)
+    raw = _require_mapping(record, identity)
     _require_column(raw, layout.column, identity)
     if layout.name in ("text", "code"):
-        text = text_record(_typed(raw[layout.column], str, layout, identity), identity)
-        beside = unread({name: raw[name] for name in raw if name in _OF_OTHERS}, {layout.column}, ())
-        return _truncated(raw, text, counts, beside)
+        text = text_record(_require_type(raw[layout.column], str, layout, identity), identity)
+        beside = unread_columns({name: raw[name] for name in raw if name in _OF_OTHERS}, {layout.column}, ())
+        return _complete_record(raw, text, counts, beside)
     turns = _turns(raw, layout, identity)
     messages = to_messages(raw, turns)
     read = {layout.column, *_OF_TURNS, *(_ALPACA if layout.name == "alpaca" else ())}
-    beside = unread(raw, read, [message["content"] for message in messages])
+    beside = unread_columns(raw, read, [message["content"] for message in messages])
     if "assistant" in [turn["role"] for turn in turns if turn["role"] != "system"][:1] and not raw.get("history"):
         beside.append("an answer before the first question")
-    return _truncated(raw, {"id": identity, "messages": messages}, counts, beside)
+    return _complete_record(raw, {"id": identity, "messages": messages}, counts, beside)
 
 
 def _turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
     if layout.name == "alpaca":
         _require_column(raw, "instruction", identity)
         return turns_of([alpaca_instruction(raw), raw[layout.column]])
-    values: list[object] = _typed(_value_of(raw, layout.column), list, layout, identity)
+    values: list[object] = _require_type(_value_of(raw, layout.column), list, layout, identity)
     names = ("from", "value") if layout.name == "sharegpt" else ("role", "content")
     return turns_of(values) if layout.name == "turns" else role_turns(values, *names)
 
 
-def unread(raw: Raw, read: Collection[str], texts: Sequence[str]) -> list[str]:
+def unread_columns(raw: Raw, read: Collection[str], texts: Sequence[str]) -> list[str]:
     """The columns of a record that are neither read nor known to be about it, nor a copy of one of its `texts`, nor
     Alpaca's `text`, which has them all."""
     pieces = [piece for text in texts for piece in text.split("\n\n")]
@@ -215,15 +219,15 @@ def unread(raw: Raw, read: Collection[str], texts: Sequence[str]) -> list[str]:
 
 
 def text_record(text: str, identity: str) -> TextRecord:
-    """A plain-text record, `encodable`; raises `SkipRecordError` if it is blank."""
+    """A plain-text record, `replace_surrogates`; raises `SkipRecordError` if it is blank."""
     if not text.strip():
         raise SkipRecordError("empty", "its text is blank")
-    return {"id": identity, "text": encodable(text)}
+    return {"id": identity, "text": replace_surrogates(text)}
 
 
 def require_encodable(text: str, where: str) -> str:
     """`text`, unchanged. Raises `UserError` if UTF-8 cannot encode it."""
-    if encodable(text) != text:
+    if replace_surrogates(text) != text:
         raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
     return text
 
@@ -263,7 +267,7 @@ def turn_key(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
-def _truncated(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
+def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
     if counts is not None:
         counts.note(beside, record["id"])
     ends = [raw, *(record["messages"][-2:] if "messages" in record else ())]  # a question may follow the last answer
@@ -295,10 +299,10 @@ def _layout_of_value(value: object, column: str) -> str | None:
 
 def _value_of(raw: Raw, column: str) -> object:
     """The value of a column; a list that a table stores as a text or a mapping, as a list."""
-    return raw[column] if column in _TEXT_COLUMNS else items(raw[column], column)
+    return raw[column] if column in _TEXT_COLUMNS else unpack_list(raw[column], column)
 
 
-def _first(raw: Raw, names: tuple[str, ...]) -> str | None:
+def _first_column(raw: Raw, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in raw), None)
 
 
@@ -306,7 +310,7 @@ def _columns(raw: Raw) -> str:
     return ", ".join(map(str, raw)) or "(none)"
 
 
-def _mapping(record: object, where: str) -> Raw:
+def _require_mapping(record: object, where: str) -> Raw:
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a record with named columns, found {type(record).__name__}")
     return record
@@ -317,7 +321,7 @@ def _require_column(raw: Raw, column: str, where: str) -> None:
         raise UserError(f"{where}: no column {column!r}; columns present: {_columns(raw)}")
 
 
-def _typed(value: object, kind: type[Typed], layout: FileLayout, where: str) -> Typed:
+def _require_type(value: object, kind: type[Typed], layout: FileLayout, where: str) -> Typed:
     if value is None:
         raise SkipRecordError("empty", f"column {layout.column!r} is null")
     if not isinstance(value, kind):

@@ -28,7 +28,7 @@ FORMAT = 5  # part of every cache key: increment it when rows of the same input 
 # Options that select the content, whose digest is part of the key, or stand in the chat template.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix", KWARGS}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
-META_FILE, ROWS_FILE = "meta.json", "rows.bin"  # of an entry of the cache: `Meta`, and rows of `_row_type`
+META_FILE, ROWS_FILE = "meta.json", "rows.bin"  # of an entry of the cache: `CacheMeta`, and rows of `_row_type`
 _READ = ("records", "rows", "tokens", "supervised", "clipped")
 COUNTS = (*_READ, "empty", "unsupervised", "malformed", "unreadable", "dropped_rows", "refused")
 
@@ -77,7 +77,7 @@ def load_rows(
     call this at once, one builds and the others wait. Rank 0 prints the counts on one line.
 
     The sources of a mix are cached separately. The rows taken from each give it its share of the supervised tokens (see
-    `rows_taken`); they depend on the sources and weights alone. The counts of tokens and supervised tokens
+    `rows_of_sources`); they depend on the sources and weights alone. The counts of tokens and supervised tokens
     are then estimates from the sources' means.
 
     Raises `UserError` for bad input, a split without records, data without a supervised token, and a
@@ -88,11 +88,11 @@ def load_rows(
     if split == "train":
         warn_of_template(config, tokenizer)
     mix = list(config.parts()) or [(config.source, 1.0, config)]
-    folders = [_prepare(part, tokenizer, seq_len, split) for _, _, part in mix]
+    folders = [_cached_rows(part, tokenizer, seq_len, split) for _, _, part in mix]
     metas = [_read_meta(folder) for folder in folders]
     weights = [weight for _, weight, _ in mix]
     available = [meta.counts["rows"] for meta in metas]
-    quotas = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
+    quotas = rows_of_sources(available, [meta.counts["supervised"] for meta in metas], weights)
     counts = [{**meta.counts, "rows": rows} for meta, rows in zip(metas, quotas, strict=True)]
     for part, meta in zip(counts, metas, strict=True):
         part |= {name: round(part[name] * part["rows"] / meta.counts["rows"]) for name in ("tokens", "supervised")}
@@ -158,7 +158,7 @@ def _row_type(seq_len: int) -> np.dtype:
     return np.dtype([(name, kind, seq_len) for name, kind in kinds.items()])
 
 
-def _lay_out(segments: list[Document], seq_len: int) -> np.ndarray:
+def _to_row(segments: list[Document], seq_len: int) -> np.ndarray:
     """One row of `_row_type`, padded."""
     row, start = np.zeros((), _row_type(seq_len)), 0
     row["documents"] = -1
@@ -206,7 +206,7 @@ def _characters(record: Record) -> int:
     return len(record["text"]) if "text" in record else sum(len(message["content"]) for message in record["messages"])
 
 
-def _build(
+def _build_rows(
     folder: Path, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split
 ) -> None:
     print(f"data source={config.source} split={split}: tokenising into {folder}", flush=True)
@@ -217,11 +217,11 @@ def _build(
     try:
         with open(partial / ROWS_FILE, "wb") as file:
             for segments in pack(_documents(config, tokenizer, seq_len, split, counts), seq_len):
-                row = _lay_out(segments, seq_len)
+                row = _to_row(segments, seq_len)
                 if _count_row(row, counts):
                     file.write(row.tobytes())
         _require_content(config, split, counts)
-        write_json(partial / META_FILE, asdict(Meta(key, dict(counts), counts.first)))
+        write_json(partial / META_FILE, asdict(CacheMeta(key, dict(counts), counts.first)))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
         partial.replace(folder)
     except BaseException:
@@ -257,7 +257,7 @@ def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
 
 
 @dataclass(frozen=True)
-class Meta:
+class CacheMeta:
     """The content of an entry's `META_FILE`: its key, and the `Counts` of its rows. It is written last."""
 
     key: str
@@ -268,8 +268,8 @@ class Meta:
         require(set(self.counts) >= set(COUNTS), "counts", sorted(self.counts), ", ".join(COUNTS))
 
 
-def _read_meta(folder: Path) -> Meta:
-    return read_as(Meta, folder / META_FILE, "entry of the cache", "remove its directory")
+def _read_meta(folder: Path) -> CacheMeta:
+    return read_as(CacheMeta, folder / META_FILE, "entry of the cache", "remove its directory")
 
 
 def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
@@ -281,7 +281,7 @@ def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
     return meta.key == key and size == meta.counts["rows"] * _row_type(seq_len).itemsize
 
 
-def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
+def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
     tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
@@ -300,7 +300,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
             folder.parent.mkdir(parents=True, exist_ok=True)
             with lock(folder.with_suffix(".lock")):
                 if not _is_complete(folder, key, seq_len):
-                    _build(folder, key, config, tokenizer, seq_len, split)
+                    _build_rows(folder, key, config, tokenizer, seq_len, split)
         except OSError as error:  # reading raises UserError itself, so this is a write error
             raise UserError(
                 f"cache_dir={config.cache}: cannot be written ({error.strerror or error}); free space there or choose "
@@ -317,7 +317,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
 # -------------------------------------------------------------------------------------------------- mixing
 
 
-def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
+def rows_of_sources(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Rows to take from each source, so that their shares of the supervised tokens are proportional to `weights`.
 
     available, supervised: rows of each source, and labels in them. Every row counts as its source's mean. The total is

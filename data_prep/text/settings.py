@@ -11,7 +11,7 @@ from annotated_types import Ge, Le, Lt
 from outrider.base.errors import UserError, reason, require
 from outrider.base.files import user_cache
 from outrider.base.settings import Count, Named, Settings, free, only, opt
-from outrider.data_prep.text.data_files import matching, read_file, resolve_paths
+from outrider.data_prep.text.data_files import match_paths, read_file, resolve_paths
 from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.records import Counts
 from outrider.draft_models.targets.settings import InputPath
@@ -38,7 +38,7 @@ _WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMA
 
 
 @dataclass(frozen=True)
-class Records(InputPath):
+class RecordFile(InputPath):
     """The path of a file of records. check: raises `UserError` for a record at a place (file:line) with a number."""
 
     begins: tuple[bytes, ...] = (b"",)
@@ -55,9 +55,9 @@ class Records(InputPath):
         self.check(record, f"{value}:{number}", number)
 
 
-PromptFile = Annotated[str, Records(_WHAT, besides=tuple(BENCHMARKS), check=to_prompt)]
+PromptFile = Annotated[str, RecordFile(_WHAT, besides=tuple(BENCHMARKS), check=to_prompt)]
 PromptSource = Annotated[
-    str, Records(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS), check=to_prompt)
+    str, RecordFile(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS), check=to_prompt)
 ]
 _OF_HUB = only(source="hub")
 
@@ -108,7 +108,7 @@ class SourceConfig(Settings):
         if self.source != "local" or not checks(f"{path}.path"):
             return
         for pattern in self.path:
-            require(bool(matching(pattern)), f"{path}.path", pattern, "files that are there")
+            require(bool(match_paths(pattern)), f"{path}.path", pattern, "files that are there")
         records = (record for file in resolve_paths(self.path) for record in read_file(file, Counts()))
         require(next(records, None) is not None, f"{path}.path", ",".join(self.path), "files with a record in them")
 

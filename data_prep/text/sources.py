@@ -11,7 +11,7 @@ from typing import Literal
 from outrider.base.errors import UserError, reason
 from outrider.data_prep.text.data_files import file_digest, read_file, resolve_paths, text_rows
 from outrider.data_prep.text.messages import SkipRecordError
-from outrider.data_prep.text.prompt_records import asked_record, asks, to_prompt
+from outrider.data_prep.text.prompt_records import is_prompt_record, prompt_as_record, to_prompt
 from outrider.data_prep.text.records import Counts, FileLayout, Record, find_layout, split_key, text_record, to_record
 from outrider.data_prep.text.settings import DataConfig
 
@@ -46,7 +46,7 @@ def read_records(
         raise UserError(f"layout=prompts: {_NO_ANSWERS}")
     detected: set[FileLayout] = set()
     seen = 0
-    for name, rows in _sources(config, counts):
+    for name, rows in _iterate_sources(config, counts):
         layout: FileLayout | None = None
         for number, raw in rows:
             if seen == config.max_records:
@@ -59,7 +59,7 @@ def read_records(
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)
                         print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
-                record = _convert(raw, layout, config, identity, number, counts)
+                record = _to_record(raw, layout, config, identity, number, counts)
                 key = identity if config.source == "python_stdlib" else split_key(record)
                 if is_heldout(key, config.heldout_fraction) == (split == "heldout"):
                     counts["records"] += 1
@@ -92,7 +92,7 @@ def content_digest(config: DataConfig) -> str:
     return digest.hexdigest()
 
 
-def _sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
+def _iterate_sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
     """(name, rows) of each file or dataset; a row is (number from 1, record), or (0, text) of a file."""
     if config.source == "hub":
         yield f"{config.path[0]}/{config.split}", _hub_rows(config)
@@ -106,22 +106,22 @@ def _sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable
 
 def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> FileLayout:
     """The layout of the file that begins with the record `raw` (see `find_layout`)."""
-    found_prompts = asking and config.layout == "auto" and config.column is None and asks(raw)
+    found_prompts = asking and config.layout == "auto" and config.column is None and is_prompt_record(raw)
     if config.layout == "prompts" or found_prompts:
         return _PROMPTS
     try:
         return find_layout(raw, config.layout, config.column, where)
     except UserError as error:
-        if asks(raw) and config.column is None:
+        if is_prompt_record(raw) and config.column is None:
             raise UserError(f"{where}: {_NO_ANSWERS}; if it has some: {error}") from error
         raise
 
 
-def _convert(
+def _to_record(
     raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int, counts: Counts
 ) -> Record:
     if layout is _PROMPTS:
-        return asked_record(to_prompt(raw, identity, number, counts), identity)
+        return prompt_as_record(to_prompt(raw, identity, number, counts), identity)
     if isinstance(raw, str):
         if config.layout not in ("auto", "text", "code"):
             raise UserError(f"{identity}: plain text, but layout={config.layout} needs records with columns")

@@ -21,21 +21,21 @@ from outrider.draft_models.eagle3.dialects import (
     FIRST_LAYER,
     MIDLAYER,
     Shapes,
+    config_in_dialect,
     dialect_of,
     layer_config,
-    own_name,
+    local_name,
     read_config,
-    require_said,
-    written_config,
+    require_expressible,
 )
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.eagle3.reading import Reading, changed, require_target
-from outrider.draft_models.formats.gguf_file import Value
+from outrider.draft_models.eagle3.reading import Reading, apply_changes, require_fitting_target
+from outrider.draft_models.formats.gguf_file import MetadataValue
 from outrider.draft_models.formats.gguf_model import tensor_names
 from outrider.draft_models.formats.gguf_write import require_gguf, write_file
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, require_weights
 from outrider.draft_models.targets.model_files import empty_model
-from outrider.draft_models.targets.settings import Dialect, Exported, ReadingChanges, Written
+from outrider.draft_models.targets.settings import Dialect, ExportDialect, ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 
@@ -86,7 +86,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     config = read_mapping(file, "description of a head", "fetch it again")
     files = open_tensors(source)
     dialect = dialect_of(config, files.file_of, source)
-    stored = {own_name(name): name for name in files.file_of}
+    stored = {local_name(name): name for name in files.file_of}
     if len(stored) < len(files.file_of):
         twice = sorted(set(files.file_of) - set(stored.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
@@ -99,8 +99,8 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
         if changes.taps is None:
             raise
         declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
-    reading = changed(declared, changes, target)
-    require_target(reading, target, source)
+    reading = apply_changes(declared, changes, target)
+    require_fitting_target(reading, target, source)
     try:
         _require_shapes(declared, shapes, dialect, source)
     except UserError:
@@ -116,7 +116,7 @@ def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[in
     changes: as in `open_head`. Raises `UserError` if it cannot be read.
     """
     files = open_tensors(source)
-    stored = {own_name(name): name for name in files.file_of}
+    stored = {local_name(name): name for name in files.file_of}
     maps = {name: files.read([stored[name]])[stored[name]] for name in (D2T, T2D) if name in stored}
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
         return None
@@ -184,7 +184,7 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
         expected[T2D] = (reading.vocabulary,)
     for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
         if names:
-            listing = listed([their_name(name, dialect) for name in sorted(names)])
+            listing = listed([dialect_name(name, dialect) for name in sorted(names)])
             raise UserError(
                 f"eagle3={source}: {what} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
                 "others; fetch the head again, or correct its description"
@@ -192,7 +192,7 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
     misfit = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
     if misfit is not None:
         raise UserError(
-            f"eagle3={source}: tensor {their_name(misfit, dialect)} has shape {list(shapes[misfit])}: expected "
+            f"eagle3={source}: tensor {dialect_name(misfit, dialect)} has shape {list(shapes[misfit])}: expected "
             f"{list(expected[misfit])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
         )
 
@@ -228,7 +228,7 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
     return Eagle3.of(reading, weights)
 
 
-def their_name(name: str, dialect: Dialect) -> str:
+def dialect_name(name: str, dialect: Dialect) -> str:
     """A tensor's name in a dialect."""
     midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
     return MIDLAYER + name.removeprefix(FIRST_LAYER) if midlayer else name
@@ -237,7 +237,7 @@ def their_name(name: str, dialect: Dialect) -> str:
 def save_head(
     path: Path,
     head: Eagle3,
-    dialect: Written,
+    dialect: WrittenDialect,
     target: PreTrainedConfig,
     target_name: str,
     drafted: int = 7,
@@ -249,7 +249,7 @@ def save_head(
     target, target_name: config and name of its target. drafted: suggested tokens per round for a server. made_here:
     False for another trainer's head, whose reading may be wrong. Raises `UserError` naming fields that `dialect` lacks.
     """
-    require_said(head.reading, head_shapes(head.reading), dialect, target)
+    require_expressible(head.reading, head_shapes(head.reading), dialect, target)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     ids = stored.pop(DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":  # which requires d2t and t2d
@@ -257,8 +257,8 @@ def save_head(
         ids = indices if ids is None else ids
         stored[D2T] = ids - indices
         stored[T2D] = torch.zeros(head.reading.vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    tensors = {their_name(name, dialect): tensor for name, tensor in stored.items()}
-    config = written_config(head.reading, dialect, target, target_name, drafted)
+    tensors = {dialect_name(name, dialect): tensor for name, tensor in stored.items()}
+    config = config_in_dialect(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
     if made_here:
         config[MADE_WITH] = f"outrider {package_version()}"
@@ -281,9 +281,12 @@ def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTraine
     pairs side by side; target_layers are boundaries; d2t has ids. Raises `UserError` for what that cannot express.
     """
     reading = head.reading
-    require_said(reading, head_shapes(reading), "gguf", target)
-    config = layer_config(written_config(reading, "gguf", target, "", 1), 1)
-    head_fields: dict[str, Value] = {"target_layers": [*reading.taps], "target_hidden_size": reading.target_hidden}
+    require_expressible(reading, head_shapes(reading), "gguf", target)
+    config = layer_config(config_in_dialect(reading, "gguf", target, "", 1), 1)
+    head_fields: dict[str, MetadataValue] = {
+        "target_layers": [*reading.taps],
+        "target_hidden_size": reading.target_hidden,
+    }
     head_fields |= {"norm_before_residual": reading.norm_before_residual, "norm_before_fc": reading.joint_norm}
     metadata = {key.replace("llama.", "eagle3."): value for key, value in require_gguf(config, tokenizer).items()}
     metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in head_fields.items()}}
@@ -295,7 +298,7 @@ def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTraine
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
 
 
-def use_of(dialect: Exported) -> str:
+def describe_use(dialect: ExportDialect) -> str:
     """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in."""
     what = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
     if dialect == "gguf":

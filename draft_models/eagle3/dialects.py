@@ -19,12 +19,12 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.eagle3.reading import Reading, default_taps
-from outrider.draft_models.targets.settings import Dialect, Exported
+from outrider.draft_models.eagle3.reading import Reading, default_aux_layers
+from outrider.draft_models.targets.settings import Dialect, ExportDialect
 
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 # The fields of `Reading` by transformers' keys of a layer's config, and the further keys that decide what a layer is.
 _LAYER = {
@@ -57,7 +57,7 @@ _SWITCHES: dict[str, tuple[str, bool | str]] = {
 _FORMER = {f"aux_norm_{level}.weight": f"fc_norm.{i}.weight" for i, level in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
 # For each dialect that is written: the fields of `_PLAIN` that the code of its readers supports.
-_KNOWN: dict[Exported, tuple[str, ...]] = {
+_SUPPORTED: dict[ExportDialect, tuple[str, ...]] = {
     "specforge": ("tap_norms", "norm_output"),
     "speculators": (
         "tap_norms", "joint_norm", "norm_output", "norm_before_residual", "head_norms", "layers", "attention_bias",
@@ -72,7 +72,7 @@ _PLAIN: dict[str, object] = {  # the value that a reader assumes for a field tha
 }
 
 
-def own_name(stored: str) -> str:
+def local_name(stored: str) -> str:
     """The name here of a tensor with the name `stored` in the file."""
     name = stored.removeprefix(BASE)
     name = _FORMER.get(name, name)
@@ -81,7 +81,7 @@ def own_name(stored: str) -> str:
 
 def is_head(stored: Collection[str]) -> bool:
     """Whether tensors of these names are an EAGLE-3 head's: they have a norm that no other model has."""
-    return FIRST_LAYER + "hidden_norm.weight" in set(map(own_name, stored))
+    return FIRST_LAYER + "hidden_norm.weight" in set(map(local_name, stored))
 
 
 def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) -> Dialect:
@@ -110,13 +110,13 @@ def read_config(
     replace those of the config. Raises `UserError`.
     """
     try:
-        return _read(config, shapes, taps or _taps(config, target_layers))
+        return _declared_reading(config, shapes, taps or _declared_aux_layers(config, target_layers))
     except (UserError, TypeError, ValueError, OverflowError) as error:  # also of values that are no numbers
         why = f"{reason(error)} (in its config.json)"
         raise UserError(f"eagle3={source}: {why}; fetch the head again, or correct it") from None
 
 
-def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
+def _declared_reading(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
     for name, (expected, what) in _FIXED.items():
         if (setting := _switch(config, name, expected)) != expected:
             raise UserError(f"{name}={setting!r}: {what}; expected {expected!r}")
@@ -180,28 +180,28 @@ def layer_config(described: object, layers: int) -> PreTrainedConfig:
         raise UserError(f"describes no layer ({reason(error)})") from None
 
 
-def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+def _declared_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
     sections = {"": config, "eagle_config.": _inner(config)}
     boundaries: dict[str, tuple[int, ...]] = {}
-    for at, key in product(sections, (TAPS, "layer_ids")):
+    for at, key in product(sections, (AUX_LAYERS_KEY, "layer_ids")):
         name, layers = at + key, sections[at].get(key)
         if not layers:
             continue
         if not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
             raise UserError(f"{name}={layers!r}: expected a list of layers")
-        outputs = name == f"eagle_config.{TAPS}"  # the others are boundaries, as vLLM reads them
+        outputs = name == f"eagle_config.{AUX_LAYERS_KEY}"  # the others are boundaries, as vLLM reads them
         boundaries[f"{name}={layers!r}"] = tuple(layer + outputs for layer in layers)
     if len(set(boundaries.values())) > 1:
         meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
         raise UserError(f"{meanings}: expected the same, or give reading.taps")
     if not boundaries and target_layers < 7:
         cause = f"the target's {target_layers} layers are too few to choose"
-        raise UserError(f"names no {TAPS}: expected them, as {cause}; or give reading.taps")
-    return next(iter(boundaries.values()), default_taps(target_layers))
+        raise UserError(f"names no {AUX_LAYERS_KEY}: expected them, as {cause}; or give reading.taps")
+    return next(iter(boundaries.values()), default_aux_layers(target_layers))
 
 
-def require_said(reading: Reading, shapes: Shapes, dialect: Exported, target: PreTrainedConfig) -> None:
+def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect, target: PreTrainedConfig) -> None:
     """Raise `UserError` unless a head written in `dialect` gives `reading` when it is read, here and by other readers.
 
     shapes: of the head's tensors, by their names here.
@@ -210,11 +210,11 @@ def require_said(reading: Reading, shapes: Shapes, dialect: Exported, target: Pr
         raise UserError("reading.own_head=false: expected null: a written head holds the rows of its own logits")
     # A head is always written with these two values.
     fields = asdict(replace(reading, draft_ids="offset", own_head=True))
-    lost = [name for name, plain in _PLAIN.items() if name not in _KNOWN[dialect] and fields[name] != plain]
+    lost = [name for name, plain in _PLAIN.items() if name not in _SUPPORTED[dialect] and fields[name] != plain]
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")
-    again = asdict(read_config(written_config(reading, dialect, target, "", 1), shapes, 0, "export"))
+    again = asdict(read_config(config_in_dialect(reading, dialect, target, "", 1), shapes, 0, "export"))
     lost += [name for name, value in fields.items() if again[name] != value and name not in lost]
     if lost:
         listing = ", ".join(f"{name}={fields[name]!r}" for name in lost)
@@ -223,14 +223,14 @@ def require_said(reading: Reading, shapes: Shapes, dialect: Exported, target: Pr
         )
 
 
-def written_config(
-    reading: Reading, dialect: Exported, target: PreTrainedConfig, target_name: str, drafted: int
+def config_in_dialect(
+    reading: Reading, dialect: ExportDialect, target: PreTrainedConfig, target_name: str, drafted: int
 ) -> dict[str, object]:
     """config.json of a head in `dialect`. target, target_name, drafted: as in `save_head`."""
     config: dict[str, object] = {
         "draft_vocab_size": reading.draft_vocabulary,
-        TAPS: list(reading.taps),  # vLLM reads boundaries here, SGLang outputs of layers in eagle_config
-        **{_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES},
+        AUX_LAYERS_KEY: list(reading.taps),  # vLLM reads boundaries here, SGLang outputs of layers in eagle_config
+        **{_SWITCHES[name][0]: getattr(reading, name) for name in _SUPPORTED[dialect] if name in _SWITCHES},
     }
     if len(reading.taps) != 3:
         config["num_aux_hidden_states"] = len(reading.taps)
@@ -238,7 +238,7 @@ def written_config(
         config["target_hidden_size"] = reading.target_hidden
     layer = _written_layer(reading, target)
     if dialect != "speculators":
-        inner = {"use_aux_hidden_state": True, TAPS: [boundary - 1 for boundary in reading.taps]}
+        inner = {"use_aux_hidden_state": True, AUX_LAYERS_KEY: [boundary - 1 for boundary in reading.taps]}
         return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": inner}
     if sizes := set(filter(None, reading.windows)):
         kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]

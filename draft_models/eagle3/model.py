@@ -23,10 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.targets.attention import grouped_attention
-from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
-Entry = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
+KeysValues = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
 EXTRA = 8  # columns that `_widened` adds; fused kernels prefer widths that are multiples of this
 
 
@@ -43,8 +43,8 @@ class Steps:
         self.tokens: dict[int, Tensor] = {}
         self.picks: dict[int, Tensor] = {}
         self._of_tokens: list[Tensor] = []
-        self._first: dict[int, Entry] = {}
-        self._own: dict[tuple[int, int], Entry] = {}  # by layer and step: [B, N, Hk, steps, D]
+        self._first: dict[int, KeysValues] = {}
+        self._own: dict[tuple[int, int], KeysValues] = {}  # by layer and step: [B, N, Hk, steps, D]
 
     def products(self, layers: Sequence[nn.Linear], embedding: Tensor, features: Tensor) -> list[Tensor]:
         """What `layers` make of the features [B, N, H] with the embeddings of the step's tokens before them.
@@ -57,7 +57,9 @@ class Steps:
         at, pairs = self.tokens[self.now], zip(layers, self._of_tokens, strict=True)
         return [F.linear(features, layer.weight[:, width:]) + F.embedding(at, product) for layer, product in pairs]
 
-    def attend(self, module: nn.Module, query: Tensor, entry: Entry, mask: Band, layer: int, scaling: float) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, entry: KeysValues, mask: Band, layer: int, scaling: float
+    ) -> Tensor:
         """query [B, H, N, D] of step `now`, whose keys and values are `entry` → [B, N, H, D].
 
         mask: the mask of the entries of step 0, as in `grouped_attention`.
@@ -70,14 +72,16 @@ class Steps:
             before = map(self._picked, self._own[layer, self.now - 1])
             key, value = (torch.cat(pair, 3) for pair in zip(before, (key, value), strict=True))
         self._own[layer, self.now] = key, value
-        return join(module, query, self._first[layer], (key, value), mask, scaling)
+        return attend_jointly(module, query, self._first[layer], (key, value), mask, scaling)
 
     def _picked(self, rows: Tensor) -> Tensor:
         pick = self.picks.get(self.now)
         return rows if pick is None else F.embedding(pick, rows.flatten(0, 1).flatten(1)).unflatten(-1, rows.shape[2:])
 
 
-def join(module: nn.Module, query: Tensor, first: Entry, local: Entry, mask: Band, scaling: float) -> Tensor:
+def attend_jointly(
+    module: nn.Module, query: Tensor, first: KeysValues, local: KeysValues, mask: Band, scaling: float
+) -> Tensor:
     """One softmax over the entries `first`, by `mask`, and the entries `local` of the query's position: [B, N, H, D].
 
     query [B, H, N, D]; local: [B, N, Hk, steps, D]. The entries of `local` at a position act as one additional key: its
@@ -117,7 +121,7 @@ def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
     return query, with_front(key, front), with_front(value, ahead)
 
 
-Cache = LayerCache | Steps | None
+HeadCache = LayerCache | Steps | None
 
 
 class HeadAttention(nn.Module):
@@ -138,7 +142,7 @@ class HeadAttention(nn.Module):
         self.q_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
 
-    def forward(self, x: Sequence[Tensor], mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
+    def forward(self, x: Sequence[Tensor], mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
         """x: its input [B, Q, width] in parts, side by side → [B, Q, H]."""
         if torch.is_autocast_enabled(x[0].device.type):
             x = [part.to(torch.get_autocast_dtype(part.device.type)) for part in x]  # once, not for three products
@@ -193,7 +197,7 @@ class HeadLayer(GradientCheckpointingLayer):
         self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if first else None
         self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
+    def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: HeadCache) -> Tensor:
         """embedding, hidden [B, Q, H] → [B, Q, H]; later layers ignore the embedding."""
         if self.hidden_norm is None:
             attended = [self.input_layernorm(hidden)]
@@ -307,7 +311,7 @@ class Eagle3(nn.Module):
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(self.input_norm(aux))
 
-    def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: Cache = None) -> Tensor:
+    def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: HeadCache = None) -> Tensor:
         """The layers on tokens' embeddings and the features one position before them: [B, Q, H] → [B, Q, H].
 
         A feature is the target's, or the output of `run` at its position. masks: by window (see `windows`), over all
@@ -330,7 +334,9 @@ class Eagle3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""
         logits = self.draft_logits(hidden)
-        return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.reading.vocabulary)
+        return (
+            logits if self.draft_tokens is None else spread_logits(logits, self.draft_tokens, self.reading.vocabulary)
+        )
 
 
 def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:

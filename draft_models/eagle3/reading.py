@@ -80,7 +80,7 @@ class Reading(Settings):
         return int(self.head_dim * self._rotated)
 
 
-def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
+def apply_changes(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
     """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
     overrides = changes.stated()
     rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
@@ -99,7 +99,7 @@ def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig)
         raise UserError(f"reading.{error}") from None
 
 
-def require_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:
+def require_fitting_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:
     """Raise `UserError` unless a head of this `reading` fits a target of `config`; source: the head's location."""
     for head_key, key, size, expected in (
         ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
@@ -127,14 +127,14 @@ def new_reading(
 ) -> Reading:
     """The reading of a one-layer head with the hidden size of `target`, a config; it shares the target's embedding.
 
-    taps: boundaries, empty for `default_taps`. version: 3, or 3.1, which norms aux hidden states and step outputs.
-    draft_vocabulary: number of tokens it has logits for, None for all. intermediate: width of its MLP, None for the
-    target's. Raises `UserError` for impossible values.
+    taps: boundaries, empty for `default_aux_layers`. version: 3, or 3.1, which norms aux hidden states and outputs of
+    steps. draft_vocabulary: number of tokens it has logits for, None for all. intermediate: width of its MLP, None for
+    the target's. Raises `UserError` for impossible values.
     """
     heads, width = target.num_attention_heads, target.hidden_size
     newer = str(version) == "3.1"
     return Reading(
-        taps=taps or default_taps(target.num_hidden_layers),
+        taps=taps or default_aux_layers(target.num_hidden_layers),
         target_hidden=width,
         hidden=width,
         intermediate=intermediate or getattr(target, "intermediate_size", None) or 4 * width,
@@ -154,7 +154,7 @@ def new_reading(
     )
 
 
-def default_taps(layers: int) -> tuple[int, ...]:
+def default_aux_layers(layers: int) -> tuple[int, ...]:
     """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
     return tuple(sorted({2, layers // 2, layers - 3} if layers >= 7 else {1, layers // 2, layers - 1}))
 

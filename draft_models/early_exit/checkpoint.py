@@ -32,11 +32,11 @@ from outrider.base.settings import Count, construct
 from outrider.base.words import listed
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
-from outrider.draft_models.formats.torch_files import read_sealed
+from outrider.draft_models.formats.torch_files import read_with_digest
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
-from outrider.draft_models.targets.narrowed import require_tokens, whole_rows
+from outrider.draft_models.targets.narrowed import require_tokens, widen_rows
 from outrider.draft_models.targets.proof import SHORT
 from outrider.draft_models.targets.settings import FloatDtype
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
@@ -69,7 +69,7 @@ class DrafterMeta:
     format: int = FORMAT
     draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
     parallel: PassTokens | None = None  # tokens that it drafts in one pass; null: one
-    sealed: str = ""  # see `seal_of`
+    sealed: str = ""  # see `digest_of_meta`
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
@@ -126,10 +126,10 @@ def save_pretrained(
 def write_meta(path: Path, meta: DrafterMeta) -> None:
     """Write drafter.json with its seal."""
     values = dataclasses.asdict(dataclasses.replace(meta, format=FORMAT))
-    write_json(path / META_FILE, values | {"sealed": seal_of(values)})
+    write_json(path / META_FILE, values | {"sealed": digest_of_meta(values)})
 
 
-def seal_of(values: Mapping[str, Any]) -> str:
+def digest_of_meta(values: Mapping[str, Any]) -> str:
     """The digest of all in a drafter.json that decides what is drafted, and for which target, wherever that is."""
     sealed = {key: values[key] for key in values.keys() - {"training", "made_with", "sealed"}}
     return digest_of(sealed | {"fingerprint": {**values["fingerprint"], "target": "", "revision": None}})
@@ -148,7 +148,7 @@ def read_meta(path: Path | str) -> DrafterMeta:
         meta = construct(DrafterMeta, values)
     except UserError as error:
         raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
-    if meta.format == FORMAT and meta.sealed != seal_of(values):
+    if meta.format == FORMAT and meta.sealed != digest_of_meta(values):
         raise UserError(f"{file}: altered after it was written (sealed={meta.sealed!r} is not its digest); {remedy}")
     return meta
 
@@ -234,7 +234,7 @@ def provenance() -> dict[str, str]:
 
 def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
     file = Path(path) / WEIGHTS_FILE
-    weights = load(read_sealed(file, meta.weights_sha256, "restore it, or train the drafter again"))
+    weights = load(read_with_digest(file, meta.weights_sha256, "restore it, or train the drafter again"))
     if meta.draft_vocabulary is not None:
         require_tokens(weights.get("draft_tokens"), meta.draft_vocabulary, meta.fingerprint.vocab_size, file)
     return weights
@@ -244,7 +244,7 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
     """A model of the target's family, in `dtype` on the CPU, whose logits are those of `drafter`.
 
     Its layers are the target's first N and the exit's. With a draft vocabulary, other tokens are never the argmax (see
-    `whole_rows`).
+    `widen_rows`).
     Raises `UserError` if the target's weights cannot be read, if a layer's index decides what it computes, or if it
     drafts several tokens in one pass.
     """
@@ -262,7 +262,7 @@ def as_causal_lm(drafter: EarlyExit, target: "OpenTarget", dtype: torch.dtype) -
         assert isinstance(head, nn.Linear)
         drafter.use_head(head)
     if drafter.head is not None or drafter.draft_tokens is not None:
-        _put_head(model, drafter.output_head, drafter.draft_tokens)
+        _set_head(model, drafter.output_head, drafter.draft_tokens)
     _require_ordinary(model, target.config.model_type)
     return model
 
@@ -281,13 +281,13 @@ def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
             )
 
 
-def _put_head(model: PreTrainedModel, drafter_head: nn.Linear, tokens: torch.Tensor | None) -> None:
+def _set_head(model: PreTrainedModel, drafter_head: nn.Linear, tokens: torch.Tensor | None) -> None:
     """Give `model` the `drafter_head`, which may have rows for `tokens` only. It is not tied to the embedding."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     for name, parameter in drafter_head.named_parameters():
         rows, target_rows = parameter.detach(), getattr(head, name)
-        full_rows = rows if tokens is None else whole_rows(rows, rows.mean(0), tokens, len(target_rows))
+        full_rows = rows if tokens is None else widen_rows(rows, rows.mean(0), tokens, len(target_rows))
         setattr(head, name, nn.Parameter(full_rows.to(target_rows.dtype), requires_grad=False))
     model.config.tie_word_embeddings = False
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import require
 from outrider.draft_models.targets.model_files import decoder_layers, final_norm, number_layer, spec_of
-from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.draft_models.targets.stack import LayerStack, call_layer, normed_product
 from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
 
@@ -63,7 +63,7 @@ class EarlyExit(nn.Module):
             number_layer(layer, number)
         self.layer, self.deeper = layers[0], nn.ModuleList(layers[1:])
         self.norm = copy.deepcopy(final_norm(model))
-        self.head = _rows_of(head, draft_tokens) if own_head else None
+        self.head = _head_rows(head, draft_tokens) if own_head else None
         self.exit_layer, self.vocabulary = exit_layer, model.config.vocab_size
         self.call, self.rule = parts.calls[-1], parts.logits
         self.window = model.config.sliding_window if self.call.slides else None
@@ -76,7 +76,7 @@ class EarlyExit(nn.Module):
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` if the drafter has none; with a draft vocabulary, a copy of its rows."""
-        self.shared_head = [head if self.draft_tokens is None else _rows_of(head, self.draft_tokens)]
+        self.shared_head = [head if self.draft_tokens is None else _head_rows(head, self.draft_tokens)]
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -99,7 +99,7 @@ class EarlyExit(nn.Module):
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
         """The same from the output of its norm."""
         logits = self.rule(self.output_head(hidden))
-        return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.vocabulary)
+        return logits if self.draft_tokens is None else spread_logits(logits, self.draft_tokens, self.vocabulary)
 
     def embed(self, stack: LayerStack, tokens: Tensor, positions: Tensor) -> Tensor:
         """The input [B, Q, d] of the target's first layer for tokens or masks at positions [B, Q]."""
@@ -115,7 +115,7 @@ class EarlyExit(nn.Module):
         return hidden
 
 
-def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
+def _head_rows(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
     """A copy of `head`, or of its rows for `tokens`."""
     if tokens is None:
         return copy.deepcopy(head)

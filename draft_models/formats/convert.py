@@ -35,9 +35,9 @@ from outrider.draft_models.formats.torch_files import (
     SAFETENSORS,
     TOKENIZER_FILE,
     FolderModel,
-    Kind,
     Original,
     Stored,
+    WeightFormat,
     is_quantised,
 )
 
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_model import GgufModel
 
 INDEX_FILE = "model.safetensors.index.json"
-PLACE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
+CACHE_VARIABLE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
 RECORD_FILE = "described.json"
 _PARTS = ".parts"  # everything except the weights, until these are complete
 _FORM = 2  # version of what is written; part of the key
-_REMEDY = f"free space, or say by {PLACE} where there is more"
+_REMEDY = f"free space, or say by {CACHE_VARIABLE} where there is more"
 
 
-def as_described(source: str, revision: str | None = None) -> tuple[str, str | None]:
+def description_location(source: str, revision: str | None = None) -> tuple[str, str | None]:
     """(directory or Hub name, revision) of config, generation config and tokenizer: those given, or our directory.
 
     No weights are fetched for them. Raises `UserError` if a model's description cannot be read or written.
     """
     original = find_original(source, revision, weights=False)
-    return (source, revision) if original is None else (str(described(original)), None)
+    return (source, revision) if original is None else (str(write_description(original)), None)
 
 
-def was_quantised(source: str, revision: str | None = None) -> bool:
+def has_quantised_weights(source: str, revision: str | None = None) -> bool:
     """Whether the stored weights of the model in `source` are quantised."""
     original = find_original(source, revision, weights=False)
     return original is not None and original.quantised
@@ -77,7 +77,7 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
     if not is_local(source):
         return _on_hub(source, revision, weights)
     folder = Path(source)
-    kind = _kind(lambda name: os.path.exists(folder / name), lambda name: folder / name)
+    kind = _format_to_convert(lambda name: os.path.exists(folder / name), lambda name: folder / name)
     return None if kind is None else FolderModel(source, folder, kind)
 
 
@@ -86,25 +86,25 @@ def open_mapped(source: str) -> "GgufModel | None":
     if (path := find_gguf(source)) is None:
         return None
     stat = path.stat()
-    return _mapped(source, path, stat.st_size, stat.st_mtime_ns)
+    return _open_unchanged(source, path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(4)
-def _mapped(source: str, path: Path, size: int, changed: int) -> "GgufModel":
+def _open_unchanged(source: str, path: Path, size: int, changed: int) -> "GgufModel":
     """One object for all who open a file while it stays the same: they share what is read of it."""
     from outrider.draft_models.formats.gguf_model import GgufModel
 
     return GgufModel(source, path)
 
 
-def is_as_written(source: str, revision: str | None) -> bool:
+def is_loaded_as_written(source: str, revision: str | None) -> bool:
     """Whether a conversion wrote the tokenizer in `source`: then it is loaded as written, not by its architecture."""
-    file = located(source, revision, TOKENIZER_FILE)
+    file = locate_file(source, revision, TOKENIZER_FILE)
     fields = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
     return fields.get(AS_WRITTEN) is True
 
 
-def located(source: str, revision: str | None, file: str, *, fetch: bool = True) -> str | None:
+def locate_file(source: str, revision: str | None, file: str, *, fetch: bool = True) -> str | None:
     """The local path of a file of a directory or Hub repository; None if it does not exist or the Hub is not reached.
 
     fetch: fetch a missing file. Raises `UserError` if the Hub refuses to give it.
@@ -117,7 +117,7 @@ def located(source: str, revision: str | None, file: str, *, fetch: bool = True)
         raise UserError(f"{source}: {file} cannot be fetched ({reason(error)})") from None
 
 
-def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = True) -> Path:
+def fetch_folder(source: str, revision: str | None, kind: WeightFormat, *, weights: bool = True) -> Path:
     """The local directory of a model whose weights are of `kind`. Raises `UserError` if it cannot be fetched.
 
     weights: whether they are fetched, too, or only its descriptions.
@@ -128,7 +128,7 @@ def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = Tr
         return Path(source)
     patterns = [*DESCRIPTIONS]
     if weights:
-        index = None if _has(source, revision, kind.single) else located(source, revision, kind.index)
+        index = None if _has(source, revision, kind.single) else locate_file(source, revision, kind.index)
         patterns += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
@@ -138,10 +138,12 @@ def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = Tr
 
 @lru_cache
 def _on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
-    if located(source, revision, CONFIG_FILE) is None:
+    if locate_file(source, revision, CONFIG_FILE) is None:
         return None
-    kind = _kind(partial(_has, source, revision), lambda name: Path(located(source, revision, name) or name))
-    return None if kind is None else FolderModel(source, fetched(source, revision, kind, weights=weights), kind)
+    kind = _format_to_convert(
+        partial(_has, source, revision), lambda name: Path(locate_file(source, revision, name) or name)
+    )
+    return None if kind is None else FolderModel(source, fetch_folder(source, revision, kind, weights=weights), kind)
 
 
 def _has(source: str, revision: str | None, file: str) -> bool:
@@ -152,28 +154,28 @@ def _has(source: str, revision: str | None, file: str) -> bool:
         return has_file(source, file, revision=revision, local_files_only=True)
 
 
-def _kind(has: Callable[[str], bool], path: Callable[[str], Path]) -> Kind | None:
+def _format_to_convert(has: Callable[[str], bool], path: Callable[[str], Path]) -> WeightFormat | None:
     """The kind of weight files to convert; None if there are plain safetensors or no weights."""
     kind = next((kind for kind in (SAFETENSORS, PICKLES) if has(kind.index) or has(kind.single)), None)
     return kind if kind is PICKLES or is_quantised(path(CONFIG_FILE), path(QUANT_FILE)) else None
 
 
-def described(original: Original) -> Path:
+def write_description(original: Original) -> Path:
     """The directory with config and tokenizer of a model, written now or earlier. Raises `UserError`."""
     stamp = stamp_of(original.files)
     folder = cache_folder() / stamp
-    if _is_whole(folder):
+    if _is_complete(folder):
         return folder
-    require_writable(folder.parent, PLACE)
+    require_writable(folder.parent, CACHE_VARIABLE)
     if (folder.parent / "known").exists():
         warn(f"{folder.parent} holds converted models, which nothing reads any more: rm -r {folder.parent}")
     try:
         with Stage(f"describing {original.source} once"), TemporaryDirectory(dir=folder.parent) as part:
-            describe(original, written := Path(part, folder.name))
+            describe_in(original, written := Path(part, folder.name))
             if stamp_of(original.files) != stamp:
                 raise UserError(f"{original.source}: changed while it was read; start again when it is whole")
-            write_json(written / RECORD_FILE, {"made_of": original.source, "bytes": _size(written)})
-            if not _is_whole(folder):  # else another process has written it meanwhile
+            write_json(written / RECORD_FILE, {"made_of": original.source, "bytes": _description_bytes(written)})
+            if not _is_complete(folder):  # else another process has written it meanwhile
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(written, folder)
     except OSError as error:
@@ -183,7 +185,7 @@ def described(original: Original) -> Path:
 
 def cache_folder() -> Path:
     """The directory of descriptions."""
-    return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
+    return Path(os.environ.get(CACHE_VARIABLE) or user_cache() / "targets").expanduser().absolute()
 
 
 def stamp_of(files: Mapping[str, Path]) -> str:
@@ -193,13 +195,15 @@ def stamp_of(files: Mapping[str, Path]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _is_whole(entry: Path) -> bool:
+def _is_complete(entry: Path) -> bool:
     """Whether a description is there, and its files have as many bytes as were written. Raises `UserError`."""
     record = entry / RECORD_FILE
-    return record.exists() and read_mapping(record, "record of a description", "remove it").get("bytes") == _size(entry)
+    return record.exists() and read_mapping(record, "record of a description", "remove it").get(
+        "bytes"
+    ) == _description_bytes(entry)
 
 
-def _size(entry: Path) -> int:
+def _description_bytes(entry: Path) -> int:
     """Bytes of the files of a description."""
     return sum(file.stat().st_size for file in entry.iterdir() if file.name != RECORD_FILE)
 
@@ -213,7 +217,7 @@ def content_key(original: Original) -> str:
     return digest.hexdigest()[:32]
 
 
-def describe(original: Original, folder: Path) -> None:
+def describe_in(original: Original, folder: Path) -> None:
     """Write everything except the weights to the new or empty `folder`, as transformers' versions 4 and 5 read it."""
     folder.mkdir(exist_ok=True)
     original.describe(folder)
@@ -232,7 +236,7 @@ def write_safetensors(
     shutil.rmtree(parts, ignore_errors=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        describe(original, parts)  # an unsupported model is refused before its weights are read
+        describe_in(original, parts)  # an unsupported model is refused before its weights are read
         tensors = original.tensors()
         if dtype is not None:
             described = read_mapping(parts / CONFIG_FILE, "description of a model", "fetch the model again")
@@ -252,7 +256,7 @@ def _write_weights(
     tensors: Mapping[str, Stored], folder: Path, dtype: torch.dtype | None, shard_bytes: int, remedy: str
 ) -> int:
     """Write the missing weight files and the index; returns the number of weight files."""
-    sizes = {name: math.prod(tensor.shape) * _written(tensor, dtype).itemsize for name, tensor in tensors.items()}
+    sizes = {name: math.prod(tensor.shape) * _written_dtype(tensor, dtype).itemsize for name, tensor in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
@@ -265,7 +269,7 @@ def _write_weights(
         for file, inner in missing.items():
             weights = {}
             for name in inner:
-                weights[name] = tensors[name].read().to(_written(tensors[name], dtype))
+                weights[name] = tensors[name].read().to(_written_dtype(tensors[name], dtype))
                 stage.advance()
             write_atomically(folder / file, save(weights, metadata={"format": "pt"}), remedy)
     if plan.is_sharded:
@@ -273,6 +277,6 @@ def _write_weights(
     return len(plan.filename_to_tensors)
 
 
-def _written(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+def _written_dtype(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
     """The type in which a tensor is written: `dtype` if it is given and the tensor holds floats, else its own."""
     return stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype

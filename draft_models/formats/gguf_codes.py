@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.base.compiled import kept
 
 LONGEST, MOST_GROUPS = 256, 16  # inputs and groups of the largest block
-FEW = 2**16  # codes for which another thread does not pay
+CODES_OF_A_THREAD = 2**16  # codes for which another thread does not pay
 
 
 class CodeKind(NamedTuple):
@@ -62,10 +62,10 @@ NUMBERS = {name: number for number, name in enumerate(KINDS)}
 _Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _INT4, _INT4_BY_128, _INT8 = range(len(KINDS))
 
 
-kept_uncounted = partial(kept, counted=False)  # counting references to slices would take most of the time
+compile_uncounted = partial(kept, counted=False)  # counting references to slices would take most of the time
 
 
-@kept_uncounted
+@compile_uncounted
 def _scale_and_minimum(packed, group):
     """The 6-bit scale and minimum of a group in the 12 bytes of a block of Q4_K or Q5_K."""
     if group < 4:
@@ -77,7 +77,7 @@ def _scale_and_minimum(packed, group):
 _FOUR, _TWO, _ONE = (np.uint64(bits * 0x0101010101010101) for bits in (15, 3, 1))  # of each of eight bytes
 
 
-@kept_uncounted
+@compile_uncounted
 def _split_nibbles(packed, codes):
     """The lower 4 bits of `packed`, eight bytes a number, then the upper ones."""
     count = len(packed)
@@ -85,7 +85,7 @@ def _split_nibbles(packed, codes):
         codes[index], codes[count + index] = packed[index] & _FOUR, (packed[index] >> np.uint64(4)) & _FOUR
 
 
-@kept_uncounted
+@compile_uncounted
 def unpack(number, raw, codes, scales, minima):
     """Read a stored block of a kind: codes ≥ 0 [inputs], and of its groups integer scales and minima.
 
@@ -203,14 +203,14 @@ class CodedRows:
 
     def decoded(self, begin: int = 0, end: int | None = None) -> Tensor:
         """Rows begin … end − 1 in float32 [rows, inputs], ggml's bit for bit as the gguf package decodes them."""
-        return decoded(self.kind, self.raw[begin:end])
+        return decode_rows(self.kind, self.raw[begin:end])
 
     def picked(self, rows: Tensor) -> Tensor:
         """The rows with these numbers, in float32 [rows, inputs]."""
-        return decoded(self.kind, self.raw[rows])
+        return decode_rows(self.kind, self.raw[rows])
 
 
-def decoded(name: str, raw: Tensor) -> Tensor:
+def decode_rows(name: str, raw: Tensor) -> Tensor:
     """The weights float32 [rows, in] of stored rows, uint8 [rows, bytes], of the kind with this name.
 
     ggml's have the bits that the gguf package gives them.
@@ -225,7 +225,7 @@ def decoded(name: str, raw: Tensor) -> Tensor:
 
 def in_threads(work: Callable[[int, int], None], count: int, codes: int) -> None:
     """work(begin, end) over parts of range(count), of so many codes each, in up to as many threads as PyTorch uses."""
-    threads = max(1, min(torch.get_num_threads(), count * codes // FEW))
+    threads = max(1, min(torch.get_num_threads(), count * codes // CODES_OF_A_THREAD))
     edges = [count * part // threads for part in range(threads + 1)]
     if threads == 1:
         work(0, count)

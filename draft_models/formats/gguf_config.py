@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.formats.gguf_file import MOST_LAYERS, GgufFile, Value
+from outrider.draft_models.formats.gguf_file import MOST_LAYERS, GgufFile, MetadataValue
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
     name = require_family(file)
-    family, metadata = FAMILIES[name], _own_keys(file)
-    layers = _count(file, "block_count")
+    family, metadata = FAMILIES[name], _family_keys(file)
+    layers = _family_count(file, "block_count")
     most = min(MOST_LAYERS, len(file.tensors))
     if layers > most:  # a config creates lists of this length before its other fields are checked
         raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {most}; fetch it again")
-    heads, hidden = _count(file, "attention.head_count"), _count(file, "embedding_length")
-    kv_heads = _count(file, "attention.head_count_kv", heads)
-    head_dim = _count(file, "attention.key_length", hidden // heads)
-    rotary = _count(file, "rope.dimension_count", head_dim)
+    heads, hidden = _family_count(file, "attention.head_count"), _family_count(file, "embedding_length")
+    kv_heads = _family_count(file, "attention.head_count_kv", heads)
+    head_dim = _family_count(file, "attention.key_length", hidden // heads)
+    rotary = _family_count(file, "rope.dimension_count", head_dim)
     may_differ = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # models round the product like this
-    if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not may_differ):
+    if _family_count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not may_differ):
         raise UserError(
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
             f"{head_dim} values; only whole heads of one size are supported"
@@ -104,7 +104,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     ends = [*dict.fromkeys(token for token in ends if token is not None)]
     values: dict[str, object] = {
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}),
-        **_mapped(file, kind, keys),
+        **_config_fields(file, kind, keys),
         **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in config_fields},
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -147,19 +147,19 @@ def require_family(file: GgufFile) -> str:
     return name
 
 
-def _own_keys(file: GgufFile) -> dict[str, Value]:
+def _family_keys(file: GgufFile) -> dict[str, MetadataValue]:
     """The metadata with the architecture's prefix that have an effect, by keys without that prefix."""
     prefix = f"{file.metadata['general.architecture']}."
     metadata = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     return {key: value for key, value in metadata.items() if key not in _OFF or value != _OFF[key]}
 
 
-def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int | float]:
+def _config_fields(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int | float]:
     """The config's fields that have a key. Raises `UserError` for an unknown key, and for a missing one.
 
     A missing key of `keys` leaves the config's default, unless that default fits one model only.
     """
-    metadata, key_map = _own_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
+    metadata, key_map = _family_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
     for key, value in metadata.items():
         if key not in {*key_map, *keys, *_OPTIONAL}:
             raise UserError(
@@ -168,15 +168,19 @@ def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int
             )
     needed = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys() | metadata.keys()
     field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in needed - _OPTIONAL}
-    return {name: (_number if key.endswith(_REAL) else _count)(file, key) for key, name in field_of.items()}
+    return {
+        name: (_family_number if key.endswith(_REAL) else _family_count)(file, key) for key, name in field_of.items()
+    }
 
 
-def _count(file: GgufFile, key: str, default: int | None = None) -> int:
+def _family_count(file: GgufFile, key: str, default: int | None = None) -> int:
     """A positive integer of the architecture. Raises `UserError` if it is missing and there is no default."""
-    return int(_number(file, key, default, int))
+    return int(_family_number(file, key, default, int))
 
 
-def _number(file: GgufFile, key: str, default: float | None = None, kind: type[int] | type[float] = float) -> float:
+def _family_number(
+    file: GgufFile, key: str, default: float | None = None, kind: type[int] | type[float] = float
+) -> float:
     """A positive number of the architecture, stored as float32, as its shortest decimal: 1e-05, not 9.9999997e-06."""
     key = f"{file.metadata['general.architecture']}.{key}"
     value = file.get(key, kind) if default is None else file.get(key, kind, default)
@@ -208,19 +212,19 @@ def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
 
     rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
     """
-    rope = _scaling(file, _number(file, "rope.freq_base", 10000.0), head_dim)
+    rope = _scaling(file, _family_number(file, "rope.freq_base", 10000.0), head_dim)
     family = str(file.metadata["general.architecture"])
     if FAMILIES[family].partial:
         return {**rope, "partial_rotary_factor": rotary / head_dim}
     if family == "gemma3":  # its layers with a window have another base, and no scaling
-        base = _number(file, "rope.freq_base_swa", 10000.0)
+        base = _family_number(file, "rope.freq_base_swa", 10000.0)
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     return rope
 
 
 def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
     """The rotary positions of base `theta`, rescaled as the file says."""
-    metadata, family = _own_keys(file), file.metadata["general.architecture"]
+    metadata, family = _family_keys(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta, **_llama3(file, theta, head_dim)}
     kind = metadata.get("rope.scaling.type", "linear" if "rope.scale_linear" in metadata else "none")
@@ -229,9 +233,9 @@ def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
     if kind not in ("linear", "yarn"):
         raise UserError(f"{file.path}: {family}.rope.scaling.type={kind!r}; supported: none, linear, yarn")
     key = "rope.scaling.factor" if "rope.scaling.factor" in metadata else "rope.scale_linear"
-    scaling: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": _number(file, key)}
+    scaling: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": _family_number(file, key)}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _count(file, "rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = _family_count(file, "rope.scaling.original_context_length")
     return scaling
 
 

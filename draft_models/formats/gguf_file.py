@@ -13,8 +13,8 @@ from typing import TypeVar, overload
 
 from outrider.base.errors import UserError
 
-Value = bool | int | float | str | list["Value"]
-Kind = TypeVar("Kind", bool, int, float, str, list[Value])
+MetadataValue = bool | int | float | str | list["MetadataValue"]
+ValueType = TypeVar("ValueType", bool, int, float, str, list[MetadataValue])
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)
 AS_WRITTEN = "loaded_as_written"  # marks a tokenizer that is loaded from tokenizer.json alone
@@ -22,13 +22,13 @@ MOST_LAYERS = 2**12  # of a model in any format
 _DAMAGED = "fetch it again"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-PLAIN = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
+FLOAT_TYPES = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
 _SHORTEST = 24  # minimum bytes of a file: magic, version and two counts
 _MISSING = object()
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorLocation:
     """The location of a tensor. shape: outermost dimension first, as in torch. kind: ggml's number of its type."""
 
     name: str
@@ -42,15 +42,15 @@ class GgufFile:
     """The contents of a GGUF file without tensor data. metadata: numbers, strings and lists, by key."""
 
     path: Path
-    metadata: Mapping[str, Value]
-    tensors: Mapping[str, TensorPlace]
+    metadata: Mapping[str, MetadataValue]
+    tensors: Mapping[str, TensorLocation]
 
     @overload
-    def get(self, key: str, kind: type[Kind]) -> Kind: ...
+    def get(self, key: str, kind: type[ValueType]) -> ValueType: ...
     @overload
-    def get(self, key: str, kind: type[Kind], default: Kind) -> Kind: ...
+    def get(self, key: str, kind: type[ValueType], default: ValueType) -> ValueType: ...
     @overload
-    def get(self, key: str, kind: type[Kind], default: None) -> Kind | None: ...
+    def get(self, key: str, kind: type[ValueType], default: None) -> ValueType | None: ...
     def get(self, key: str, kind: type, default: object = _MISSING) -> object:
         """The value of `key`, which must have type `kind` (float: any number). Raises `UserError` naming both."""
         value = self.metadata.get(key, default)
@@ -118,18 +118,18 @@ class _Parser:
                 f"{self.path}: GGUF version {version}, supported: {VERSIONS} in little-endian; convert the model again"
             )
         tensors, keys = self.integer("Q"), self.integer("Q")
-        metadata: dict[str, Value] = {}
+        metadata: dict[str, MetadataValue] = {}
         for _ in range(keys):
             key = self.name("metadata", metadata)
             metadata[key] = self.value(self.integer("I"))
-        locations: dict[str, TensorPlace] = {}
+        locations: dict[str, TensorLocation] = {}
         for _ in range(tensors):
             name = self.name("list of tensors", locations)
             dimensions = self.integer("I")
             if not 1 <= dimensions <= 4:
                 raise self.damaged(f"{dimensions} dimensions")
             shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
-            locations[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
+            locations[name] = TensorLocation(name, shape, self.integer("I"), self.integer("Q"))
         self.what, step = "general.alignment", metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
             raise self.damaged(repr(step))
@@ -145,7 +145,7 @@ class _Parser:
             raise self.damaged("it twice")
         return name
 
-    def value(self, kind: int) -> Value:
+    def value(self, kind: int) -> MetadataValue:
         if kind in _SCALARS:
             return self.numbers(_SCALARS[kind], 1)[0]
         if kind == _STRING:
@@ -175,7 +175,7 @@ class _Parser:
     def integer(self, letter: str) -> int:
         return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")
 
-    def numbers(self, letter: str, count: int) -> list[Value]:
+    def numbers(self, letter: str, count: int) -> list[MetadataValue]:
         return [*struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}")))]
 
     def take(self, size: int) -> bytes:

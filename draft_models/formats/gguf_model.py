@@ -18,9 +18,9 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from outrider.base.errors import UserError, reason
 from outrider.base.progress import counted
-from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decoded
+from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decode_rows
 from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
-from outrider.draft_models.formats.gguf_file import PLAIN, GgufFile, TensorPlace, open_gguf
+from outrider.draft_models.formats.gguf_file import FLOAT_TYPES, GgufFile, TensorLocation, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.formats.torch_files import HEAD, Stored
@@ -60,7 +60,7 @@ class GgufModel:
     @property
     def quantised(self) -> bool:
         """Whether any of its tensors is quantised."""
-        return any(tensor.kind not in PLAIN for tensor in self.file.tensors.values())
+        return any(tensor.kind not in FLOAT_TYPES for tensor in self.file.tensors.values())
 
     @property
     def by_transformers(self) -> bool:
@@ -80,10 +80,10 @@ class GgufModel:
         compared: rows of each tensor, evenly spread.
         """
         for name, tensor in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
-            kind, raw = _row_size(self.file, tensor)[0], _mapped(self.file, tensor)
+            kind, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
             if kind.name in KINDS:
                 rows = raw[:: max(1, len(raw) // compared)]
-                weights = decoded(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+                weights = decode_rows(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
                 if not np.array_equal(weights, load_package().quants.dequantize(rows, kind), equal_nan=True):
                     raise UserError(
                         f"{self.source}: tensor {name!r} ({kind.name}) is decoded to other numbers than the gguf "
@@ -91,7 +91,7 @@ class GgufModel:
                     )
 
     @cached_property
-    def _sources(self) -> "Mapping[str, _Made]":
+    def _sources(self) -> "Mapping[str, _TensorSource]":
         """Where its tensors are in the file, by Hugging Face's names.
 
         Raises `UserError` for an unsupported architecture, tensor or quantisation, for tensors that overlap, and if the
@@ -99,19 +99,19 @@ class GgufModel:
         """
         file = self.file
         for tensor, following in pairwise(sorted(file.tensors.values(), key=lambda location: location.begin)):
-            if _end(file, tensor) > following.begin:
+            if _end_of(file, tensor) > following.begin:
                 raise UserError(f"{file.path}: tensors {tensor.name!r} and {following.name!r} overlap; fetch it again")
-        model, family = _empty_model(file), require_family(file)
+        model, family = _model_on_meta(file), require_family(file)
         names, held = tensor_names(model, family), file.tensors.keys() - IGNORED
         for name in sorted(names.keys() ^ held):
             what = "holds no tensor" if name in names else f"has a tensor that {family} models have not:"
             raise UserError(f"{file.path}: {what} {name!r}; fetch it again, or convert it again")
         layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
-        parts: dict[str, list[TensorPlace]] = {}
+        parts: dict[str, list[TensorLocation]] = {}
         for name, parameter in names.items():
             parts.setdefault(parameter, []).append(file.tensors[name])
         state = model.state_dict()
-        return {name: _Made(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
+        return {name: _TensorSource(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
 
     def describe(self, folder: Path) -> None:
         """Write config, generation config and tokenizer according to its metadata.
@@ -123,7 +123,7 @@ class GgufModel:
         self.tensors()
 
 
-def _empty_model(file: GgufFile) -> PreTrainedModel:
+def _model_on_meta(file: GgufFile) -> PreTrainedModel:
     """The model that the metadata describe, without weights. Raises `UserError`."""
     config = gguf_config(file)
     try:
@@ -153,11 +153,11 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
 class MappedTensor(Stored):
     """A tensor of a GGUF file; a quantised one is float32 when it is read."""
 
-    source: "_Made"
+    source: "_TensorSource"
 
     @property
     def codes(self) -> CodedRows | None:
-        """See `_Made.codes`."""
+        """See `_TensorSource.codes`."""
         return self.source.codes
 
     def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
@@ -174,13 +174,13 @@ class MappedTensor(Stored):
 
 
 @dataclass(frozen=True)
-class _Made:
+class _TensorSource:
     """Hugging Face's tensor `name` of `shape`, made from the file's tensors `parts` by transformers' `layout`."""
 
     file: GgufFile
     name: str
     shape: tuple[int, ...]
-    parts: Sequence[TensorPlace]
+    parts: Sequence[TensorLocation]
     layout: TensorProcessor
 
     def stored(self) -> Stored:
@@ -189,9 +189,9 @@ class _Made:
         for part in self.parts:
             if math.prod(part.shape) * len(self.parts) != math.prod(self.shape):
                 raise self._misshapen(part)
-            if _end(self.file, part) > size:
+            if _end_of(self.file, part) > size:
                 raise UserError(f"{self.file.path}: ends within tensor {part.name!r}; fetch it again")
-        kinds = {_row_size(self.file, part)[0].name for part in self.parts}
+        kinds = {_type_and_row_bytes(self.file, part)[0].name for part in self.parts}
         dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
         return MappedTensor(dtype, [*self.shape], lambda: self.read().to(dtype), self)
 
@@ -199,7 +199,7 @@ class _Made:
     def codes(self) -> CodedRows | None:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
         part = self.parts[0]
-        kind, _ = _row_size(self.file, part)
+        kind, _ = _type_and_row_bytes(self.file, part)
         if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
             return None
         # A layout that changes numbers, or their order in a row, changes these.
@@ -211,7 +211,7 @@ class _Made:
         order = np.rint(moved[:, 0]).astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
             return None
-        raw = _mapped(self.file, part)
+        raw = _map_rows(self.file, part)
         return CodedRows(kind.name, raw if np.array_equal(moved, rows) else raw[order])
 
     def read(self) -> Tensor:
@@ -221,7 +221,7 @@ class _Made:
             names = {part.name.removesuffix(".weight"): self.name}
             try:
                 tensor = self.layout.process(
-                    _dequantised(self.file, part), part.name, tensor_key_mapping=names, parsed_parameters=joined
+                    _dequantise(self.file, part), part.name, tensor_key_mapping=names, parsed_parameters=joined
                 )
             except ValueError:  # numpy's, of rows that do not divide into heads
                 raise self._misshapen(part) from None
@@ -229,33 +229,35 @@ class _Made:
                 joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(tensor.weights))
         return joined["tensors"][self.name].reshape(self.shape)
 
-    def _misshapen(self, part: TensorPlace) -> UserError:
+    def _misshapen(self, part: TensorLocation) -> UserError:
         return UserError(
             f"{self.file.path}: tensor {part.name!r} of shape {list(part.shape)}, of which {list(self.shape)} is to "
             "be made by the metadata; fetch it again"
         )
 
 
-def _end(file: GgufFile, tensor: TensorPlace) -> int:
+def _end_of(file: GgufFile, tensor: TensorLocation) -> int:
     """The position of the first byte after a tensor."""
-    return tensor.begin + math.prod(tensor.shape[:-1]) * _row_size(file, tensor)[1]
+    return tensor.begin + math.prod(tensor.shape[:-1]) * _type_and_row_bytes(file, tensor)[1]
 
 
-def _dequantised(file: GgufFile, tensor: TensorPlace) -> NDArray[np.float32]:
+def _dequantise(file: GgufFile, tensor: TensorLocation) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
-    kind, raw = _row_size(file, tensor)[0], _mapped(file, tensor)
+    kind, raw = _type_and_row_bytes(file, tensor)[0], _map_rows(file, tensor)
     if kind.name in KINDS:
-        return decoded(kind.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
+        return decode_rows(kind.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
     return load_package().quants.dequantize(np.array(raw), kind).reshape(tensor.shape)
 
 
-def _mapped(file: GgufFile, tensor: TensorPlace) -> NDArray[np.uint8]:
+def _map_rows(file: GgufFile, tensor: TensorLocation) -> NDArray[np.uint8]:
     """The bytes of a tensor by rows [rows, bytes]; they are read when they are used."""
     # copy on write: PyTorch wants memory that could be written
-    return np.memmap(file.path, np.uint8, "c", tensor.begin, (math.prod(tensor.shape[:-1]), _row_size(file, tensor)[1]))
+    return np.memmap(
+        file.path, np.uint8, "c", tensor.begin, (math.prod(tensor.shape[:-1]), _type_and_row_bytes(file, tensor)[1])
+    )
 
 
-def _row_size(file: GgufFile, tensor: TensorPlace) -> tuple["GGMLQuantizationType", int]:
+def _type_and_row_bytes(file: GgufFile, tensor: TensorLocation) -> tuple["GGMLQuantizationType", int]:
     """The type of a tensor and the bytes per row. Raises `UserError` if it cannot be dequantised."""
     gguf, kind = load_package(), None
     try:

@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as _QWEN2
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.formats.gguf_file import AS_WRITTEN, GgufFile, Value
+from outrider.draft_models.formats.gguf_file import AS_WRITTEN, GgufFile, MetadataValue
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "▁"  # SentencePiece's space
-_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # the only tokens of Phi 3 that leave a space after them
+_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")  # the only tokens of Phi 3 that leave a space after them
 
 # The patterns that split a text before merges apply, as in the models' published tokenizer.json.
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
@@ -63,7 +63,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         )
     merges = [(prefix, suffix) for prefix, _, suffix in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
     pattern = PATTERNS[cut]
-    tokenizer = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
+    tokenizer = Tokenizer(models.BPE(vocab=_ids_by_token(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
@@ -84,7 +84,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=_ids(tokens),
+            vocab=_ids_by_token(tokens),
             merges=_merges(file, tokens),
             unk_token=_token(file, tokens, "unknown_token_id", unknown),
             fuse_unk=True,
@@ -136,7 +136,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
         added_tokens = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
         strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; the file has no key for it
         add(
-            [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEPT_SPACE)
+            [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _SPACE_AFTER)
              for token in added_tokens]
         )  # fmt: skip
 
@@ -154,7 +154,7 @@ def _post_processor(
     bos, eos = sides
     if not bos and not eos:
         return processors.ByteLevel(trim_offsets=False) if kind == "gpt2" else None
-    ids = _ids(tokens)
+    ids = _ids_by_token(tokens)
     return processors.TemplateProcessing(
         single=[*bos, "$A", *eos],
         pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
@@ -168,7 +168,7 @@ def _token(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
     return tokens[index]
 
 
-def _types(file: GgufFile, tokens: Sequence[str]) -> Sequence[Value]:
+def _types(file: GgufFile, tokens: Sequence[str]) -> Sequence[MetadataValue]:
     types = file.get(f"{_KEY}token_type", list, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise UserError(
@@ -177,5 +177,5 @@ def _types(file: GgufFile, tokens: Sequence[str]) -> Sequence[Value]:
     return types
 
 
-def _ids(tokens: Sequence[str]) -> dict[str, int]:
+def _ids_by_token(tokens: Sequence[str]) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}

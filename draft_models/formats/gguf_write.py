@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.draft_models.formats.gguf_config import KEYS, LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
-from outrider.draft_models.formats.gguf_file import GgufFile, TensorPlace, Value
+from outrider.draft_models.formats.gguf_file import GgufFile, MetadataValue, TensorLocation
 from outrider.draft_models.formats.gguf_model import load_package, tensor_names
 from outrider.draft_models.formats.gguf_tokenizer import PATTERNS, SPECIAL, gguf_tokenizer
 
@@ -23,30 +23,32 @@ _FREE = {
     "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # types of tokens
-Step = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
+TokenizerStep = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
 _KEY, _BYTES = "tokenizer.ggml.", [f"<0x{byte:02X}>" for byte in range(256)]
 # Each known pattern splits this text differently.
 _PROBE = "  Don't WE'LL  3.14159 1234567\n\n \t x+=[1]; nai\u0308ve façade\r\n   北京2026年 🚀 ▁_ I'm\n"
 
 
-def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Value]:
+def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, MetadataValue]:
     """The metadata of a GGUF file of a model with `config`, which may lack a tokenizer.
 
     Raises `UserError` if reading them would give another config or tokenizer.
     """
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     if family not in _FAMILIES:
-        raise _unsaid(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
+        raise _unsupported(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
-    entries: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
+    entries: dict[str, MetadataValue] = {key: getattr(config, name) for key, name in fields.items()} | sizes
     entries["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
-        raise _unsaid(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
-    metadata: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": entries[key] for key in entries}
+        raise _unsupported(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
+    metadata: dict[str, MetadataValue] = {"general.architecture": family} | {
+        f"{family}.{key}": entries[key] for key in entries
+    }
     _require_read_back(config, metadata)
-    none: dict[str, Value] = {"tokenizer.ggml.model": "none"}
+    none: dict[str, MetadataValue] = {"tokenizer.ggml.model": "none"}
     return metadata | none if tokenizer is None else _with_tokenizer(metadata, tokenizer, config.vocab_size)
 
 
@@ -60,7 +62,9 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     write_file(model.config, metadata, {name: state[parameter] for name, parameter in names.items()}, path)
 
 
-def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Mapping[str, Tensor], path: Path) -> None:
+def write_file(
+    config: PreTrainedConfig, metadata: dict[str, MetadataValue], tensors: Mapping[str, Tensor], path: Path
+) -> None:
     """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout."""
     gguf, family = load_package(), str(metadata.pop("general.architecture"))
     writer = gguf.GGUFWriter(path, family)
@@ -87,44 +91,50 @@ def write_file(config: PreTrainedConfig, metadata: dict[str, Value], tensors: Ma
     writer.close()
 
 
-def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> None:
+def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataValue]) -> None:
     """Raise `UserError` unless reading `metadata` gives `config`, in all fields that change logits."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
-    locations = {name: TensorPlace(name, tuple(state[names[name]].shape), 0, 0) for name in names}
+    locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}
     fields = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
     expected, rope = config.to_dict(), config.rope_parameters
     if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # a tensor says it
         expected["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     for name in sorted(expected.keys() & fields.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
         if expected[name] != fields[name]:
-            raise _unsaid(f"{name}={expected[name]!r}")
+            raise _unsupported(f"{name}={expected[name]!r}")
 
 
-def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
+def _with_tokenizer(
+    metadata: dict[str, MetadataValue], tokenizer: PreTrainedTokenizerBase, rows: int
+) -> dict[str, MetadataValue]:
     """`metadata` with the tokenizer's, for an embedding of `rows` rows. Raises `UserError` for one of another kind."""
     base = metadata | _tokens(tokenizer, rows)
     backend = tokenizer.backend_tokenizer
     model = json.loads(backend.to_str())["model"]
     if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
         base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(rows)]}
-        ways: list[dict[str, Value]] = [{"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)]
+        ways: list[dict[str, MetadataValue]] = [
+            {"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)
+        ]
     else:
-        merges: list[Value] = [" ".join(merge) for merge in model.get("merges", ())]
+        merges: list[MetadataValue] = [" ".join(merge) for merge in model.get("merges", ())]
         if not merges:
-            raise _unsaid("a tokenizer without merges")
+            raise _unsupported("a tokenizer without merges")
         base |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
         ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
     text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
     for way in ways:
         again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | way, {}))
-        if _rules(again) == rules and _ids(again, [text]) == _ids(tokenizer, [text]):
+        if _rules(again) == rules and _encode(again, [text]) == _encode(tokenizer, [text]):
             words = backend.decode_batch([[index] for index in range(rows)], skip_special_tokens=False)
             forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
-            if _ids(again, forms) == _ids(tokenizer, forms):
+            if _encode(again, forms) == _encode(tokenizer, forms):
                 return base | way
-    raise _unsaid(f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece")
+    raise _unsupported(
+        f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece"
+    )
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
@@ -137,28 +147,28 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & unmerged_tokens]]
 
 
-def _steps(part: Step | None) -> list[Step]:
+def _steps(part: TokenizerStep | None) -> list[TokenizerStep]:
     """A normalizer or a pre-tokenizer, which may be a sequence, as a list of steps."""
     if part is None:
         return []
     if part["type"] == "Sequence":
-        inner = cast(list[Step], part.get("normalizers") or part.get("pretokenizers") or [])
+        inner = cast(list[TokenizerStep], part.get("normalizers") or part.get("pretokenizers") or [])
         return [step for member in inner for step in _steps(member)]
     if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
         return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     return [{key: value for key, value in part.items() if key != "trim_offsets"}]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, MetadataValue]:
     """The tokens with their types, the ids of the special ones, and the chat template."""
     pieces, added = {index: piece for piece, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     if max(pieces) >= rows:
-        raise _unsaid(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
-    metadata: dict[str, Value] = {
+        raise _unsupported(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
+    metadata: dict[str, MetadataValue] = {
         f"{_KEY}tokens": [pieces.get(index, f"[PAD{index}]") for index in range(rows)],
         f"{_KEY}token_type": [
             _UNUSED if index not in pieces
@@ -178,7 +188,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
     return metadata
 
 
-def _unsaid(what: str) -> UserError:
+def _unsupported(what: str) -> UserError:
     return UserError(
         f"GGUF: not supported here: {what}; export it for engine=transformers, or try llama.cpp's own "
         "convert_hf_to_gguf.py"

@@ -101,12 +101,12 @@ class PackedLayer(NamedTuple):
         packing, tensors = self.packing, {suffix: stored.read() for suffix, stored in self.parts.items()}
         packed, scales, zeros = tensors[packing.weight], tensors[packing.scale].float(), tensors.get(packing.zero)
         if packing.method == "compressed-tensors":
-            codes = _codes(packed, packing)
-            zero = torch.tensor(2 ** (packing.bits - 1)) if zeros is None else _codes(zeros.mT, packing).mT
+            codes = _unpack_words(packed, packing)
+            zero = torch.tensor(2 ** (packing.bits - 1)) if zeros is None else _unpack_words(zeros.mT, packing).mT
         else:
             assert zeros is not None  # see `packed_layers`
-            codes = _codes(packed.mT, packing) if packing.method == "gptq" else _codes(packed, packing).mT
-            scales, zero = scales.mT, _codes(zeros, packing).mT + packing.from_one
+            codes = _unpack_words(packed.mT, packing) if packing.method == "gptq" else _unpack_words(packed, packing).mT
+            scales, zero = scales.mT, _unpack_words(zeros, packing).mT + packing.from_one
         (outputs, inputs), groups = codes.shape, scales.shape[-1]
         if scales.shape != (outputs, groups) or zero.shape not in (scales.shape, ()) or inputs % max(1, groups):
             raise UserError(
@@ -129,7 +129,7 @@ def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str
     return layers
 
 
-def _codes(packed: Tensor, packing: Packing) -> Tensor:
+def _unpack_words(packed: Tensor, packing: Packing) -> Tensor:
     """The integers in words of 32 bits [n, m]: [n, m · 32 / bits]."""
     codes = (packed[:, :, None] >> torch.arange(0, 32, packing.bits, dtype=torch.int32)) & (2**packing.bits - 1)
     return (codes[:, :, list(AWQ_ORDER)] if packing.method == "awq" else codes).flatten(1)

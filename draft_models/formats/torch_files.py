@@ -35,7 +35,8 @@ HEAD = "lm_head.weight"
 QUANT_FILE = "hf_quant_config.json"  # ModelOpt's description of a quantisation, beside config.json or in place of it
 # Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
 SCALES, SCALE = "_scale_inv", "_scale"
-_UNUSED = (".input_scale", ".k_scale", ".v_scale")  # ModelOpt's factors of activations, which are not quantised here
+# ModelOpt's factors of activations, which are not quantised here.
+_ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale")
 # The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (
     CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
@@ -120,7 +121,7 @@ class Original(Protocol):
 
 def open_safetensors(path: str) -> Mapping[str, Stored]:
     """The tensors of a safetensors file. Raises `UserError`, also for a type that is not in `TYPES`."""
-    with readable(path, "safetensors file"):
+    with naming_unreadable(path, "safetensors file"):
         handle = safe_open(path, framework="pt")  # compares its header with the length of the file
         slices = {name: handle.get_slice(name) for name in handle.offset_keys()}
         described = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
@@ -137,12 +138,12 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     Files of torch 1.6 or later are mapped into memory; older ones are read whole. An output head tied to the embedding
     is omitted, as in safetensors: the same model then has the same tensors in both formats. Raises `UserError`.
     """
-    with readable(path, "file of tensors (torch.save)"):
+    with naming_unreadable(path, "file of tensors (torch.save)"):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except UnpicklingError as error:
-            raise UserError(_refused(path, str(error))) from None
-    wrong = "no mapping" if not isinstance(content, Mapping) else _first_other(content)
+            raise UserError(_pickle_refusal(path, str(error))) from None
+    wrong = "no mapping" if not isinstance(content, Mapping) else _first_non_tensor(content)
     if wrong:
         raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
     head = content.get(HEAD)
@@ -155,7 +156,7 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     }
 
 
-def _refused(path: str, message: str) -> str:
+def _pickle_refusal(path: str, message: str) -> str:
     lines = [line for line in message.splitlines() if "GLOBAL" in line]  # the class or function that the file asks for
     return (
         f"{path}: torch's weights-only loader refuses it ({(lines or message.splitlines() or ['no reason given'])[0]}):"
@@ -164,7 +165,7 @@ def _refused(path: str, message: str) -> str:
     )
 
 
-def _first_other(content: Mapping[object, object]) -> str | None:
+def _first_non_tensor(content: Mapping[object, object]) -> str | None:
     for name, value in content.items():
         if not isinstance(value, Tensor):
             return f"{name!r}: {type(value).__name__}"
@@ -174,7 +175,7 @@ def _first_other(content: Mapping[object, object]) -> str | None:
 
 
 @contextmanager
-def readable(path: str, what: str) -> Iterator[None]:
+def naming_unreadable(path: str, what: str) -> Iterator[None]:
     """Context manager: any error in reading the file at `path` becomes a `UserError` that names it."""
     try:
         yield
@@ -184,7 +185,7 @@ def readable(path: str, what: str) -> Iterator[None]:
         raise UserError(f"{path}: not a readable {what} ({reason(error)}); fetch it again") from None
 
 
-def read_sealed(path: Path, sha256: object, remedy: str) -> bytes:
+def read_with_digest(path: Path, sha256: object, remedy: str) -> bytes:
     """The content of a file whose digest is recorded elsewhere. Raises `UserError` if it is missing or another."""
     try:
         content = path.read_bytes()
@@ -196,7 +197,7 @@ def read_sealed(path: Path, sha256: object, remedy: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Kind:
+class WeightFormat:
     """A format of weights, with the file names that transformers gives to a checkpoint of this format."""
 
     name: str
@@ -245,8 +246,8 @@ class Kind:
         return held
 
 
-SAFETENSORS = Kind("safetensors", "model.safetensors", ".safetensors", open_safetensors)
-PICKLES = Kind("torch files", "pytorch_model.bin", ".bin", open_pickled)
+SAFETENSORS = WeightFormat("safetensors", "model.safetensors", ".safetensors", open_safetensors)
+PICKLES = WeightFormat("torch files", "pytorch_model.bin", ".bin", open_pickled)
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class FolderModel:
 
     source: str
     folder: Path
-    kind: Kind
+    kind: WeightFormat
 
     @property
     def files(self) -> Mapping[str, Path]:
@@ -294,9 +295,9 @@ class FolderModel:
         block = self._block() if scaled and suffix == SCALES else None
         for name in scaled:
             weight, scales = tensors[name], tensors[name + suffix]
-            read = partial(unscaled, weight, scales, block, f"{self.source}: {name}")
+            read = partial(apply_scales, weight, scales, block, f"{self.source}: {name}")
             tensors[name] = Stored(torch.float32, weight.shape, read)
-        unused = {SCALES: (SCALES,), SCALE: (f".weight{SCALE}", *_UNUSED)}[suffix]
+        unused = {SCALES: (SCALES,), SCALE: (f".weight{SCALE}", *_ACTIVATION_SCALES)}[suffix]
         weights = {name: stored for name, stored in tensors.items() if not name.endswith(unused)}
         require_weights(self.source, weights, config=self.folder / CONFIG_FILE)
         return weights
@@ -312,7 +313,7 @@ class FolderModel:
             write_json(folder / CONFIG_FILE, described)
 
     def prove_decoding(self) -> None:
-        """Nothing: `unscaled` is the definition of fp8 with scales."""
+        """Nothing: `apply_scales` is the definition of fp8 with scales."""
 
     def _descriptions(self) -> list[Path]:
         files = [path for path in self.folder.iterdir() if path.is_file()]
@@ -392,7 +393,7 @@ def quantisation_of(config: Path, quant: Path = Path()) -> Mapping[str, object]:
     return {}
 
 
-def unscaled(stored: Stored, stored_scales: Stored, block: tuple[int, int] | None, what: str) -> Tensor:
+def apply_scales(stored: Stored, stored_scales: Stored, block: tuple[int, int] | None, what: str) -> Tensor:
     """The stored weight [n, m] times the scale of each of its blocks, in float32; block None: times its one scale.
 
     scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `what`.

@@ -107,7 +107,7 @@ def context_key(ids: np.ndarray, end: int, size: int, bits: int) -> np.uint64:
 
 
 @lean
-def find(buckets, shift, keys, key):
+def find_key(buckets, shift, keys, key):
     """Index of `key` in `keys`, or −1."""
     bucket = np.int64(key >> np.uint64(shift))
     for i in range(np.int64(buckets[bucket]), min(np.int64(buckets[bucket + 1]), len(keys))):
@@ -139,7 +139,7 @@ FAULTS = (  # the faults that `fault_of` finds; index 0: no fault
 
 @kept
 def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
-    """The index in `FAULTS` of the first way in which a level's arrays violate what `group` guarantees.
+    """The index in `FAULTS` of the first way in which a level's arrays violate what `group_contexts` guarantees.
 
     Compiled look-up checks no index and relies on this. The arrays' lengths must already fit together.
     """
@@ -188,7 +188,7 @@ def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, n
 
 
 @kept
-def group(
+def group_contexts(
     keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
 ) -> tuple[np.ndarray, ...]:
     """`Grams` → the fields of `Grouped`, without rare successors and without contexts that have only rare ones."""
@@ -265,7 +265,7 @@ def count_buckets(keys, shift, buckets):
 
 
 @kept
-def reaching(starts, counts, least):
+def count_frequent(starts, counts, least):
     """The numbers of contexts and of successors with a count ≥ `least`; a context's first count is its largest."""
     contexts, successors = 0, 0
     for context in range(len(starts) - 1):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from outrider.base.errors import UserError
-from outrider.draft_models.ngrams.kernels import context_key, find, lean, successors_of
+from outrider.draft_models.ngrams.kernels import context_key, find_key, lean, successors_of
 
 if TYPE_CHECKING:
     from outrider.draft_models.ngrams.table import Level, TrigramTable
@@ -53,7 +53,7 @@ class LevelArrays(NamedTuple):
     counts: np.ndarray
 
 
-def flat(level: "Level") -> LevelArrays:
+def read_only_arrays(level: "Level") -> LevelArrays:
     """The arrays of `level` as read-only views, so that compiled code sees one type whatever their origin."""
     arrays = []
     for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
@@ -71,7 +71,7 @@ def new_map(contexts: int = 1 << 10) -> ContextMap:
     return ContextMap(slots, np.zeros(size // _LOAD, _ENTRY), np.zeros(2, np.int64))
 
 
-def with_room(contexts: ContextMap, more: int) -> ContextMap:
+def with_capacity(contexts: ContextMap, more: int) -> ContextMap:
     """`contexts`, or a larger copy of it, with capacity for `more` further contexts and entries."""
     needed = max(int(contexts.used[0]), int(contexts.used[1])) + more
     if needed <= len(contexts.entries):
@@ -101,7 +101,7 @@ def _copy_contexts(contexts: ContextMap, larger: ContextMap) -> None:
 
 
 @lean
-def _take(contexts: ContextMap, slot: int, token: int) -> int:
+def _unlink_entry(contexts: ContextMap, slot: int, token: int) -> int:
     """Unlink the entry of `token` at `slot`; −1 if there is none."""
     before, entry = -1, contexts.slots[slot].head
     while entry >= 0 and contexts.entries[entry].token != token:
@@ -115,7 +115,7 @@ def _take(contexts: ContextMap, slot: int, token: int) -> int:
 
 
 @lean
-def _put(contexts: ContextMap, slot: int, entry: int) -> None:
+def _insert_entry(contexts: ContextMap, slot: int, entry: int) -> None:
     """Insert `entry` by falling weight; of equal weights the newest comes first."""
     weight = contexts.entries[entry].weight
     before, after = -1, contexts.slots[slot].head
@@ -145,7 +145,7 @@ def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weig
 @lean
 def table_probability(level: LevelArrays, key: np.uint64, token: int) -> float:
     """The table's P(token | context `key`); 0 if it has no such n-gram."""
-    index = find(level.buckets, level.shift, level.keys, key)
+    index = find_key(level.buckets, level.shift, level.keys, key)
     if index >= 0:
         begin, end = successors_of(level.starts, level.tokens, index)
         for i in range(begin, end):
@@ -166,7 +166,7 @@ def adapt(contexts, level, ids, start, stop, vocabulary, increment, highest):
             continue
         key = context_key(ids, end, size, level.bits)
         slot = slot_of(contexts, key)
-        entry = _take(contexts, slot, ids[end])
+        entry = _unlink_entry(contexts, slot, ids[end])
         if entry < 0:
             entry = _new_entry(contexts, slot, key, ids[end], table_probability(level, key, ids[end]))
         else:
@@ -174,7 +174,7 @@ def adapt(contexts, level, ids, start, stop, vocabulary, increment, highest):
         contexts.entries[entry].weight = min(contexts.entries[entry].weight + increment, highest)
         contexts.slots[slot].sum += contexts.entries[entry].weight
         contexts.slots[slot].seen += 1
-        _put(contexts, slot, entry)
+        _insert_entry(contexts, slot, entry)
 
 
 class Overlay:
@@ -189,7 +189,7 @@ class Overlay:
         if order not in table.levels:
             raise UserError(f"order={order}: the n-gram table has orders {sorted(table.levels)} only")
         self.table, self.order, self.increment, self.highest = table, order, increment, highest
-        self.level = flat(table.levels[order])
+        self.level = read_only_arrays(table.levels[order])
         self.reset()
 
     def reset(self) -> None:
@@ -198,7 +198,7 @@ class Overlay:
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Raise the n-grams whose last token is one of ids[start : stop] (int64); earlier ids are their contexts."""
-        self.known = with_room(self.known, stop - start)
+        self.known = with_capacity(self.known, stop - start)
         adapt(self.known, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
 
 
@@ -222,7 +222,7 @@ def index_text(contexts: ContextMap, ids: np.ndarray, start: int, stop: int, lon
         for size in range(1, min(longest, end) + 1):
             key = longer_key(key, ids[end - size])
             slot = slot_of(contexts, key)
-            entry = _take(contexts, slot, ids[end])
+            entry = _unlink_entry(contexts, slot, ids[end])
             successor = contexts.slots[slot].head
             while successor >= 0:
                 contexts.entries[successor].weight *= decay
@@ -232,7 +232,7 @@ def index_text(contexts: ContextMap, ids: np.ndarray, start: int, stop: int, lon
             contexts.slots[slot].sum = contexts.slots[slot].sum * decay + 1.0
             contexts.entries[entry].weight = contexts.entries[entry].weight * decay + 1.0
             contexts.slots[slot].seen += 1
-            _put(contexts, slot, entry)
+            _insert_entry(contexts, slot, entry)
 
 
 class TextIndex:
@@ -244,7 +244,7 @@ class TextIndex:
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Index ids[start : stop] (int64), which follow ids[:start]."""
-        self.known = with_room(self.known, self.longest * (stop - start))
+        self.known = with_capacity(self.known, self.longest * (stop - start))
         index_text(self.known, ids, start, stop, self.longest, self.decay)
 
 
@@ -277,7 +277,7 @@ def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
 
 
 @lean
-def place_of(recycled, key):
+def recycled_slot(recycled, key):
     """The slot of the context `key`."""
     return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)
 
@@ -288,7 +288,7 @@ def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, slots: np
     size, key = 0, np.uint64(0)
     while size < min(recycled.longest, length):
         key = longer_key(key, recent[size])
-        slot = place_of(recycled, key)
+        slot = recycled_slot(recycled, key)
         slots[size] = slot if recycled.seen[slot] > 0 and recycled.keys[slot] == key else -1
         size += 1
     return size
@@ -314,7 +314,7 @@ def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
                 key, node = longer_key(key, tokens[node]), parents[node]
             else:
                 key, position = longer_key(key, ids[position]), position - 1
-            slot = place_of(recycled, key)
+            slot = recycled_slot(recycled, key)
             recycled.seen[slot] = recycled.seen[slot] + 1 if recycled.keys[slot] == key else 1
             recycled.keys[slot] = key
             for j in range(count):

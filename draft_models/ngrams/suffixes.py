@@ -34,7 +34,7 @@ class Suffixes(NamedTuple):
     starts: np.ndarray
 
 
-class Places(NamedTuple):
+class SuffixWorkspace(NamedTuple):
     """Workspace for the occurrences of a text's last tokens.
 
     first, number: int64 [REACH + 1]: for each context length, where its occurrences begin in `Suffixes.order`, and how
@@ -54,12 +54,12 @@ class Places(NamedTuple):
     begun: np.ndarray
 
 
-def new_places() -> Places:
+def new_suffix_workspace() -> SuffixWorkspace:
     """A new workspace."""
     first, number = np.zeros((2, REACH + 1), np.int64)
     followers, tokens, counts = np.zeros((3, FEW), np.int64)
     begun = np.full((2**_REMEMBERED, 3), -1, np.int64)
-    return Places(first, number, np.zeros((2, FEW), np.int64), followers, tokens, counts, begun)
+    return SuffixWorkspace(first, number, np.zeros((2, FEW), np.int64), followers, tokens, counts, begun)
 
 
 def no_suffixes(vocabulary: int) -> Suffixes:
@@ -75,7 +75,7 @@ def read_only(suffixes: Suffixes) -> Suffixes:
     return Suffixes(*views)
 
 
-def separated(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> np.ndarray:
+def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> np.ndarray:
     """`Suffixes.tokens` of documents."""
     kind = token_type(vocabulary + 1)
     end = np.array([vocabulary], kind)
@@ -139,7 +139,7 @@ def _after(suffixes, position, recent, skip, size):
 
 
 @lean
-def places_of(suffixes, recent, skip, size):
+def occurrences_of(suffixes, recent, skip, size):
     """Begin and end, in `order`, of the occurrences of the last `size` tokens after dropping the latest `skip`.
 
     recent[0] is the latest.
@@ -181,14 +181,14 @@ def _bound(suffixes, low, high, ahead, token):
 
 
 @lean
-def _least_places(suffixes, recent, workspace):
-    """`places_of` the last `LEAST` tokens. It searches only the occurrences of all but the latest of these tokens."""
+def _shortest_occurrences(suffixes, recent, workspace):
+    """`occurrences_of` the last `LEAST` tokens, searched among those of all but the latest of these tokens."""
     ahead, key = LEAST - 1, np.int64(0)
     for i in range(ahead, 0, -1):
         key = (key << 21) | recent[i]  # all ids are below 2^21
     slot = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
     if workspace.begun[slot, 0] != key:
-        workspace.begun[slot, 1], workspace.begun[slot, 2] = places_of(suffixes, recent, 1, ahead)
+        workspace.begun[slot, 1], workspace.begun[slot, 2] = occurrences_of(suffixes, recent, 1, ahead)
         workspace.begun[slot, 0] = key
     most, number = workspace.begun[slot, 2], 0
     first = _bound(suffixes, workspace.begun[slot, 1], most, ahead, recent[0])
@@ -214,9 +214,9 @@ def known_suffixes(suffixes, recent, length, workspace):
         reach += 1
     while len(suffixes.order) > 0 and size < reach:
         if size < LEAST:
-            first, end = _least_places(suffixes, recent, workspace)
+            first, end = _shortest_occurrences(suffixes, recent, workspace)
         else:
-            first, end = places_of(suffixes, recent, 0, size + 1)
+            first, end = occurrences_of(suffixes, recent, 0, size + 1)
         if first == end:
             break
         size += 1

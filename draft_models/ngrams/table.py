@@ -12,7 +12,7 @@ context are below `vocabulary`; the caller must check that before packing one.
 A directory with `table.safetensors` holds a table. Its arrays are those of each `Level`, named as "3.keys", and those
 of `Suffixes`, named as "suffixes.tokens"; its metadata are a `Header`. The file is written under another name first, so
 it is always complete. Opening compares types and lengths with those that follow from the table's size. It does not hash
-the arrays: `verified` does.
+the arrays: `require_unaltered` does.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ from outrider.draft_models.ngrams.kernels import (
     count_buckets,
     count_grams,
     fault_of,
-    group,
+    group_contexts,
     require_vocabulary,
     token_bits,
     token_type,
 )
-from outrider.draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
+from outrider.draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, join_documents, sort_suffixes
 
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # of a `Level`
 ORDERS = (2, 3, 4)
@@ -140,10 +140,12 @@ class TrigramTable:
         levels = {}
         for order in sorted(orders):
             grams = count_grams([context_grams(document, order, bits) for document in ids])
-            levels[order] = make_level(order, vocabulary, group(*grams, min_count, max_successors or vocabulary))
+            levels[order] = make_level(
+                order, vocabulary, group_contexts(*grams, min_count, max_successors or vocabulary)
+            )
         facts: dict[str, Any] = {"tokens": sum(map(len, ids)), "documents": len(ids)}
         facts |= {"min_count": min_count, "max_successors": max_successors, "corpus": corpus}
-        suffix_array = sort_suffixes(separated(ids, vocabulary), vocabulary) if suffixes else None
+        suffix_array = sort_suffixes(join_documents(ids, vocabulary), vocabulary) if suffixes else None
         return cls(vocabulary, tokenizer, levels, facts, suffix_array)
 
     @classmethod
@@ -155,15 +157,15 @@ class TrigramTable:
             levels = {order: Level(order, bits, *(arrays[f"{order}.{name}"] for name in ARRAYS)) for order in orders}
             fields = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
         except KeyError as error:
-            raise damaged(path, f"no array {error}") from None
+            raise damaged_table(path, f"no array {error}") from None
         table = cls(header.vocabulary, header.tokenizer, levels, header.facts, Suffixes(*fields) if fields else None)
         if unknown := sorted(arrays.keys() - table.arrays.keys()):
-            raise damaged(path, f"arrays {', '.join(unknown)}")
+            raise damaged_table(path, f"arrays {', '.join(unknown)}")
         for order, level in levels.items():
             if fault := level.fault(header.vocabulary):
-                raise damaged(path, f"order {order}: {fault}")
+                raise damaged_table(path, f"order {order}: {fault}")
         if table.suffixes is not None and (fault := fault_of_suffixes(table.suffixes, header.vocabulary)):
-            raise damaged(path, f"suffixes: {fault}")
+            raise damaged_table(path, f"suffixes: {fault}")
         return table
 
     @property
@@ -203,7 +205,7 @@ class TrigramTable:
         return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
 
 
-def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, object]:
+def merge_facts(tables: Sequence[TrigramTable]) -> dict[str, object]:
     """`TrigramTable.facts` of `tables`, merged."""
     facts: dict[str, object] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
     return {**facts, "merged": [table.facts for table in tables]}
@@ -287,18 +289,18 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
             stop = start + _TYPES[kind].itemsize * shape[0]
             arrays[name], start = content[start:stop].view(_TYPES[kind]), stop
     except UserError as error:
-        raise damaged(path, str(error)) from None
+        raise damaged_table(path, str(error)) from None
     return header, arrays
 
 
-def verified(path: Path) -> None:
+def require_unaltered(path: Path) -> None:
     """Raise `UserError` unless the arrays of the table in `path` are those that were written. Reads all of them."""
     header, arrays = map_table(path)
-    if _digest(arrays) != header.sha256:
-        raise damaged(path, "its arrays are altered: another sha256")
+    if _digest_arrays(arrays) != header.sha256:
+        raise damaged_table(path, "its arrays are altered: another sha256")
 
 
-def damaged(path: Path | str, fault: str) -> UserError:
+def damaged_table(path: Path | str, fault: str) -> UserError:
     """The error for a table in `path` that is not as it was written."""
     return UserError(f"{path}: damaged n-gram table ({fault}); {_AGAIN}")
 
@@ -321,7 +323,7 @@ def write_table(path: Path, vocabulary: int, tokenizer: str, facts: Mapping[str,
     require_no_table(path)
     require_writable(path.parent)
     staging = path.with_name(f".{path.name}.{os.getpid()}")
-    header = Header(_FORMAT, vocabulary, tokenizer, dict(facts), _digest(arrays))
+    header = Header(_FORMAT, vocabulary, tokenizer, dict(facts), _digest_arrays(arrays))
     try:
         staging.mkdir()
         save_file(dict(arrays), staging / TABLE_FILE, {"ngrams": json.dumps(asdict(header))})
@@ -340,7 +342,7 @@ def require_no_table(path: Path) -> None:
         raise UserError(f"{path}: holds {what} already; choose another directory or remove it")
 
 
-def _digest(arrays: Arrays) -> str:
+def _digest_arrays(arrays: Arrays) -> str:
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(np.ascontiguousarray(arrays[name]).data)

@@ -46,7 +46,7 @@ def load_small_lm(
     sizes and the first differing token before weights are read. Raises `UserError` too if it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
-    passes_of(config)
+    pass_tokens_of(config)
     vocabulary = read_draft_vocabulary(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     try:
@@ -62,7 +62,7 @@ def load_small_lm(
     return layer_stack(model)
 
 
-def passes_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     """The id that stands for a token to be drafted in one pass with others, None: it drafts one a pass; and how many
     tokens it has learned to draft so, if its config says it. Raises `UserError` for what is neither."""
     rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
@@ -143,7 +143,7 @@ evaluate-checkpoint target={target:option} small_lm={path:option}
 WHAT = "An ordinary causal LM with the target's tokenizer."
 
 
-def use_of(tokens: int) -> str:
+def describe_use(tokens: int) -> str:
     """Instructions for a drafter of all tokens that drafts so many in one pass, 0: one."""
     return f"""{WHAT}
 

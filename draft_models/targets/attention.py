@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from outrider.draft_models.targets.target import Band, Mask, Texts
+from outrider.draft_models.targets.target import Band, Mask, TextMasks
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.
@@ -54,7 +54,7 @@ def use_kernel(kernel: str | Kernel) -> Iterator[None]:
 
 
 class KeysChangedError(Exception):
-    """A layer attends to other keys and values than its cache returned, so `Texts` cannot split them by text."""
+    """A layer attends to other keys and values than its cache returned, so `TextMasks` cannot split them by text."""
 
 
 def grouped_attention(
@@ -72,7 +72,8 @@ def grouped_attention(
     """Scaled dot-product attention, called by transformers' attention modules.
 
     query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend;
-    the same as an additive mask; a `Band`, if Q = K except for its front; `Texts`; None. Returns ([B, Q, H, D], None).
+    the same as an additive mask; a `Band`, if Q = K except for its front; `TextMasks`; None. It returns the
+    output [B, Q, H, D] and None.
 
     softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of an attention sink, which
     takes part in the softmax and has no value (gpt-oss).
@@ -81,9 +82,9 @@ def grouped_attention(
     never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask is
     required, because "no mask" would be ambiguous.
     """
-    if isinstance(attention_mask, Band | Texts):
+    if isinstance(attention_mask, Band | TextMasks):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-        if isinstance(attention_mask, Texts):
+        if isinstance(attention_mask, TextMasks):
             return _by_texts(module, query, key, value, attention_mask, **options), None
         return _by_blocks(module, query, key, value, attention_mask, **options), None
     batch, heads, queries, width = query.shape
@@ -95,7 +96,9 @@ def grouped_attention(
     if softcap is not None or s_aux is not None:
         if causal:
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-        return _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux).transpose(1, 2), None
+        return _by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux).transpose(
+            1, 2
+        ), None
     if causal:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
@@ -115,7 +118,7 @@ def grouped_attention(
     return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
 
 
-def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: Texts, **options: Any) -> Tensor:
+def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: TextMasks, **options: Any) -> Tensor:
     """`grouped_attention` of each text's queries over its own keys: [1, ΣQ, H, D].
 
     Raises `KeysChangedError` if key or value is not what the cache returned.
@@ -149,7 +152,7 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
         pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in keys_values]
         sizes = [end - begin for begin, end, *_ in blocks]
         for block, queries, keys in zip(blocks, q.split(sizes, 2), seen, strict=True):
-            states, run = (queries, *(_joined(x, keys) for x in pieces)), attend
+            states, run = (queries, *(_join_ranges(x, keys) for x in pieces)), attend
             long = states[1].shape[2] > band.BLOCK
             if long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
                 run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
@@ -158,7 +161,7 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
     return torch.cat(rows)
 
 
-def _joined(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
+def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
     """The positions in `ranges` of x [B, H, K, D], which is given in pieces."""
     begun = [(piece, end - piece.shape[2], end) for piece, end in
              zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # fmt: skip
@@ -181,7 +184,7 @@ def _by_products(
     return scores.softmax(-1).to(value.dtype) @ value
 
 
-def _capped(
+def _by_capped_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -36,7 +36,7 @@ class Encoder(NamedTuple):
 def open_encoder(source: str, revision: str | None = None) -> Encoder:
     """Open a SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
     if os.path.isfile(source) and not is_gguf(Path(source)):
-        return _of_sentencepiece(source)
+        return _open_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from outrider.draft_models.targets import open_target  # imports torch, not needed for a file
 
@@ -55,7 +55,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     return encoder if rows is None or rows >= encoder.vocabulary else encoder._replace(rows=rows)
 
 
-def _of_sentencepiece(source: str) -> Encoder:
+def _open_sentencepiece(source: str) -> Encoder:
     """The tokenizer in the SentencePiece file `source`. Raises `UserError`."""
     import sentencepiece
 

@@ -11,7 +11,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import digest_of
 from outrider.base.settings import differences
 from outrider.base.words import listed
-from outrider.draft_models.formats.convert import as_described
+from outrider.draft_models.formats.convert import description_location
 from outrider.draft_models.formats.save_model import with_older_rope
 from outrider.draft_models.targets.model_files import model_spec
 from outrider.draft_models.targets.tensor_files import TensorFiles
@@ -63,7 +63,7 @@ class Fingerprint:
         return sorted(target.tensors.keys() - self.tensors.keys())
 
 
-def _sampled(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
+def _sampled_names(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
     """The tensors outside the layers and of the first and the last layer; all tensors if the layers are unknown."""
     try:
         prefixes = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
@@ -76,7 +76,7 @@ def fingerprint_target(
     files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True
 ) -> Fingerprint:
     """The fingerprint of a target. Reads a few MB, and fetches missing files unless `fetch` is off."""
-    names = _sampled(files, config)
+    names = _sampled_names(files, config)
     return Fingerprint(
         target=files.source,
         revision=files.revision,
@@ -101,7 +101,7 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
     """The fields of config.json, without `NOT_DECIDING`, as they stand in the file, without transformers' defaults, and
     without those that repeat its `rope_parameters` for older readers."""
-    directory, revision = as_described(source, revision)
+    directory, revision = description_location(source, revision)
     values, _ = PreTrainedConfig.get_config_dict(directory, revision=revision)
     rope = dict[str, object]((key, values[key]) for key in ("model_type", "rope_parameters") if key in values)
     older = [(key, value) for key, value in with_older_rope(rope).items() if key not in rope]
@@ -124,10 +124,10 @@ def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
 
 def config_differences(old: object, new: object) -> list[tuple[str, object, object]]:
     """The differences of two `deciding_config`s; a field that states its default equals a missing field."""
-    return differences(old, new) and differences(_completed(old), _completed(new))
+    return differences(old, new) and differences(_with_defaults(old), _with_defaults(new))
 
 
-def _completed(config: Any) -> Any:
+def _with_defaults(config: Any) -> Any:
     """The config with the names and defaults of the installed transformers, if it accepts the config."""
     try:
         completed = AutoConfig.for_model(**config).to_dict()

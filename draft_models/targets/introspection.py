@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.targets.model_spec import LayerCall, LogitRule, ModelSpec, Table
+from outrider.draft_models.targets.model_spec import LayerCall, LogitRule, ModelSpec, RotaryTable
 
 ROWS = 7  # tokens of the traced text
 WINDOW = 3  # size of a sliding window while masks are traced
@@ -51,15 +51,15 @@ class _ProbeLayer(nn.Module):
         return self._notes[-1]["hidden"]
 
 
-_Called = tuple[str, nn.Module, tuple[object, ...], dict[str, object], object]  # name, module, arguments, output
+_ModuleCall = tuple[str, nn.Module, tuple[object, ...], dict[str, object], object]  # name, module, arguments, output
 
 
 @dataclass
 class _Trace:
     """The trace of one forward: the calls before and after the layers, in order, and every layer's arguments."""
 
-    before: list[_Called]
-    after: list[_Called]
+    before: list[_ModuleCall]
+    after: list[_ModuleCall]
     layers: list[dict[str, object]]
 
 
@@ -72,7 +72,7 @@ def find_layers(model: PreTrainedModel) -> str:
     raise ValueError("it has no list of decoder layers")
 
 
-def watch(model: PreTrainedModel, **options: object) -> _Trace:
+def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
     """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
     base_name, _, attribute = find_layers(model).rpartition(".")
     base = model.get_submodule(base_name)
@@ -86,19 +86,19 @@ def watch(model: PreTrainedModel, **options: object) -> _Trace:
         return module.register_forward_hook(hook, with_kwargs=True)
 
     with ExitStack() as undo:
-        undo.enter_context(_stood_in_for(model, seen.layers))
+        undo.enter_context(_probes_for_layers(model, seen.layers))
         for name, module in list(base.named_modules()):
             inside = name.startswith(f"{attribute}.") or name in ("", attribute)
             if not inside and module is not embed:
                 undo.callback(note(f"{base_name}.{name}", module).remove)
-        undo.enter_context(_filled(base, embed))
+        undo.enter_context(_zeros_for_meta(base, embed))
         with torch.no_grad():
-            base.eval()(**{**_arguments(model), **options})
+            base.eval()(**{**_trace_arguments(model), **options})
     return seen
 
 
 @contextmanager
-def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Iterator[None]:
+def _probes_for_layers(model: PreTrainedModel, notes: list[dict[str, object]]) -> Iterator[None]:
     """Replace the layers by probes that record their arguments in `notes`."""
     base, _, attribute = find_layers(model).rpartition(".")
     parent = model.get_submodule(base)
@@ -110,7 +110,7 @@ def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Ite
         setattr(parent, attribute, layers)
 
 
-def _arguments(model: PreTrainedModel) -> dict[str, object]:
+def _trace_arguments(model: PreTrainedModel) -> dict[str, object]:
     """The arguments of the traced forward: embeddings of ones, and values for everything it would choose itself."""
     device, dtype = _device_and_dtype(model)
     weight = model.get_input_embeddings().weight
@@ -131,7 +131,7 @@ def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 @contextmanager
-def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
+def _zeros_for_meta(base: nn.Module, embed: nn.Module) -> Iterator[None]:
     """Context manager: parameters on the meta device, except the token embedding's, are replaced by zeros."""
     originals = []
     for module in base.modules():
@@ -150,7 +150,7 @@ def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
 def observe(model: PreTrainedModel) -> ModelSpec:
     """The structure of `model`. Raises `UserError` if its forward does more than `LayerStack` can do."""
     try:
-        return _observe(model)
+        return _spec_of_trace(model)
     except UserError:
         raise
     except Exception as error:  # any error of an architecture whose code does not support this
@@ -158,11 +158,11 @@ def observe(model: PreTrainedModel) -> ModelSpec:
         raise UserError(f"architecture {kind!r} cannot be run layer by layer ({reason(error)})") from None
 
 
-def _observe(model: PreTrainedModel) -> ModelSpec:
+def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     states = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
     if states:
         raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in states)})")
-    seen = watch(model)
+    seen = trace_forward(model)
     count = model.config.num_hidden_layers
     if len(seen.layers) != count:
         raise ValueError(f"its forward calls {len(seen.layers)} decoder layers, not {count}")
@@ -180,8 +180,8 @@ def _observe(model: PreTrainedModel) -> ModelSpec:
     norms = [name for name, module, *_ in seen.after if not isinstance(module, nn.Dropout)]
     if len(set(norms)) != 1:
         raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
-    tables = _tables(seen)
-    slides = _slides(model, count)
+    tables = _rotary_tables(seen)
+    slides = _sliding_layers(model, count)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
@@ -190,7 +190,9 @@ def _observe(model: PreTrainedModel) -> ModelSpec:
         embed=names[id(model.get_input_embeddings())],
         norm=norms[0],
         head=names[id(head)],
-        calls=tuple(_call(arguments, tables, slide) for arguments, slide in zip(seen.layers, slides, strict=True)),
+        calls=tuple(
+            _layer_call(arguments, tables, slide) for arguments, slide in zip(seen.layers, slides, strict=True)
+        ),
         tables=tuple(table for table, _ in tables),
         positions=positions,
         input_norm=input_norm,
@@ -199,19 +201,21 @@ def _observe(model: PreTrainedModel) -> ModelSpec:
     )
 
 
-def _tables(seen: _Trace) -> list[tuple[Table, object]]:
+def _rotary_tables(seen: _Trace) -> list[tuple[RotaryTable, object]]:
     """Every call of a rotary module before the layers, with its output."""
-    tables: list[tuple[Table, object]] = []
+    tables: list[tuple[RotaryTable, object]] = []
     for name, module, args, kwargs, output in seen.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
             options = {key: value for key, value in arguments.items() if not isinstance(value, Tensor)}
-            tables.append((Table(name, tuple(options.items())), output))
+            tables.append((RotaryTable(name, tuple(options.items())), output))
     return tables
 
 
-def _call(arguments: Mapping[str, object], tables: Sequence[tuple[Table, object]], slides: bool) -> LayerCall:
+def _layer_call(
+    arguments: Mapping[str, object], tables: Sequence[tuple[RotaryTable, object]], slides: bool
+) -> LayerCall:
     """The `LayerCall` of a layer, from its traced arguments. Raises `ValueError` for an unknown argument."""
     keywords: dict[str, str] = {}
     table = 0
@@ -234,7 +238,7 @@ def _call(arguments: Mapping[str, object], tables: Sequence[tuple[Table, object]
     return LayerCall(tuple(sorted(keywords.items())), table, slides)
 
 
-def _slides(model: PreTrainedModel, count: int) -> list[bool]:
+def _sliding_layers(model: PreTrainedModel, count: int) -> list[bool]:
     """Whether each layer gets a mask with a sliding window, as the model itself creates it from the config."""
     config = model.config
     window = getattr(config, "sliding_window", None)
@@ -242,7 +246,7 @@ def _slides(model: PreTrainedModel, count: int) -> list[bool]:
         return [False] * count
     config.sliding_window = WINDOW
     try:
-        layers = watch(model, attention_mask=None, past_key_values=None, use_cache=False).layers
+        layers = trace_forward(model, attention_mask=None, past_key_values=None, use_cache=False).layers
     finally:
         config.sliding_window = window
     rows = torch.arange(ROWS)
@@ -258,7 +262,7 @@ def _slides(model: PreTrainedModel, count: int) -> list[bool]:
     return slides
 
 
-class _KnownHead(nn.Module):
+class _ConstantHead(nn.Module):
     """Replaces a head: returns the same logits for every row."""
 
     def __init__(self, logits: Tensor):
@@ -278,10 +282,10 @@ def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
     parent = model.get_submodule(parent_name)
     head_module = getattr(parent, attribute)
     embed = model.get_input_embeddings()
-    setattr(parent, attribute, _KnownHead(logits))
+    setattr(parent, attribute, _ConstantHead(logits))
     try:
-        with _stood_in_for(model, []), _filled(model, embed), torch.no_grad():
-            output = model.eval()(**_arguments(model)).logits[0, -1]
+        with _probes_for_layers(model, []), _zeros_for_meta(model, embed), torch.no_grad():
+            output = model.eval()(**_trace_arguments(model)).logits[0, -1]
     finally:
         setattr(parent, attribute, head_module)
     candidates = [LogitRule(), LogitRule(cap=getattr(model.config, "final_logit_softcapping", None))]

@@ -19,7 +19,7 @@ from outrider.base.errors import UserError, reason, warn_once
 from outrider.base.files import read_json, read_mapping, write_json
 from outrider.base.progress import Stage
 from outrider.base.words import listed
-from outrider.draft_models.formats.convert import as_described, located
+from outrider.draft_models.formats.convert import description_location, locate_file
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE, PICKLES, SAFETENSORS
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.coded import keep_codes
@@ -28,15 +28,15 @@ from outrider.draft_models.targets.model_spec import ModelSpec
 from outrider.draft_models.targets.stack import LayerStack, module_list
 from outrider.draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles, open_tensors, require_no_adapter
 
-_KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
+_SPECS: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
 
 def model_spec(config: PreTrainedConfig) -> ModelSpec:
     """The structure of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
     description = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-    if description not in _KNOWN:
-        _KNOWN[description] = observe(empty_model(config).float())  # 16 bits would round a scale
-    return _KNOWN[description]
+    if description not in _SPECS:
+        _SPECS[description] = observe(empty_model(config).float())  # 16 bits would round a scale
+    return _SPECS[description]
 
 
 def spec_of(model: PreTrainedModel) -> ModelSpec:
@@ -136,7 +136,7 @@ def load_causal_lm(
     where, revision = files.location
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as folder:
-        model = fitted(
+        model = load_fitting(
             AutoModelForCausalLM, folder, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
             use_safetensors=files.original is None, **({"config": part} if part else {}), **renamed, **options,
         )  # fmt: skip
@@ -149,12 +149,12 @@ def load_causal_lm(
 
 def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -> PreTrainedModel:
     """The whole causal LM of other files than safetensors, in its own class; options: as for `load_causal_lm`."""
-    described, revision = as_described(files.source, files.revision)
+    described, revision = description_location(files.source, files.revision)
     config = AutoConfig.from_pretrained(described, revision=revision, trust_remote_code=False)
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
     names, device_map = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
-    model = _filled(model, files, names, config.dtype, device_map, role, exact=bool(files.wrapped), coded=coded)
+    model = _fill_weights(model, files, names, config.dtype, device_map, role, exact=bool(files.wrapped), coded=coded)
     model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
     model.name_or_path = model.config.name_or_path = files.source
     return model
@@ -178,8 +178,8 @@ def _with_metadata(where: str) -> Iterator[str]:
 
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
     """The contents of generation_config.json; None if there is no such file. Raises `UserError` for a damaged one."""
-    where, revision = as_described(source, revision)
-    file = located(where, revision, GENERATION_FILE)
+    where, revision = description_location(source, revision)
+    file = locate_file(where, revision, GENERATION_FILE)
     if file is None:
         return None
     what, remedy = "generation config", "fetch the model again"
@@ -212,12 +212,12 @@ def load_layers(
     config = copy.deepcopy(config)
     config.dtype = dtype  # also the dtype of the buffers that transformers creates
     model = empty_layers(config, layers)
-    names = _names(files, spec_of(model).layers, layers)
+    names = _stored_names(files, spec_of(model).layers, layers)
     device_map = {"": torch.device(device)}
-    return _filled(model, files, names, dtype, device_map, role, exact=bool(files.wrapped) or part, coded=coded)
+    return _fill_weights(model, files, names, dtype, device_map, role, exact=bool(files.wrapped) or part, coded=coded)
 
 
-def _filled(
+def _fill_weights(
     model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, device_map: Any,
     role: str, *, exact: bool | None, coded: bool,
 ) -> PreTrainedModel:  # fmt: skip
@@ -232,7 +232,7 @@ def _filled(
     options = {} if device == torch.device("cpu") else {"device_map": device_map}
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
         stored = files.unread(set(names.values()), device or "cpu", stage)
-        fitted(
+        load_fitting(
             filling, None, f"{role}={files.source}", exact=exact, config=model.config, dtype=dtype,
             state_dict={n.removeprefix(added): stored[source] for n, source in names.items()}, **options,
         )  # fmt: skip
@@ -244,7 +244,7 @@ def _filled(
     return model if device is None else nn.Module.to(model, device)  # the rope buffers; PreTrainedModel's has no type
 
 
-def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[str, str]:
+def _stored_names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[str, str]:
     """Tensor name in a model of `layers` → name in the files; a layer may occur several times."""
     numbered, names = re.compile(rf"(^|\.){list_name.rpartition('.')[2]}\.(\d+)\."), dict[str, str]()
     for source in files.file_of:
@@ -256,7 +256,7 @@ def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[st
     return names
 
 
-def fitted(kind: Any, where: str | None, name: str, *, exact: bool | None, **options: object) -> PreTrainedModel:
+def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None, **options: object) -> PreTrainedModel:
     """The causal LM that `kind.from_pretrained` loads from `where`, without random values in place of missing tensors.
 
     name: the model's option and value. exact: True: unused tensors are an error; False: a warning names them; None: the

@@ -47,7 +47,7 @@ class LayerCall:
 
 
 @dataclass(frozen=True)
-class Table:
+class RotaryTable:
     """A rotary table: the module that computes it, and its arguments other than hidden states and positions."""
 
     module: str
@@ -90,7 +90,7 @@ class ModelSpec:
     norm: str
     head: str
     calls: tuple[LayerCall, ...]
-    tables: tuple[Table, ...] = ()
+    tables: tuple[RotaryTable, ...] = ()
     positions: str | None = None
     input_norm: str | None = None
     scale: float = 1.0

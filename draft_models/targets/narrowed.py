@@ -12,7 +12,7 @@ from outrider.base.errors import UserError
 MARK = "draft_vocabulary"  # the key in config.json
 
 
-def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+def spread_logits(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     """logits [..., k] of `tokens` [k] → [..., vocabulary], with other logits so low that their probability is 0.
 
     They stay finite, since non-finite logits indicate a broken drafter.
@@ -21,7 +21,7 @@ def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
 
 
-def whole_rows(rows: Tensor, filler: Tensor, tokens: Tensor, size: int) -> Tensor:
+def widen_rows(rows: Tensor, filler: Tensor, tokens: Tensor, size: int) -> Tensor:
     """rows [k, …] of `tokens` [k] → [size, …], with `filler` […] for every other token.
 
     For a head, give the mean of the rows: its logit is the mean of the draft tokens' logits, so never the largest.
@@ -53,7 +53,7 @@ class DraftVocabulary(nn.Module):
 
     def outward(self, logits: Tensor) -> Tensor:
         """The model's logits [..., k + 1] → [..., vocabulary]."""
-        return spread(logits[..., : len(self.tokens)], self.tokens, self.vocabulary)
+        return spread_logits(logits[..., : len(self.tokens)], self.tokens, self.vocabulary)
 
 
 def draft_vocabulary_of(model: nn.Module) -> DraftVocabulary | None:

@@ -19,7 +19,7 @@ from transformers import (
 from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.base.settings import construct
-from outrider.draft_models.formats.convert import as_described, is_as_written, was_quantised
+from outrider.draft_models.formats.convert import description_location, has_quantised_weights, is_loaded_as_written
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, QUANT_FILE, quantisation_of
 from outrider.draft_models.targets.attention import leave_out_cudnn
@@ -97,7 +97,7 @@ class OpenTarget:
 
     def require_int8(self) -> None:
         """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known without its weights."""
-        if was_quantised(self.source, self.revision):
+        if has_quantised_weights(self.source, self.revision):
             raise UserError(
                 f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
                 "them a second time; give the model it was made from, or decode with dtype=fast"
@@ -191,8 +191,8 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one."""
-    directory, revision = as_described(source, revision)
-    kind = PreTrainedTokenizerFast if is_as_written(directory, revision) else AutoTokenizer
+    directory, revision = description_location(source, revision)
+    kind = PreTrainedTokenizerFast if is_loaded_as_written(directory, revision) else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(directory, revision=revision or "main", trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are only checked now
@@ -264,7 +264,7 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`."""
-    config = _described(source, revision, role)
+    config = _load_config(source, revision, role)
     if role not in NARROW and is_narrowed(config):
         raise UserError(
             f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
@@ -277,14 +277,14 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     return config
 
 
-def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
+def _load_config(source: str, revision: str | None, role: str) -> PreTrainedConfig:
     """The config in config.json."""
     path = Path(source)
     if is_local(source) and not os.path.exists(source):
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
     require_no_adapter(source, revision, role)
-    directory, revision = as_described(source, revision)
+    directory, revision = description_location(source, revision)
     try:
         config = AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values

@@ -59,22 +59,22 @@ def prove_weights(model: PreTrainedModel, layers: Sequence[int], reference: PreT
 
 
 def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY, vocabulary: int = FEW_TOKENS) -> None:
-    """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_difference`).
+    """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_logit_gap`).
 
     Both compute in float32, at every size (see `_in_float32`): in 16 bits no bound would tell a fault from rounding. A
     text that exceeds a window is long, so where the float32 weights are more than `largest` bytes it runs through one
     layer of each kind (see `_one_of_each_kind`). name: the model's option and value, for the message.
     """
-    short, *beyond = _lengths(model.config, layer_stack(model).windows)
+    short, *beyond = _prompt_lengths(model.config, layer_stack(model).windows)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     for length in counted([short, *beyond], f"comparing {name} with its own forward", "texts"):
         compared = model if length == short or size <= largest else _one_of_each_kind(model)
         try:
             with _in_float32(compared, vocabulary), stock_attention(compared, "eager"):
-                ids = _ids(compared, length)
-                expected = _expected(compared, ids)
+                ids = _probe_tokens(compared, length)
+                expected = _path_logits(compared, ids)
             with _in_float32(compared, vocabulary):
-                difference, position = _difference(layer_stack(compared), expected, ids)
+                difference, position = _logit_gap(layer_stack(compared), expected, ids)
         except Exception as error:  # any error of an architecture whose code does not support this
             raise NotByLayersError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
         if not difference <= EXACT:  # also true for NaN
@@ -99,14 +99,14 @@ def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
     assert isinstance(embed, nn.Embedding | CodedEmbedding)
     rows = config.vocab_size if draft_vocabulary_of(model) else min(vocabulary, config.vocab_size)
     layers = decoder_layers(model)
-    inside = {id(tensor) for tensor in _halves(layers)}
+    inside = {id(tensor) for tensor in _half_tensors(layers)}
     by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
-    stored = [(tensor, tensor.data) for tensor in _halves(model) if id(tensor) not in inside]
+    stored = [(tensor, tensor.data) for tensor in _half_tensors(model) if id(tensor) not in inside]
     padding, size = embed.padding_idx, config.vocab_size
     of_layers: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def widen(layer: nn.Module, *_: object) -> None:
-        of_layers[layer] = [(tensor, tensor.data) for tensor in _halves(layer)]
+        of_layers[layer] = [(tensor, tensor.data) for tensor in _half_tensors(layer)]
         for tensor, data in of_layers[layer]:
             tensor.data = data.float()
 
@@ -129,7 +129,7 @@ def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
             hook.remove()
 
 
-def _halves(module: nn.Module) -> list[Tensor]:
+def _half_tensors(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of 16 bits in `module`."""
     return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.dtype in HALVES]
 
@@ -160,10 +160,10 @@ def prove_rows(lm: WholeModel) -> None:
     """
     settings = lm.config.to_dict().items()
     windows = [value for name, value in settings if "window" in name and type(value) is int]
-    for length in _lengths(lm.config, windows):
+    for length in _prompt_lengths(lm.config, windows):
         try:
-            ids = _ids(lm.model, length)
-            difference, position = _difference(lm, _expected(lm.model, ids), ids)
+            ids = _probe_tokens(lm.model, length)
+            difference, position = _logit_gap(lm, _path_logits(lm.model, ids), ids)
         except UserError:
             raise
         except Exception as error:  # as above
@@ -188,22 +188,22 @@ def require_all_kept(config: PreTrainedConfig) -> None:
         raise UserError(f"its layers do not keep every key and value ({', '.join(evicting)})")
 
 
-def _lengths(config: PreTrainedConfig, windows: Sequence[int | None]) -> list[int]:
+def _prompt_lengths(config: PreTrainedConfig, windows: Sequence[int | None]) -> list[int]:
     """Lengths of the prompts: a short one, and one that exceeds all `windows` up to `LONGEST_WINDOW`."""
     beyond = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
     longest = context_limit(config) - 4
     return sorted({min(length, longest) for length in (SHORT, max([SHORT, *beyond]))})
 
 
-def _ids(model: PreTrainedModel, length: int) -> Tensor:
-    """A prompt of `length` tokens, then root, dropped, kept and follower (see `_difference`)."""
+def _probe_tokens(model: PreTrainedModel, length: int) -> Tensor:
+    """A prompt of `length` tokens, then root, dropped, kept and follower (see `_logit_gap`)."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(length)
     return torch.randint(vocabulary, (length + 4,), generator=generator).to(model.device)
 
 
 @torch.inference_mode()
-def _expected(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of the model's own forward at prompt, root, dropped, kept and follower, each after its path as text."""
     *prompt, root, dropped, kept, follower = range(len(ids))
     paths = [[*prompt, root, dropped, dropped], [*prompt, root, kept, follower]]  # dropped once more: of equal length
@@ -214,7 +214,7 @@ def _expected(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _difference(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
+def _logit_gap(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
     """The largest difference of the logits of `target.rows` from the `expected` ones over all tokens, and its place.
 
     A root and its two children are fed in one pass after the prompt. Then the first child is dropped, and a token is

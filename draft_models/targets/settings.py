@@ -19,8 +19,8 @@ DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: see `draft_mo
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
-Written = Literal["specforge", "speculators"]  # those that a training writes
-Exported = Literal[Written, "gguf"]  # also llama.cpp's, which is not read here
+WrittenDialect = Literal["specforge", "speculators"]  # those that a training writes
+ExportDialect = Literal[WrittenDialect, "gguf"]  # also llama.cpp's, which is not read here
 
 
 @dataclass(frozen=True)

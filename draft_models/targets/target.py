@@ -50,7 +50,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextMasks:
     """The mask of a pass over several texts, one text after another: each row sees keys of its own text only.
 
     rows, masks, caches: the number of rows, the mask and the cache of each. entries: in the running layer, the keys and
@@ -63,7 +63,7 @@ class Texts:
     entries: list[tuple[Tensor, Tensor]]
 
 
-Mask = Tensor | Band | Texts | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask
+Mask = Tensor | Band | TextMasks | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask
 Masks = Mapping[int | None, Mask]  # by window size of the layers
 
 

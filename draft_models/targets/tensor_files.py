@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, counted
-from outrider.draft_models.formats.convert import as_described, find_original, located
+from outrider.draft_models.formats.convert import description_location, find_original, locate_file
 from outrider.draft_models.formats.torch_files import (
     CONFIG_FILE,
     SAFETENSORS,
@@ -25,8 +25,8 @@ from outrider.draft_models.formats.torch_files import (
     FolderModel,
     Original,
     Stored,
+    naming_unreadable,
     open_safetensors,
-    readable,
     require_weights,
 )
 
@@ -78,7 +78,7 @@ class TensorFiles:
         return tensors
 
     def _read(self, name: str, stored: Stored) -> Tensor:
-        with readable(self.source, f"tensor {name!r}"):
+        with naming_unreadable(self.source, f"tensor {name!r}"):
             tensor = stored.read()
         with self._counting:  # transformers reads in several threads
             self.bytes_read += tensor.nbytes
@@ -178,7 +178,7 @@ class TensorFiles:
         return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
 
     def _path(self, file: str, fetch: bool = True) -> str | None:
-        return located(*self.location, file, fetch=fetch)
+        return locate_file(*self.location, file, fetch=fetch)
 
 
 def part_of(name: str) -> str:
@@ -194,8 +194,8 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     """
     original = find_original(source, revision)
     location = (str(original.folder), None) if isinstance(original, FolderModel) else (source, revision)
-    single = None if original else located(*location, SAFETENSORS.single)  # transformers prefers it to an index
-    index = None if original or single else located(*location, SAFETENSORS.index)
+    single = None if original else locate_file(*location, SAFETENSORS.single)  # transformers prefers it to an index
+    index = None if original or single else locate_file(*location, SAFETENSORS.index)
     if original is not None:
         file_of = dict.fromkeys(original.tensors(), source)
     elif single is not None:
@@ -221,7 +221,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
     """Raise `UserError` if the directory holds an adapter: transformers would add it to the model silently."""
-    file = None if os.path.isfile(source) else located(source, revision, "adapter_config.json")
+    file = None if os.path.isfile(source) else locate_file(source, revision, "adapter_config.json")
     if file is not None:
         base = read_mapping(file, "description of an adapter", "save it again").get("base_model_name_or_path")
         raise UserError(
@@ -234,7 +234,7 @@ def require_no_adapter(source: str, revision: str | None, role: str) -> None:
 def find_file(source: str, file: str, revision: str | None) -> str | None:
     """The local path of a file, other than weights, of a model in any format, fetched if necessary; None if there is
     no such file."""
-    return located(*as_described(source, revision), file)
+    return locate_file(*description_location(source, revision), file)
 
 
 def _hash(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:

@@ -20,7 +20,7 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
-from outrider.inference.batch.server import Server
+from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import uniforms
 from outrider.inference.settings.sampling import SamplingConfig
@@ -83,7 +83,7 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
         batch_size=ROUNDS * config.concurrency, **shared,
     )  # fmt: skip
     context, vocabulary = context_limit(target.config), target.config.vocab_size
-    server = Server(settings, target.tokenizer, eos, context, vocabulary, checked=False)
+    server = TargetServer(settings, target.tokenizer, eos, context, vocabulary, checked=False)
     like, identity = ServedAnswer(**asdict(settings.sampling)), settings.deciding() | {"served": server.model}
     identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     answers: list[ServedAnswer] = []

@@ -16,9 +16,9 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.batch_state import Forward, begin_batch
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.tasks import Answer, TopK
-from outrider.inference.core.batch import Batch, Text
+from outrider.inference.core.batch import Batch, BatchText
 from outrider.inference.core.decode import autoregressive
-from outrider.inference.core.sampling import Sampler, invert, largest
+from outrider.inference.core.sampling import Sampler, invert, top_k_chunked
 from outrider.inference.core.token_selector import TokenSelector
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
@@ -95,7 +95,7 @@ class Generator:
                 rounds = autoregressive(
                     self.model, prompt, max_new_tokens=most, eos=self.eos, selector=selector, runtime=batch
                 )
-                batch.add(Text(rounds, lambda _: stage.advance(), partial(end, index, selector)))
+                batch.add(BatchText(rounds, lambda _: stage.advance(), partial(end, index, selector)))
 
             def end(index: int, selector: _Continuation, error: Exception | None) -> None:
                 stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))
@@ -213,5 +213,5 @@ class _Continuation(TokenSelector):
 
 def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [B, k], log-probabilities [B, k], probability of the rest [B]) of the softmax of logits [B, V]."""
-    logprobs, ids = largest(logits.log_softmax(-1), min(k, logits.shape[-1]))
+    logprobs, ids = top_k_chunked(logits.log_softmax(-1), min(k, logits.shape[-1]))
     return ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0)

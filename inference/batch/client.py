@@ -13,7 +13,7 @@ from outrider.base.words import secret
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
 _SHOWN = 500  # bytes of a refusal that are shown
-Value = TypeVar("Value")
+Reply = TypeVar("Reply")
 
 
 class ReplyError(Exception):
@@ -27,10 +27,10 @@ class ReplyError(Exception):
 
 def read_json(response: httpx.Response) -> Any:
     """The JSON of a reply. Raises `UserError` for one that is too long, nested too deeply, or none."""
-    return parse_json(b"".join(bounded(response)))
+    return parse_json(b"".join(bounded_parts(response)))
 
 
-def bounded(response: httpx.Response) -> Iterator[bytes]:
+def bounded_parts(response: httpx.Response) -> Iterator[bytes]:
     """The parts of a reply as they come. Raises `UserError` for one that is too long."""
     size = 0
     for part in response.iter_raw():
@@ -43,7 +43,7 @@ def bounded(response: httpx.Response) -> Iterator[bytes]:
 def lines_of(response: httpx.Response) -> Iterator[bytes]:
     """The lines of a reply as they come. Unlike `iter_lines` it splits at line feeds only."""
     tail = b""
-    for part in bounded(response):
+    for part in bounded_parts(response):
         *lines, tail = (tail + part).split(b"\n")
         yield from lines
     yield tail
@@ -68,8 +68,8 @@ class Client:
             raise UserError(f"{label}: {reason(error)}; see HTTP_PROXY, ALL_PROXY and NO_PROXY") from None
 
     def fetch(
-        self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Value] = read_json
-    ) -> Value:
+        self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Reply] = read_json
+    ) -> Reply:
         """The result of `read` for the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
         try:
             with self._http.stream("GET" if body is None else "POST", f"{self.url}{path}", json=body) as response:
@@ -88,7 +88,7 @@ class Client:
         wait = float(after) if after.isdecimal() and after.isascii() else None
         raise ReplyError(refusal, retry=code in (408, 429) or code >= 500, wait=wait)
 
-    def patiently(self, make: Callable[[], Value], retries: int | None = None) -> Value:
+    def patiently(self, make: Callable[[], Reply], retries: int | None = None) -> Reply:
         """The result of `make`, which is called again after a pause if it raises a `ReplyError` with `retry`."""
         retries, seconds = self._retries if retries is None else retries, PAUSE
         while True:

@@ -32,7 +32,7 @@ from outrider.base.files import read_mapping, write_atomically, write_json
 from outrider.base.run_dirs import check_identity, require_free
 from outrider.base.settings import read_as
 from outrider.data_prep.text.data_files import RESPONSES, RUN_FILE, read_file
-from outrider.data_prep.text.documents import Document, encode, written_by
+from outrider.data_prep.text.documents import Document, encode, origin_digests
 from outrider.data_prep.text.messages import SYSTEM
 from outrider.data_prep.text.records import Counts, find_layout, to_record
 from outrider.inference.batch.tasks import TopK, prompt_id
@@ -69,18 +69,18 @@ class Shard:
                 parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())
                 top_k |= {f"{record['id']}.{name}": part for name, part in zip(_TENSORS, parts, strict=True)}
         if top_k:
-            write_atomically(_file(folder, "responses", number, "safetensors"), save(top_k))
+            write_atomically(_shard_file(folder, "responses", number, "safetensors"), save(top_k))
         if self.skipped:
-            write_atomically(_file(folder, "skipped", number, "jsonl"), _lines(self.skipped))
+            write_atomically(_shard_file(folder, "skipped", number, "jsonl"), _as_jsonl(self.skipped))
         records = [response.record for response in self.responses]
-        write_atomically(_file(folder, "responses", number, "jsonl"), _lines(records))
+        write_atomically(_shard_file(folder, "responses", number, "jsonl"), _as_jsonl(records))
 
 
 def read_shard(shard: Path) -> Iterator[Response]:
     """The responses of one JSONL file, with the distributions stored next to it. Raises `UserError` if unreadable."""
     companion = shard.with_suffix(".safetensors")
     top_k = _read_top_k(companion) if companion.exists() else {}
-    for record, identity in _records(shard):
+    for record, identity in _read_records(shard):
         yield Response({**record, "id": identity}, top_k.get(identity))
 
 
@@ -97,9 +97,9 @@ def top_k_documents(
     raw, tokens = response.record, response.top.tokens.numpy()
     record = to_record(raw, find_layout(raw, "auto", None, raw["id"]), f"top-k:{raw['id']}")
     written = record.get("written")
-    if written and (written.tokenizer, written.template) != written_by(record, tokenizer, template):
+    if written and (written.tokenizer, written.template) != origin_digests(record, tokenizer, template):
         raise UserError(f"{raw['id']}: its top-k is of another tokenizer or template; give these, or make it again")
-    prompt_tokens = 0 if written or "messages" in record else _count(raw, "prompt_tokens", raw["id"])
+    prompt_tokens = 0 if written or "messages" in record else _require_count(raw, "prompt_tokens", raw["id"])
     documents, start = [], 0
     for document in encode([record], tokenizer, template):
         indices = np.flatnonzero(document.supervised)[prompt_tokens:][: len(tokens) - start]
@@ -109,21 +109,21 @@ def top_k_documents(
     return documents if np.array_equal(retokenised, tokens) else []
 
 
-def shards(folder: Path) -> list[Path]:
+def list_shards(folder: Path) -> list[Path]:
     """The complete shards of a directory, in order of name."""
     return sorted(folder.glob(RESPONSES))
 
 
-def answered(folder: Path) -> set[str]:
+def answered_ids(folder: Path) -> set[str]:
     """The ids of all prompts that have a response, or were skipped, in complete shards."""
     ids = set()
-    for shard in shards(folder):
+    for shard in list_shards(folder):
         skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
         for path in (shard, skipped) if skipped.exists() else (shard,):
-            for record, identity in _records(path):
+            for record, identity in _read_records(path):
                 ids.add(identity)
                 if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may differ
-                    ids.add(_asked_id(record, str(path)))
+                    ids.add(_prompt_id_of(record, str(path)))
     return ids
 
 
@@ -147,7 +147,7 @@ def open_run(folder: Path, identity: Mapping[str, object]) -> None:
     for path in folder.iterdir():
         match = _SHARD_NAME.fullmatch(path.name)
         if path.name.startswith((".responses-", ".skipped-")) or (
-            match and not _file(folder, "responses", int(match[2]), "jsonl").exists()
+            match and not _shard_file(folder, "responses", int(match[2]), "jsonl").exists()
         ):
             path.unlink()
     write_json(folder / RUN_FILE, identity)
@@ -167,38 +167,38 @@ def check_run(folder: Path, identity: Mapping[str, object], resume: bool) -> Non
 def summarise(folder: Path) -> dict[str, object]:
     """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
     counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
-    for shard in shards(folder):
-        for record, identity in _records(shard):
+    for shard in list_shards(folder):
+        for record, identity in _read_records(shard):
             counts["responses"] += 1
-            counts["tokens"] += _count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
+            counts["tokens"] += _require_count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
             counts["truncated"] += record.get("finish") == "length"
             for name in ("retokenised", "text_differs"):
                 counts[name] += record.get(name) is True
     reasons = Counter(
-        str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _records(path)
+        str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _read_records(path)
     )
     counts["skipped"] = reasons.total()
     return {**counts, "skipped_by_reason": dict(reasons)}
 
 
-def _file(folder: Path, kind: str, number: int, suffix: str) -> Path:
+def _shard_file(folder: Path, kind: str, number: int, suffix: str) -> Path:
     return folder / f"{kind}-{number:05d}.{suffix}"
 
 
-def _lines(records: Sequence[Mapping[str, object]]) -> bytes:
+def _as_jsonl(records: Sequence[Mapping[str, object]]) -> bytes:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
 
 
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
     for number, record in read_file(path, Counts()):  # with counts, a file that is not text is skipped
         where = f"{path}:{number}"
         if not isinstance(record, dict) or not ("id" in record or "messages" in record):
             raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
-        yield record, str(record["id"]) if "id" in record else _asked_id(record, where)
+        yield record, str(record["id"]) if "id" in record else _prompt_id_of(record, where)
 
 
-def _asked_id(record: Mapping[str, object], where: str) -> str:
+def _prompt_id_of(record: Mapping[str, object], where: str) -> str:
     messages = record["messages"]
     if not isinstance(messages, list) or any(
         not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
@@ -208,7 +208,7 @@ def _asked_id(record: Mapping[str, object], where: str) -> str:
     return prompt_id([*({"role": "system", "content": text} for text in system), *messages])
 
 
-def _count(record: Mapping[str, object], key: str, where: str) -> int:
+def _require_count(record: Mapping[str, object], key: str, where: str) -> int:
     value = record.get(key)
     if type(value) is not int or value < 0:
         raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")

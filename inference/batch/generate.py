@@ -25,7 +25,7 @@ from outrider.inference.batch.directory import (
     SUMMARY_FILE,
     Facts,
     Shard,
-    answered,
+    answered_ids,
     check_run,
     next_number,
     open_run,
@@ -33,9 +33,9 @@ from outrider.inference.batch.directory import (
     summarise,
 )
 from outrider.inference.batch.responder import Responder
-from outrider.inference.batch.server import Server
+from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_texts, ending, read_tasks
+from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_limit, describe_texts, read_tasks
 from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.loading import memory_plan
@@ -61,13 +61,13 @@ def generate_responses(config: GenerateConfig) -> None:
         return
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "responses", config.resume):
-        generate(config, folder, state, _read)
+        generate(config, folder, state, _read_prompts)
 
 
 def _plan(config: GenerateConfig) -> str:
     target = open_target(config.target, config.revision, by_layers=False)
-    context, ids = context_limit(target.config), answered(Path(config.out_dir)) if config.resume else set()
-    todo = _read(config, target, context, lambda task: task.id not in ids)
+    context, ids = context_limit(target.config), answered_ids(Path(config.out_dir)) if config.resume else set()
+    todo = _read_prompts(config, target, context, lambda task: task.id not in ids)
     return describe_plan(config, target.config, todo.tasks, context)
 
 
@@ -80,7 +80,7 @@ def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Seque
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
     longest = max((_longest(task, config, context) for task in tasks), default=0)
     plan = memory_plan.describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
-    return f"{plan}\n  {ending(config)}; the first batch tells how long all prompts take"
+    return f"{plan}\n  {describe_limit(config)}; the first batch tells how long all prompts take"
 
 
 def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) -> list[Memory]:
@@ -99,7 +99,7 @@ def _longest(task: Task, config: GenerateConfig, context: int) -> int:
     return min(context, len(task.prompt) + later + config.max_new_tokens * (1 + len(task.upcoming)))
 
 
-def _read(config: GenerateConfig, target: OpenTarget, context: int, selects: Callable[[Task], bool]) -> Todo:
+def _read_prompts(config: GenerateConfig, target: OpenTarget, context: int, selects: Callable[[Task], bool]) -> Todo:
     """The prompts to answer. Raises `UserError` for data without any, or of which none can be answered."""
     warn_of_template(config.data, target.tokenizer)
     todo, tokenizer = Todo(context), with_arguments(target.tokenizer, config.template_arguments)
@@ -126,7 +126,7 @@ def generate(
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     context = context_limit(target.config)
     arguments = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
-    server = Server(*arguments) if config.server else None
+    server = TargetServer(*arguments) if config.server else None
     # Other kernels round differently. Those here are determined by the machine, not by timing.
     packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
     kernels = "a server's" if server else packed
@@ -135,7 +135,7 @@ def generate(
         raise UserError(f"one process multiplies by kernels {first!r}, another by {kernels!r}: use like machines")
     check_run(folder, identity, config.resume)
     identity["code"] = code_version()
-    ids, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
+    ids, first, spent = from_main(state, lambda: (answered_ids(folder), next_number(folder), seconds_spent(folder)))
     first += state.process_index
     state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
@@ -164,7 +164,7 @@ def generate(
     state.wait_for_everyone()
 
 
-def batches(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
+def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
     """The tasks in batches of similar prompt lengths.
 
     Longest prompts come first, so that a batch too large for memory fails at once. With `minutes` the batches are
@@ -208,7 +208,7 @@ def respond(
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
     with Stage("answering", len(todo.tasks), "prompts", left=seconds_left) as stage:
-        groups, number = batches(todo.tasks, config), 0
+        groups, number = batch_tasks(todo.tasks, config), 0
         while number < len(groups):
             assert responder is not None
             several = 1
@@ -245,7 +245,9 @@ def respond(
     return tokens / max(seconds(), 1e-9)
 
 
-def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: Server | None = None) -> Facts:
+def run_identity(
+    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None = None
+) -> Facts:
     """Everything that determines the answer to a prompt, and the prompts made from a record."""
     tokenizer = with_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here

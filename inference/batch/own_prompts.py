@@ -20,16 +20,16 @@ from outrider.base.run_dirs import finished
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import around_question
 from outrider.data_prep.text.prompt_records import Prompt, as_record
-from outrider.data_prep.text.prompts import parted, read_prompts
+from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, prompt_file
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.draft_models.targets.vocabulary import with_arguments
-from outrider.inference.batch.directory import answered, read_shard, shards
+from outrider.inference.batch.directory import answered_ids, list_shards, read_shard
 from outrider.inference.batch.generate import generate
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import OWN, Task, Todo
+from outrider.inference.batch.tasks import WRITTEN_ONLY, Task, Todo
 
 _LONGEST, _SHORTEST = 128, 16  # tokens that are written for a prompt; characters that it has at least
 
@@ -47,27 +47,27 @@ def write_prompts(config: PromptsConfig) -> None:
         else:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)
-        is_complete = file is not None or len(answered(folder / "written")) >= config.count  # or `minutes` ended it
+        is_complete = file is not None or len(answered_ids(folder / "written")) >= config.count  # or `minutes` ended it
         if finished(folder / "prompts.json", identity, config.resume) and is_complete:
             print(f"{folder}: finished already")
             return
         if file is None:
-            _write(config, target, folder / "written", state)
+            _write_texts(config, target, folder / "written", state)
 
         def save() -> None:
-            prompts = read_prompts(str(file)) if file else _prompts(config, target, folder / "written")
-            split = parted(prompts, config.heldout_fraction, config.file or target.source, by_hash=file is None)
-            _save(split, folder, identity)
+            prompts = read_prompts(str(file)) if file else _extract_prompts(config, target, folder / "written")
+            split = split_prompts(prompts, config.heldout_fraction, config.file or target.source, by_hash=file is None)
+            _save_split(split, folder, identity)
 
         from_main(state, save)
 
 
-def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
+def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
     """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
     start, _ = around_question(with_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
 
     def tasks(_: object, __: object, context: int, selects: Callable[[Task], bool]) -> Todo:
-        texts = (Task(f"{number:032x}", f"text {number}", OWN, start) for number in range(config.count))
+        texts = (Task(f"{number:032x}", f"text {number}", WRITTEN_ONLY, start) for number in range(config.count))
         return Todo(context, [*filter(selects, texts)])
 
     options = {name: getattr(config, name) for name in ("revision", "dtype", "minutes", "batch_size", "seed", "resume")}
@@ -79,12 +79,12 @@ def _write(config: PromptsConfig, target: OpenTarget, folder: Path, state: Parti
     generate(settings, require_writable(folder), state, tasks)
 
 
-def _prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
+def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
     """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
     prompts, tokenizer = list[Prompt](), with_arguments(target.tokenizer, config.chat_template_kwargs)
     start, after = around_question(tokenizer, config.template)
     special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
-    records = [response.record for shard in shards(folder) for response in read_shard(shard)]
+    records = [response.record for shard in list_shards(folder) for response in read_shard(shard)]
     for record in sorted(records, key=lambda record: str(record["id"])):
         ids, ended = record["written"]["documents"][0]["ids"][len(start) :], record["finish"] == "end"
         turn = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
@@ -95,7 +95,7 @@ def _prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Pr
     return prompts
 
 
-def _save(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
+def _save_split(split: Mapping[Split, list[Prompt]], folder: Path, identity: Mapping[str, object]) -> None:
     facts: dict[str, object] = {}
     for half, prompts in split.items():
         content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in prompts).encode()

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import torch
 from transformers import PreTrainedModel
 
-from outrider.data_prep.text.chat import parting, spoken
-from outrider.data_prep.text.documents import written_by
+from outrider.data_prep.text.chat import answer_text, describe_difference
+from outrider.data_prep.text.documents import origin_digests
 from outrider.data_prep.text.records import Written, text_digest
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.model_spec import context_limit
@@ -20,9 +20,9 @@ from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import Facts, Response
-from outrider.inference.batch.server import Server
+from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.batch.tasks import OWN, Answer, Task, render, uniforms
+from outrider.inference.batch.tasks import WRITTEN_ONLY, Answer, Task, render_task, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.engines.cpu.recorded import can_pack, ruled
 from outrider.inference.engines.packing import lay_out, pack_linears
@@ -38,10 +38,10 @@ class Responder:
         target: OpenTarget,
         dtype: torch.dtype,
         device: torch.device,
-        server: Server | None = None,
+        server: TargetServer | None = None,
     ):
         self.config, self.tokenizer = config, with_arguments(target.tokenizer, config.template_arguments)
-        self.generator: Generator | Server
+        self.generator: Generator | TargetServer
         self.by_layers: Generator | None = None  # the same, if it can `converse`
         if server is not None:
             self.context, self.generator = server.context, server
@@ -65,7 +65,7 @@ class Responder:
         seconds_left: see `Generator`. Tasks after one that it leaves out do not begin.
         """
         waiting = list(tasks)
-        if not isinstance(self.generator, Server):
+        if not isinstance(self.generator, TargetServer):
             self.generator.seconds_left = seconds_left
         if self.by_layers is not None:
             in_work, queue = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
@@ -95,7 +95,7 @@ class Responder:
         record["tokens"] = sum(len(answer.tokens) for answer in task.answers)
         record["finish"] = "end" if task.answers[-1].ended else "length"
         record |= {"retokenised": task.retokenised, "text_differs": bool(task.parted)}
-        origin = (*written_by(record, self.tokenizer, task.template), text_digest(record))
+        origin = (*origin_digests(record, self.tokenizer, task.template), text_digest(record))
         record["written"] = asdict(Written(*origin, task.documents))
         return Response(record, task.top)
 
@@ -105,7 +105,7 @@ class Responder:
 
     def _take(self, task: Task, answer: Answer) -> bool:
         """Add an answer to its task; returns whether to answer the user's next turn."""
-        text = spoken(answer.content, self.tokenizer).rstrip("\ufffd").strip()
+        text = answer_text(answer.content, self.tokenizer).rstrip("\ufffd").strip()
         task.problem = answer.failure or ("" if text else "empty")
         if not (task.problem or answer.ended or self.config.keep_truncated):
             task.problem = "truncated"
@@ -117,27 +117,31 @@ class Responder:
         tokens = [*task.prompt, *answer.content]
         if task.messages is None:
             messages = [{"role": "assistant", "content": self._text(tokens)}]
-            task.parted = "" if task.template == OWN else parting(tokens, messages, self.tokenizer, "none")
+            task.parted = (
+                "" if task.template == WRITTEN_ONLY else describe_difference(tokens, messages, self.tokenizer, "none")
+            )
             return False
         decodings = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (task.prompt, tokens))
         before, through = map(str, decodings)
         verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
         written, conversation = task.documents[-1].ids, task.messages
         task.messages = [*conversation, {"role": "assistant", "content": verbatim}]
-        if parting(written, task.messages, self.tokenizer, task.template):
+        if describe_difference(written, task.messages, self.tokenizer, task.template):
             task.messages = [*conversation, {"role": "assistant", "content": text}]
-            task.parted = task.parted or parting(written, task.messages, self.tokenizer, task.template)
+            task.parted = task.parted or describe_difference(written, task.messages, self.tokenizer, task.template)
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 
     def _ask_next(self, task: Task) -> bool:
         """Add the user's next turn; False if it cannot be answered, and the conversation then ends before it."""
         assert task.messages is not None
         task.messages.append(task.upcoming.pop(0))
-        render(task, self.tokenizer, self.context)
+        render_task(task, self.tokenizer, self.context)
         if task.problem or len(task.prompt) >= self.context:
             task.upcoming.insert(0, task.messages.pop())
             return False
-        task.parted = task.parted or parting(task.documents[-1].ids, task.messages, self.tokenizer, task.template)
+        task.parted = task.parted or describe_difference(
+            task.documents[-1].ids, task.messages, self.tokenizer, task.template
+        )
         return True
 
     def _text(self, tokens: Iterable[int]) -> str:

@@ -37,7 +37,7 @@ Json = Mapping[str, Any]
 Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # answer, steps, times of request and steps, reply
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """A reply's entry for one token: its id, its log-probability, and those of the most likely tokens by id."""
 
     token: int
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     top: dict[int, float]
 
 
-class Server:
+class TargetServer:
     """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
 
     model: the target's name there. context: the smaller context length, in tokens, of server and target. vocabulary:
@@ -119,7 +119,7 @@ class Server:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
         except ReplyError as error:
             raise UserError(f"{self.setting}: {error}; see docs/deploy.md") from None
-        rounds = rounds_in(reply["timings"], count, self.setting)
+        rounds = rounds_of_timings(reply["timings"], count, self.setting)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
         sizes = (len(choice.get("token_ids") or self._tokenised(choice["text"])) or 1 for _, choice in chunks[:-1])
@@ -265,7 +265,7 @@ def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Jso
     return came or choices[-1:], {**reply, "choices": [joint], "timings": timings}
 
 
-def rounds_in(timings: Sequence[tuple[float, Json]], count: int, setting: str) -> list[tuple[float, int]]:
+def rounds_of_timings(timings: Sequence[tuple[float, Json]], count: int, setting: str) -> list[tuple[float, int]]:
     """When each round ended, and after how many tokens of at most `count`, by the totals in llama.cpp's chunks; empty
     if only the last chunk has them. A round's tokens are the accepted ones and one more. Raises `UserError`."""
     rows = [[timing.get(key, 0) for key in ("predicted_n", "draft_n_accepted")] for _, timing in timings]
@@ -278,7 +278,7 @@ def rounds_in(timings: Sequence[tuple[float, Json]], count: int, setting: str) -
     return ends[1:] if len(timings) > 1 else []
 
 
-def read_rows(logprobs: Json | None) -> list[Row] | None:
+def read_rows(logprobs: Json | None) -> list[TokenRow] | None:
     """The rows of a reply's log-probabilities; None if it has none, or names tokens by their text."""
     if not logprobs:
         return None
@@ -291,7 +291,7 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
                    for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
     if any(token is None or any(candidate is None for candidate, _ in top) for token, _, top in entries):
         return None
-    rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in entries]
+    rows = [TokenRow(token, float(logprob), dict(top)) for token, logprob, top in entries]
     if not all(value <= _WITHIN for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
         raise ReplyError("log-probabilities above 0")
     if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
@@ -304,7 +304,7 @@ def _token_id(name: str) -> int | None:
     return int(number) if number != name and number.isdecimal() else None
 
 
-def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> None:
+def check_rows(rows: Sequence[TokenRow], tokens: Sequence[int], *, greedy: bool) -> None:
     """Raise `ReplyError` unless the rows are consistent with these tokens, each at its own position."""
     if [row.token for row in rows] != list(tokens):
         raise ReplyError("log-probabilities of other tokens than it said")
@@ -316,7 +316,7 @@ def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> N
             raise ReplyError(_WHAT)
 
 
-def top_of(rows: Sequence[Row], tokens: Sequence[int], k: int) -> TopK:
+def top_of(rows: Sequence[TokenRow], tokens: Sequence[int], k: int) -> TopK:
     """The k most likely tokens at each position. Raises `ReplyError` if a row has fewer."""
     ranked = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
     if any(len(row) < k for row in ranked):

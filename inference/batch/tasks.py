@@ -15,14 +15,14 @@ from outrider.base.streams import Streams
 from outrider.base.words import in_words
 from outrider.data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
 from outrider.data_prep.text.messages import Message, system_and_questions, uses_tools
-from outrider.data_prep.text.records import Counts, Read, Record, joined, warn_of_unused
+from outrider.data_prep.text.records import Counts, Record, TokenisedText, append_answer, warn_of_unused
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.inference.batch.settings import GenerateConfig
 
-OWN = "own"  # the template of texts whose beginnings are no prompts: only what is written counts
+WRITTEN_ONLY = "own"  # the template of texts whose beginnings are no prompts: only what is written counts
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
 
 
@@ -86,7 +86,7 @@ class Task:
     upcoming: list[Message] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     top: TopK | None = None  # distributions at the answers' tokens
-    documents: list[Read] = field(default_factory=list)  # prompts and answers; successive turns share one if possible
+    documents: list[TokenisedText] = field(default_factory=list)  # successive turns share one if possible
     parted: str = ""  # the first place where the text of an answer gives other tokens than the target wrote
     retokenised: bool = False  # a server gave text instead of tokens
     problem: str = ""  # why there is no answer, or no further one
@@ -96,7 +96,7 @@ class Task:
         """Add an answer to the current prompt; in the document of earlier answers if the prompt begins with that."""
         if answer.top is not None:
             self.top = answer.top if self.top is None else self.top.then(answer.top)
-        self.documents = joined(self.documents, self.prompt, answer.tokens)
+        self.documents = append_answer(self.documents, self.prompt, answer.tokens)
         self.answers.append(answer)
         self.retokenised |= answer.retokenised
 
@@ -118,7 +118,7 @@ class Todo:
     def add(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         """Add a task; it is skipped if it has a problem or fills the target's context."""
         if not task.problem:  # not earlier: most tasks may belong to other processes, or be done
-            render(task, tokenizer, self.context)
+            render_task(task, tokenizer, self.context)
         if not task.problem and len(task.prompt) >= self.context:
             task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {self.context}"
         if task.problem:
@@ -178,7 +178,7 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
     return Task(identity, record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
 
 
-def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+def render_task(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
     """Set the prompt of a task; if the target cannot use this prompt, set the task's problem instead."""
     template, answers = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
     try:
@@ -194,7 +194,7 @@ def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: 
     """An estimate of the time of all prompts, from a first batch of `answered` prompts, its `tokens` and `seconds`."""
     factor = prompts / answered
     facts = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
-    return f"{facts} all_tokens={factor * tokens:.0f} all_take='{in_words(factor * seconds)}': {ending(config)}"
+    return f"{facts} all_tokens={factor * tokens:.0f} all_take='{in_words(factor * seconds)}': {describe_limit(config)}"
 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
@@ -207,7 +207,7 @@ def describe_texts(tasks: Sequence[Task], answered: int) -> str:
     return "\n".join(f"responses {line}" for line in lines)
 
 
-def ending(config: GenerateConfig) -> str:
+def describe_limit(config: GenerateConfig) -> str:
     """The limits that end the answers, in words."""
     if config.minutes is not None:
         return f"minutes={config.minutes:g} end it at the latest"

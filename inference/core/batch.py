@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.draft_models.targets.attention import KeysChangedError
 from outrider.draft_models.targets.model_spec import slots_of
-from outrider.draft_models.targets.target import Masks, Rotary, Target, Texts
+from outrider.draft_models.targets.target import Masks, Rotary, Target, TextMasks
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.session import Pass, Session
@@ -35,7 +35,7 @@ ROUND = MOST_NODES + 1  # rows of a round that a budget counts
 
 
 @dataclass(frozen=True)
-class Request:
+class PassRequest:
     """The pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can be joined."""
 
     kind: tuple[int, int, str]
@@ -55,9 +55,9 @@ class Request:
 
 
 class TextCaches:
-    """The caches of several texts in one pass. `shown`: see `Texts`."""
+    """The caches of several texts in one pass. `shown`: see `TextMasks`."""
 
-    def __init__(self, requests: list[Request]):
+    def __init__(self, requests: list[PassRequest]):
         self.rows = tuple(request.rows for request in requests)
         self.caches = tuple(request.view.cache for request in requests)
         self.shown: list[tuple[Tensor, Tensor]] = []
@@ -72,7 +72,7 @@ class TextCaches:
 class JointView:
     """The view of the rows of several texts, one text after another."""
 
-    def __init__(self, requests: list[Request]):
+    def __init__(self, requests: list[PassRequest]):
         self.requests = requests
         self.cache = TextCaches(requests)
 
@@ -88,7 +88,7 @@ class JointView:
 
     def masks(self) -> Masks:
         texts, of = [request.view.masks() for request in self.requests], self.cache
-        return {key: Texts(of.rows, tuple(masks[key] for masks in texts), of.caches, of.shown) for key in texts[0]}
+        return {key: TextMasks(of.rows, tuple(masks[key] for masks in texts), of.caches, of.shown) for key in texts[0]}
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
         if all(request.rows == request.view.last for request in self.requests):
@@ -97,7 +97,7 @@ class JointView:
         return torch.cat([request.view.logit_rows(part) for part, request in parts], dim=1)
 
 
-def run_jointly(requests: list[Request]) -> list[Outcome]:
+def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
     """The outputs of passes of one kind, computed by one pass over the rows of all.
 
     It is split in half if memory is short, or if the layers cannot run several texts. A text that fails alone has its
@@ -120,7 +120,7 @@ def run_jointly(requests: list[Request]) -> list[Outcome]:
 
 
 @dataclass(eq=False)
-class Text:
+class BatchText:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
     end: called at the end, with the error that ended it, if any. positions: its tokens so far, the prompt included.
@@ -132,7 +132,7 @@ class Text:
     end: Callable[[Exception | None], None]
     positions: int = 0
     run: greenlet | None = None
-    waits: Request | None = None
+    waits: PassRequest | None = None
     reader: Thread = field(default_factory=current_thread)
 
 
@@ -169,7 +169,7 @@ class Batch(Runtime):
 
     def __init__(self, runtime: Runtime | None = None, yielding: bool = True, budget: CacheBudget | None = None):
         self.runtime, self.yielding, self.budget = runtime or Runtime(), yielding, budget
-        self.texts: list[Text] = []
+        self.texts: list[BatchText] = []
         self.rounds = 0  # the number of steps that ended rounds
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
@@ -183,12 +183,12 @@ class Batch(Runtime):
         together = self.runtime.name == Runtime.name and target.layered is not None
         return max(1, len(self.texts)) if together else 1, self.rounds
 
-    def add(self, text: Text) -> None:
+    def add(self, text: BatchText) -> None:
         """Decode `text` too, from the next step on."""
         self.texts.append(text)
 
     @torch.inference_mode()  # as in `step`: a decode loop that ends restores the mode in which it began
-    def drop(self, text: Text) -> None:
+    def drop(self, text: BatchText) -> None:
         """End a text before its end."""
         if text.run is not None:
             with suppress(Exception):  # nobody reads what it raises at its end, and the others go on
@@ -200,7 +200,7 @@ class Batch(Runtime):
         for text in [*self.texts]:
             self.drop(text)
 
-    def _forget(self, text: Text) -> None:
+    def _forget(self, text: BatchText) -> None:
         """Remove a text that has ended; it keeps no session alive."""
         self.texts.remove(text)
         text.rounds, text.run, text.waits = iter(()), None, None
@@ -217,7 +217,7 @@ class Batch(Runtime):
             self._resume(text)
         drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
         self.rounds += not drafting
-        groups: dict[Hashable, list[Text]] = {}
+        groups: dict[Hashable, list[BatchText]] = {}
         for text in drafting or self.texts:
             if text.waits is not None:
                 groups.setdefault(text.waits.kind, []).append(text)
@@ -229,7 +229,7 @@ class Batch(Runtime):
             for text, outcome in zip(group, outcomes, strict=True):
                 self._resume(text, outcome)
 
-    def _resume(self, text: Text, *outcome: Outcome) -> None:
+    def _resume(self, text: BatchText, *outcome: Outcome) -> None:
         """Run a text until it waits, has decoded a round, or ends. outcome: of the pass it waited for."""
         assert text.run is not None
         error: Exception | None = None
@@ -243,7 +243,7 @@ class Batch(Runtime):
             text.end(error)
 
 
-def _decode(text: Text) -> None:
+def _decode(text: BatchText) -> None:
     for decoded in text.rounds:
         text.positions += len(decoded.tokens)
         text.take(decoded)
@@ -276,7 +276,7 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
     """
     above = getcurrent().parent
     if above is not None and view.layout.base:
-        outputs: tuple[Tensor, ...] = above.switch(Request(kind, pass_, x, view))
+        outputs: tuple[Tensor, ...] = above.switch(PassRequest(kind, pass_, x, view))
         return outputs
     if above is not None and yielding and view.layout.stop > PIECE:
         view.cache = cast("KVCache", _BetweenLayers(view.cache))
@@ -290,7 +290,7 @@ class Worker:
     def __init__(self, batch: Batch, most: int):
         self.batch, self.most = batch, most
         self._jobs: list[Callable[[], None]] = []
-        self._waiting: list[Text] = []
+        self._waiting: list[BatchText] = []
         self._busy, self._lock = False, Lock()
 
     def do(self, job: Callable[[], Output]) -> Output:
@@ -311,7 +311,7 @@ class Worker:
         round is requested, and is decoded whether or not anybody reads; closing this iterator drops it. prompt: the
         number of its tokens."""
         results: SimpleQueue[Round | Exception | None] = SimpleQueue()
-        text = Text(rounds, results.put, results.put, prompt)
+        text = BatchText(rounds, results.put, results.put, prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them
         give_up = partial(self._give_up, text)  # created now, as the interpreter may be ending later
         self._put(partial(self._waiting.append, text))
@@ -324,7 +324,7 @@ class Worker:
             with self._lock:  # starts no thread: without one, no text is decoded
                 self._jobs.append(give_up)
 
-    def _give_up(self, text: Text) -> None:
+    def _give_up(self, text: BatchText) -> None:
         if text in self._waiting:
             self._waiting.remove(text)
         if text in self.batch.texts:

@@ -17,9 +17,9 @@ from torch import Tensor
 from outrider.base.errors import warn
 
 
-def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+def row_maxima(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`scores.max(-1)` of [n, V]: the largest of each row and its first index, or NaN and its index."""
-    maxima: tuple[Tensor, Tensor] | None = _faster("largest", scores.device, scores)
+    maxima: tuple[Tensor, Tensor] | None = _faster("row_maxima", scores.device, scores)
     if maxima is None:
         values, indices = scores.max(-1)
         return values, indices

@@ -112,11 +112,11 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
     float32 [..., 2k] with k = min(count, V): one tensor to transfer. float32 represents ids below 2^24 exactly.
     """
     scores = logits.float()
-    values, tokens = largest(scores, min(count, logits.shape[-1]))
+    values, tokens = top_k_chunked(scores, min(count, logits.shape[-1]))
     return torch.cat([tokens.float(), (values - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
 
 
-def largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+def top_k_chunked(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
     """`scores.topk(count)` of [..., V] in one pass over V: the results are in the `count` chunks of largest maxima."""
     size = scores.shape[-1]
     boundary = size - size % chunk

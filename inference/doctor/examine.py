@@ -5,7 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from outrider.inference.doctor.examinees import EXAMINERS, Examinee
-from outrider.inference.doctor.scores import Recording, Scores, is_better, join, record, score
+from outrider.inference.doctor.scores import (
+    AgreementScores,
+    Recording,
+    is_better,
+    join_scores,
+    record_answer,
+    score_logits,
+)
 from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -32,13 +39,14 @@ def examine(
     count = min(-(-(MANY if config.doctor else FEW) // new), len(rendered))
     questions = [rendered[number * len(rendered) // count] for number in range(count)]
 
-    def scores_of(prompts: Iterable[Sequence[int]], examinees: Examinees) -> dict[str, list[Scores]]:
+    def scores_of(prompts: Iterable[Sequence[int]], examinees: Examinees) -> dict[str, list[AgreementScores]]:
         boundaries = boundaries_of(examinees)
-        recordings = (record(models.stack, prompt, boundaries, new, setup.eos) for prompt in prompts)
-        return judge(filter(None, recordings), examinees)  # one at a time, as the hidden states take much memory
+        recordings = (record_answer(models.stack, prompt, boundaries, new, setup.eos) for prompt in prompts)
+        # One recording exists at a time, as its hidden states take much memory.
+        return score_variants(filter(None, recordings), examinees)
 
     scores = scores_of(questions, examinees)
-    findings = {name: compare(examinee, scores[name]) for name, examinee in examinees.items()}
+    findings = {name: compare_variants(examinee, scores[name]) for name, examinee in examinees.items()}
     only = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
     for length in config.doctor_lengths:
         for name, variant_scores in scores_of(texts_of_length(length - new, questions), only).items():
@@ -71,17 +79,17 @@ def boundaries_of(examinees: Examinees) -> tuple[int, ...]:
     return tuple(sorted({tap for drafter in examinees.values() for way in drafter.variants for tap in way.boundaries}))
 
 
-def judge(recordings: Iterable[Recording], examinees: Examinees) -> dict[str, list[Scores]]:
+def score_variants(recordings: Iterable[Recording], examinees: Examinees) -> dict[str, list[AgreementScores]]:
     """By kind, the scores of each of its variants over all recordings; none of them if there are no recordings."""
-    texts: dict[str, list[list[Scores]]] = {name: [] for name in examinees}
+    texts: dict[str, list[list[AgreementScores]]] = {name: [] for name in examinees}
     for number, recording in enumerate(recordings):
         for name, examinee in examinees.items():
             drafts = (variant.drafting(recording) for variant in examinee.variants)
-            texts[name].append([score(logits, recording, number) for logits in drafts])
-    return {name: [join(parts) for parts in zip(*rows, strict=True)] for name, rows in texts.items()}
+            texts[name].append([score_logits(logits, recording, number) for logits in drafts])
+    return {name: [join_scores(parts) for parts in zip(*rows, strict=True)] for name, rows in texts.items()}
 
 
-def compare(examinee: Examinee, scores: Sequence[Scores]) -> Findings:
+def compare_variants(examinee: Examinee, scores: Sequence[AgreementScores]) -> Findings:
     """The scores of a drafter's variants, and the best one that is significantly better than the declared reading."""
     rows: list[Findings] = []
     for variant, figures in zip(examinee.variants, scores, strict=False):

@@ -16,7 +16,13 @@ from outrider.base.settings import construct
 from outrider.draft_models.eagle3.checkpoint import D2T, StoredHead, make_head, open_head
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
 from outrider.draft_models.eagle3.model import Eagle3, Steps
-from outrider.draft_models.eagle3.reading import Reading, changed, default_taps, require_target, rope_base
+from outrider.draft_models.eagle3.reading import (
+    Reading,
+    apply_changes,
+    default_aux_layers,
+    require_fitting_target,
+    rope_base,
+)
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from outrider.draft_models.small_lm.model import SmallLM, last_id
@@ -26,7 +32,7 @@ from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Band, Target
-from outrider.inference.doctor.scores import Recording, read
+from outrider.inference.doctor.scores import Recording, read_states
 from outrider.inference.drafters.model_plugin import bare
 from outrider.inference.drafters.plugin import read_record
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
@@ -128,7 +134,7 @@ def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, ch
     lm = cast("SmallLM", bare(model))
 
     def drafting(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
-        return read(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
+        return read_states(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
 
     return Examinee([Variant(DECLARED, drafting)], [made_for(read_record(where, LM_TRAINING_FILE), target)])
 
@@ -144,7 +150,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
     tensors = stored.tensors(stack.dtype, stack.device)
 
     def make(reading: Reading) -> Eagle3:
-        require_target(reading, target.config, stored.source)
+        require_fitting_target(reading, target.config, stored.source)
         head = make_head(reading, tensors, stored.source)
         if not reading.own_embedding:
             head.use_embedding(embedding)
@@ -156,7 +162,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
     variants = [Variant(DECLARED, partial(draft_by_head, declared), taps)]
     for change in _neighbours(stored.reading, target):
         try:
-            reading = changed(stored.reading, change, target.config)
+            reading = apply_changes(stored.reading, change, target.config)
             if reading in seen:
                 continue
             drafting = partial(draft_by_head, make(reading))
@@ -190,7 +196,7 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
 def _neighbours(reading: Reading, target: OpenTarget) -> Iterator[ReadingChanges]:
     """The changes to try, one at a time; some may be impossible, or equal to the declared reading."""
     moved = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
-    usual = default_taps(target.config.num_hidden_layers)
+    usual = default_aux_layers(target.config.num_hidden_layers)
     yield from (ReadingChanges(taps=taps) for taps in (*moved, usual) if taps[0] >= 0)
     yield ReadingChanges(rope="target")
     for base in (None, 10000.0, rope_base(target.config)):  # EAGLE trains with 10000, whatever its config says

@@ -34,7 +34,7 @@ class Recording(NamedTuple):
     aux_hidden: dict[int, Tensor]
 
 
-def record(
+def record_answer(
     target: Target, prompt: Sequence[int], boundaries: Sequence[int], new: int, eos: frozenset[int] = frozenset()
 ) -> Recording | None:
     """The answer of `target` to `prompt`, of up to `new` tokens; None if no place of it can be judged.
@@ -47,11 +47,13 @@ def record(
     start = max(len(prompt) + 1, FIRST)
     if start >= len(tokens):
         return None
-    return Recording(tokens, start, read(target, tokens, len(prompt), boundaries)[1] if boundaries else {})
+    return Recording(tokens, start, read_states(target, tokens, len(prompt), boundaries)[1] if boundaries else {})
 
 
 @torch.inference_mode()
-def read(model: Target, tokens: Tensor, start: int, boundaries: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+def read_states(
+    model: Target, tokens: Tensor, start: int, boundaries: Sequence[int] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
     session, aux = Runtime().session(model, 0, len(tokens)), list[Tensor]()
     session.aux_layers = tuple(boundaries)
@@ -66,7 +68,7 @@ def read(model: Target, tokens: Tensor, start: int, boundaries: Sequence[int] = 
     return logits, dict(zip(boundaries, states, strict=True))
 
 
-class Scores(NamedTuple):
+class AgreementScores(NamedTuple):
     """Figures at all judged places of all texts.
 
     agree [steps, places]: whether the drafter's most likely token is the target's. finite [steps, places]: whether all
@@ -83,17 +85,17 @@ class Scores(NamedTuple):
         return float(self.agree.mean())
 
 
-def score(logits: Tensor, recording: Recording, text: int) -> Scores:
+def score_logits(logits: Tensor, recording: Recording, text: int) -> AgreementScores:
     """The scores of a drafter's logits [steps, places, V'] on a recording, which is text number `text`."""
     finite = logits.isfinite().all(-1)
     agree = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
     blocks = (text << 32) + np.arange(agree.shape[-1]) // BLOCK
-    return Scores(agree.cpu().numpy(), finite.cpu().numpy(), blocks)
+    return AgreementScores(agree.cpu().numpy(), finite.cpu().numpy(), blocks)
 
 
-def join(parts: Sequence[Scores]) -> Scores:
+def join_scores(parts: Sequence[AgreementScores]) -> AgreementScores:
     """The scores of several texts as one."""
-    return Scores(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+    return AgreementScores(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
 
 
 def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
@@ -111,7 +113,7 @@ def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
     return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
 
 
-def is_better(challenger: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
+def is_better(challenger: AgreementScores, than: AgreementScores, tried: int = 1) -> tuple[bool, float]:
     """Whether `challenger` agrees more than `than` by `MARGIN` and significantly, and the p-value.
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
@@ -120,7 +122,7 @@ def is_better(challenger: Scores, than: Scores, tried: int = 1) -> tuple[bool, f
     return chance < CHANCE and challenger.agreement - than.agreement >= MARGIN, chance
 
 
-def table(kind: str, findings: Findings) -> Iterator[str]:
+def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
     """The findings on one drafter: a line per reading, the declared one first, then facts and the verdict.
 
     A fact that may explain a bad drafter begins with an exclamation mark.
@@ -140,10 +142,10 @@ def table(kind: str, findings: Findings) -> Iterator[str]:
     for length, share in findings.get("lengths", {}).items():
         yield f"  at {length} tokens: {share:.1%}"
     yield from (f"  {'! ' * fact['suspect']}{fact['name']}: {fact['said']}" for fact in findings["facts"])
-    yield from _verdict(findings)
+    yield from _describe_verdict(findings)
 
 
-def _verdict(findings: Findings) -> Iterator[str]:
+def _describe_verdict(findings: Findings) -> Iterator[str]:
     better, declared = findings["better"], findings["ways"][0]
     if min(declared["finite"]) < 1:
         yield f"  {1 - min(declared['finite']):.1%} of its logits are not finite: its numbers overflow in this dtype"
@@ -155,7 +157,7 @@ def _verdict(findings: Findings) -> Iterator[str]:
         yield "  it seldom agrees, and no other reading is better: look at its target, its data and the template"
 
 
-def refuse(kind: str, where: str, findings: Findings) -> None:
+def refuse_reading(kind: str, where: str, findings: Findings) -> None:
     """Raise `UserError` if another reading is better and an option selects it."""
     winners = [row for row in findings["ways"] if row["wins"] and row["option"]]
     if not winners:

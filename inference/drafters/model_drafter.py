@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
@@ -116,7 +116,7 @@ class TimedModel:
         self._starts.append(self._watch.seconds)
         logits, predicted = self._model.extend(tokens, parents), self._model.predicted
         if predicted is not None and self._ids is None:
-            logits = spread(logits, predicted, self._vocabulary)
+            logits = spread_logits(logits, predicted, self._vocabulary)
         self._watch.begin(running)
         return logits
 

@@ -70,7 +70,7 @@ class FusedLayer(nn.Module):
         self.head_dim = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
         self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
-        self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.qkv = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         signs = head_scale = None
         self.gated = hasattr(layer, "mlp")  # else an OPT layer
         self.head_eps = 0.0
@@ -78,7 +78,7 @@ class FusedLayer(nn.Module):
             self.attention_norm = RMSNorm(layer.input_layernorm)
             self.out = attention.o_proj
             self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
-            self.up, self.down = join([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
+            self.up, self.down = join_linears([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
             self.activation = layer.mlp.act_fn
             signs = self.attention_norm.weight.new_ones(self.head_dim)
             signs[: self.head_dim // 2] = -1
@@ -180,7 +180,7 @@ class FusedLayer(nn.Module):
         return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
 
 
-def join(linears: Sequence[Linear]) -> Linear:
+def join_linears(linears: Sequence[Linear]) -> Linear:
     """One linear layer for the outputs of `linears`, all of one type; their weights become views of its weight."""
     coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
     if coded:
@@ -229,11 +229,11 @@ def fuse_layers(model: nn.Module) -> None:
     The model from which a stack was made keeps its own layers.
     """
     for name, child in model.named_children():
-        fused = nn.ModuleList(map(_fused, child)) if isinstance(child, nn.ModuleList) else _fused(child)
+        fused = nn.ModuleList(map(_fuse, child)) if isinstance(child, nn.ModuleList) else _fuse(child)
         setattr(model, name, fused)
 
 
-def _fused(module: nn.Module) -> nn.Module:
+def _fuse(module: nn.Module) -> nn.Module:
     name = type(module).__name__
     if name in FUSED_LAYERS:
         return FusedLayer(module)

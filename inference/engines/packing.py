@@ -147,7 +147,7 @@ def compare_panels(linear: CodedLinear) -> None:
             )
 
 
-def chosen_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
+def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
     """The `fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`)."""
     first = linears[0]
     if isinstance(first, CodedLinear):  # PyTorch has no product with codes
@@ -222,7 +222,7 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
 
     def layout(linears: Sequence[Linear]) -> str:
-        return chosen_layout(linears, device, panels=id(linears[0]) not in of_layers)
+        return choose_layout(linears, device, panels=id(linears[0]) not in of_layers)
 
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)

@@ -26,7 +26,7 @@ from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import PromptResult, append_line, read_lines
 from outrider.inference.measure.threads import load_average
 from outrider.inference.report.types import DRAFTED, PLAIN
-from outrider.inference.serving.engine_process import EngineProcess, require_engine, running
+from outrider.inference.serving.engine_process import EngineProcess, require_engine, start_engine
 from outrider.inference.serving.proposer import PROPOSER, environment
 from outrider.inference.settings.engine import MODULES, EngineConfig, draft_length, python_in, why_not
 from outrider.inference.settings.kinds import KINDS
@@ -200,7 +200,7 @@ def _begin(
         "device": setup.device.type, "context": min(longest + 64, context_length(setup, {})), "draft": draft,
         "options": config.engine_options, "work": str(folder.resolve()), "most": max(config.concurrency),
     }  # fmt: skip
-    return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
+    return start_engine(python_in(config.engine_python), job, folder / f"{name}.log", variables)
 
 
 def _weights_for_engines(setup: TargetSetup, folder: Path) -> tuple[str, str | None]:

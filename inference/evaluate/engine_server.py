@@ -10,13 +10,13 @@ from dataclasses import replace
 from outrider.base.errors import UserError, require
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.inference.batch.client import ReplyError, bounded
-from outrider.inference.batch.server import RETOKENISED, Json, Server, Streamed
+from outrider.inference.batch.client import ReplyError, bounded_parts
+from outrider.inference.batch.server import RETOKENISED, Json, Streamed, TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.rounds import Generation
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.report.types import UNREAD
-from outrider.inference.serving.engine_process import generation
+from outrider.inference.serving.engine_process import to_generation
 from outrider.inference.settings.engine import EngineConfig
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
@@ -42,7 +42,7 @@ class EngineServer:
             data=DataConfig(), greedy_tokens=0, temperature=config.sampling.temperature,
         )  # fmt: skip
         sizes, tokenizer = (context_limit(setup.target.config), setup.config.vocab_size), setup.tokenizer
-        self._server = Server(settings, tokenizer, setup.eos, *sizes, checked=False, option=option)
+        self._server = TargetServer(settings, tokenizer, setup.eos, *sizes, checked=False, option=option)
         answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
         owner, fingerprint = self._server.owner, str(reply.get("system_fingerprint") or "")
         self.version = fingerprint if fingerprint.startswith(owner) else f"{owner} {fingerprint}".strip()
@@ -72,7 +72,9 @@ class EngineServer:
     def _counters(self) -> Counters:
         """vLLM's counters since its start, by name and by place of an accepted token; None for other servers."""
         try:
-            text = self._server.client.fetch("/metrics", read=lambda response: b"".join(bounded(response)).decode())
+            text = self._server.client.fetch(
+                "/metrics", read=lambda response: b"".join(bounded_parts(response)).decode()
+            )
             counters = Counter[str | int]()
             for name, labels, value in _COUNTER.findall(text):
                 position = re.search(r'position="(\d+)"', labels)
@@ -103,4 +105,4 @@ class EngineServer:
 def _generation(streamed: Streamed, drafted: int) -> Generation:
     answer, steps, times, _ = streamed
     flags = {"retokenised": answer.retokenised, UNREAD: answer.failure == RETOKENISED}
-    return replace(generation(steps, times, drafted), totals={name: 1.0 for name, holds in flags.items() if holds})
+    return replace(to_generation(steps, times, drafted), totals={name: 1.0 for name, holds in flags.items() if holds})

@@ -15,7 +15,7 @@ from outrider.base.errors import UserError
 from outrider.base.processes import from_main
 from outrider.base.progress import Stage
 from outrider.base.settings import construct
-from outrider.inference.doctor.scores import Findings, refuse, table
+from outrider.inference.doctor.scores import Findings, describe_findings, refuse_reading
 from outrider.inference.evaluate.planning import Plan
 from outrider.inference.loading.models import Models, load_models
 from outrider.inference.measure.bench import (
@@ -131,8 +131,8 @@ def see_doctor(plan: Plan, models: Models) -> Mapping[str, Findings]:
     with Stage("examining drafters"):
         findings = examine(plan.config, plan.setup, models, plan.rendered)
     for kind, finding in findings.items():
-        print("\n".join(table(kind, finding)), flush=True)
-        refuse(KINDS[kind].option or kind, str(plan.config.where(KINDS[kind])), finding)
+        print("\n".join(describe_findings(kind, finding)), flush=True)
+        refuse_reading(KINDS[kind].option or kind, str(plan.config.where(KINDS[kind])), finding)
     return findings
 
 

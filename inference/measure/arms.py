@@ -13,7 +13,7 @@ from outrider.base.progress import Stage
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.target import Target
-from outrider.inference.core.batch import Batch, Text
+from outrider.inference.core.batch import Batch, BatchText
 from outrider.inference.core.decode import autoregressive, cut, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
@@ -231,7 +231,7 @@ def decode_all(
         yield from ()
 
     for index in range(len(prompts)):
-        batch.add(Text(text(index), lambda _: None, ended.append))
+        batch.add(BatchText(text(index), lambda _: None, ended.append))
     started = time.perf_counter()
     try:
         while batch.texts:

@@ -11,7 +11,7 @@ import torch
 
 from outrider.base.progress import Stage, counted
 from outrider.base.streams import Streams
-from outrider.data_prep.text.chat import spoken
+from outrider.data_prep.text.chat import answer_text
 from outrider.data_prep.text.prompt_records import Prompt
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 from outrider.inference.core.batch import Batch
@@ -153,7 +153,7 @@ class Talk:
             return None
         names, ids, why = self.prompt.turn_ids, self.first, ""
         answers = [result.answer for result in self.results]
-        self.texts += [*(spoken(answer, setup.tokenizer) for answer in answers[-1:]), self.prompt.turns[number]]
+        self.texts += [*(answer_text(answer, setup.tokenizer) for answer in answers[-1:]), self.prompt.turns[number]]
         try:
             ids = render(setup, self.prompt, self.texts, answers) if answers else ids
         except UnusableTextError as error:  # caused by an answer of the target

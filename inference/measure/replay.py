@@ -31,7 +31,7 @@ from outrider.base.streams import Streams
 from outrider.base.words import Columns, filled
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.data_files import read_file
-from outrider.data_prep.text.messages import encodable
+from outrider.data_prep.text.messages import replace_surrogates
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.encoder import open_encoder
@@ -203,7 +203,7 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
 def _answered(record: object, where: str) -> tuple[str, tuple[str, ...]]:
     match record:
         case {"question_id": question, "choices": [{"turns": [*turns]}, *_]}:
-            if all(isinstance(turn, str) and encodable(turn) == turn for turn in turns):
+            if all(isinstance(turn, str) and replace_surrogates(turn) == turn for turn in turns):
                 return str(question), tuple(turns)
     raise UserError(f"{where}: not an answer record: expected question_id and choices, the first with turns of text")
 

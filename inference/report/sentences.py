@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from outrider.base.words import figure, in_shell, in_words, option
-from outrider.inference.doctor.scores import table
+from outrider.inference.doctor.scores import describe_findings
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, MedianInterval
 from outrider.inference.report.types import (
     HALF_NAMES,
@@ -220,7 +220,7 @@ def overlap_sentence(kind: str, overlap: Overlap) -> str:
 def doctor_lines(run: Conditions) -> Iterator[str]:
     """The doctor's tables, for a monospaced font."""
     for kind, findings in run.doctor.items():
-        yield from table(kind, findings)
+        yield from describe_findings(kind, findings)
 
 
 def resolution(run: Conditions) -> str:

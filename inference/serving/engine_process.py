@@ -31,7 +31,7 @@ def require_engine(engine: str, python: str) -> None:
 
 
 class EngineProcess:
-    """An engine that has loaded a target and, if the job says so, a drafter (see `running`)."""
+    """An engine that has loaded a target and, if the job says so, a drafter (see `start_engine`)."""
 
     counts: tuple[int, ...] | None = None  # rounds arrive one by one, so no counters are needed
 
@@ -52,7 +52,7 @@ class EngineProcess:
         for prompt, output in zip(prompts, outputs := answer["requests"], strict=True):
             if not output["tokens"]:
                 raise self._failed(f"it says nothing after a prompt of {len(prompt)} tokens")
-        return tuple(generation(output["tokens"], output["times"], drafted) for output in outputs), answer["seconds"]
+        return tuple(to_generation(output["tokens"], output["times"], drafted) for output in outputs), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
         assert self.process.stdin is not None
@@ -72,7 +72,7 @@ class EngineProcess:
 
 
 @contextmanager
-def running(
+def start_engine(
     python: str, job: Mapping[str, object], log: Path, environment: Mapping[str, str], worker: Path = WORKER
 ) -> Iterator[EngineProcess]:
     """An engine while the context lasts; afterwards no process of it is left.
@@ -95,7 +95,7 @@ def running(
         process.communicate()
 
 
-def generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
+def to_generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
     """The engine's output by steps; every step after the first is a round. times: of the begin and of each step."""
     (first, *passes), (begun, prefilled, *times) = steps, times
     spent = [end - start for start, end in zip([prefilled, *times], times, strict=False)]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 Json = dict[str, Any]
 
 
-class Request:
+class Continuation:
     """A prompt that is being continued. tokens: those of every step; times: when the request began and each step's."""
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Request:
             self.times.append(time.perf_counter())
 
 
-class Engine(Protocol):
+class EngineRunner(Protocol):
     """An engine that has loaded a target."""
 
     version: str
 
-    def run(self, job: Json) -> list[Request]: ...
+    def run(self, job: Json) -> list[Continuation]: ...
 
 
 class VLLM:
@@ -64,12 +64,12 @@ class VLLM:
         )  # fmt: skip
         self.version = vllm.__version__
 
-    def run(self, job: Json) -> list[Request]:
+    def run(self, job: Json) -> list[Continuation]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine, waiting = self.llm.llm_engine, list(enumerate(zip(job["prompts"], job["seeds"], strict=True)))
-        running, requests = dict[str, Request](), dict[int, Request]()
+        running, requests = dict[str, Continuation](), dict[int, Continuation]()
         while waiting or running:
             while waiting and len(running) < job["concurrency"]:
                 number, (prompt, seed) = waiting.pop(0)
@@ -78,7 +78,7 @@ class VLLM:
                     detokenize=False, output_kind=RequestOutputKind.DELTA, temperature=job["temperature"],
                     **job["sampling"],
                 )  # fmt: skip
-                running[f"{number}"] = requests[number] = Request()
+                running[f"{number}"] = requests[number] = Continuation()
                 engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params)
             for output in engine.step():
                 running[output.request_id].add(output.outputs[0].token_ids)
@@ -120,12 +120,12 @@ class OpenVINO:
             part.rename(folder)
         return str(folder)
 
-    def run(self, job: Json) -> list[Request]:
+    def run(self, job: Json) -> list[Continuation]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
-        requests: list[Request] = []
+        requests: list[Continuation] = []
 
         class Steps(genai.StreamerBase):
             def write(self, tokens: int | list[int]) -> object:
@@ -142,7 +142,7 @@ class OpenVINO:
                 do_sample=job["temperature"] > 0, temperature=job["temperature"] or 1.0, rng_seed=seed,
                 **self.settings, **job["sampling"],
             )  # fmt: skip
-            requests.append(Request())
+            requests.append(Continuation())
             result = self.pipe.generate(ov.Tensor(np.array([prompt], np.int64)), settings, Steps())
             count = sum(map(len, requests[-1].tokens))
             requests[-1].add([*result.tokens[0]][count:])  # an end token is not streamed
@@ -179,11 +179,11 @@ class Transformers:
             self.settings = {"assistant_model": drafter}
         self.version = transformers.__version__
 
-    def run(self, job: Json) -> list[Request]:
+    def run(self, job: Json) -> list[Continuation]:
         import torch
         import transformers
 
-        requests: list[Request] = []
+        requests: list[Continuation] = []
         settings = transformers.GenerationConfig(
             max_new_tokens=job["max_new_tokens"], eos_token_id=job["eos"] or None, pad_token_id=0,
             do_sample=job["temperature"] > 0, temperature=job["temperature"] or 1.0,
@@ -191,7 +191,7 @@ class Transformers:
         )  # fmt: skip
         for prompt, seed in zip(job["prompts"], job["seeds"], strict=True):
             torch.manual_seed(seed)
-            requests.append(request := Request())
+            requests.append(request := Continuation())
             ids = torch.tensor([prompt], device=self.model.device)
             streamer = SimpleNamespace(put=lambda ids: requests[-1].add(ids.reshape(-1).tolist()), end=lambda: None)
             self.model.generate(
@@ -202,10 +202,10 @@ class Transformers:
         return requests
 
 
-ENGINES: dict[str, Callable[[Json], Engine]] = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
+ENGINES: dict[str, Callable[[Json], EngineRunner]] = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
 
 
-def main(engines: Mapping[str, Callable[[Json], Engine]]) -> None:
+def main(engines: Mapping[str, Callable[[Json], EngineRunner]]) -> None:
     """Answer the jobs on stdin, the first of which loads one of `engines`, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the engine prints goes to the log

@@ -20,7 +20,7 @@ from outrider.base.settings import (
     require_default,
 )
 from outrider.base.wandb_config import WandbConfig
-from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate, RecordFile, TemplateArguments
 from outrider.draft_models.targets.settings import (
     SMALL_LM,
     TABLE,
@@ -225,7 +225,9 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
 class ReplayConfig(DraftingConfig):
     """replay: the exact τ of drafters that read tokens only, from recorded greedy answers, without a target."""
 
-    transcripts: Annotated[str, Records("a file of recorded answers")] = free(help="the recorded answers to `prompts`")
+    transcripts: Annotated[str, RecordFile("a file of recorded answers")] = free(
+        help="the recorded answers to `prompts`"
+    )
     tokenizer: Tokenizer = free()
     """the target's: a Hugging Face directory or a SentencePiece .model"""
     prompts: PromptSource = free(help="the questions, a JSONL, JSON or parquet file or a benchmark's name")

@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
 from outrider.base.settings import Count, Named, Positive, RunConfig, Seed, Url, free, opt, require_default
-from outrider.data_prep.text.settings import PromptSource, PromptTemplate, Records, TemplateArguments
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate, RecordFile, TemplateArguments
 from outrider.draft_models.targets.settings import Dtype, InputPath, Model
 from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -59,7 +59,7 @@ class CompareConfig(RunConfig):
         self.require("compare", len(self.compare) == 2, "two directories of evaluations, e.g. [runs/a,runs/b]")
 
 
-AnswerFile = Annotated[str, Records("a JSONL file of answers")]
+AnswerFile = Annotated[str, RecordFile("a JSONL file of answers")]
 OF_SERVERS = (
     "server_model", "concurrency", "server_timeout", "server_retries", "prompts", "num_prompts", "template",
     "chat_template_kwargs", "max_new_tokens", "temperature", "top_k", "top_p",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.core.ops import likeliest_children
-from outrider.inference.core.sampling import largest
+from outrider.inference.core.sampling import top_k_chunked
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.settings.method import AUTO, StructureConfig, number
 from outrider.inference.shapes.structure import Tree, cat_levels, plain_probs
@@ -129,7 +129,7 @@ def _children(
     probs = plain_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
     if weights is not None:
         probs = probs * weights[:, None]
-    top, indices = largest(probs.flatten(), min(count, probs.numel()))
+    top, indices = top_k_chunked(probs.flatten(), min(count, probs.numel()))
     values, parent_list = torch.stack([top, (indices // probs.shape[-1]).to(top.dtype)]).tolist()
     return top, indices % probs.shape[-1], values, [int(parent) for parent in parent_list]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.settings import read_as
 from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
-from outrider.inference.core.ops import largest
+from outrider.inference.core.ops import row_maxima
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
 from outrider.inference.settings.method import Draw, StructureConfig, number
@@ -47,7 +47,7 @@ class Chain(Structure):
             logits = source.extend(tokens[-1], (row - 1,))
             if generator is None:
                 scores = logits if to_probs is None else to_probs(logits, (row,))
-                token = largest(scores)[1]
+                token = row_maxima(scores)[1]
             else:
                 probs = (to_probs or plain_probs)(logits, (row,))
                 q[row - 1] = probs[0]

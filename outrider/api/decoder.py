@@ -16,16 +16,16 @@ from typing import Annotated, Any, Self, cast, overload
 from annotated_types import Ge, Le
 from transformers import PreTrainedTokenizerBase
 
-from outrider.api.asked import (
-    Asked,
+from outrider.api.arguments import (
     Messages,
-    Text,
-    are_ids,
-    are_several,
-    conversation,
-    knowing_its_options,
-    options_of,
-    require_known,
+    PromptInput,
+    TextArgument,
+    is_prompt_list,
+    is_token_ids,
+    option_names,
+    refuse_unknown_options,
+    require_conversation,
+    require_known_options,
     sampling_of,
 )
 from outrider.base.errors import require
@@ -57,7 +57,7 @@ from outrider.inference.sizing.policy import Tuning
 
 
 @dataclass(frozen=True)
-class Passes:
+class GenerationCounts:
     """The counts of a generation: new tokens, and the target's passes that decoded all of them but the first.
 
     ids: the new tokens, the end token included.
@@ -100,7 +100,7 @@ class Decoder:
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self.budget = budget_of(self.stack, self.drafters, cache_bytes)
         self._worker = Worker(Batch(self.runtime, budget=self.budget), batch)  # computes whatever is of this target
-        self.last: Passes | None = None
+        self.last: GenerationCounts | None = None
         self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
         self._tuned = False
@@ -111,7 +111,7 @@ class Decoder:
         return f"{type(self).__name__}({facts}, device={str(self.setup.device)!r})"
 
     @classmethod
-    @knowing_its_options
+    @refuse_unknown_options
     def load(
         cls,
         source: str | Path,
@@ -178,7 +178,7 @@ class Decoder:
         return cls(config, name, conversations, construct(Count, batch, "batch"), limit)
 
     @overload
-    def generate(self, prompt: Asked, each: tuple[()] = (), **options: object) -> str: ...
+    def generate(self, prompt: PromptInput, each: tuple[()] = (), **options: object) -> str: ...
 
     @overload
     def generate(
@@ -196,8 +196,8 @@ class Decoder:
         those of all. All prompts are checked before the first is decoded.
         """
         for overrides in (options, *each):
-            require_known("generate", overrides, options_of(self.stream))
-        if not are_several(prompt):
+            require_known_options("generate", overrides, option_names(self.stream))
+        if not is_prompt_list(prompt):
             require(not each, "each", each, "nothing for a single prompt")
             return "".join(self.stream(prompt, **options))
         require(len(each) in (0, len(prompt)), "each", each, f"options of each of the {len(prompt)} prompts")
@@ -209,10 +209,10 @@ class Decoder:
         with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
             return [*pool.map("".join, streams)]
 
-    @knowing_its_options
+    @refuse_unknown_options
     def stream(
         self,
-        prompt: Asked,
+        prompt: PromptInput,
         *,
         max_new_tokens: int = 128,
         do_sample: bool = False,
@@ -224,7 +224,7 @@ class Decoder:
         stop_strings: Sequence[str] = (),
         seed: int = 0,
         chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> Generator[str, None, Passes]:
+    ) -> Generator[str, None, GenerationCounts]:
         """Yield the text after `prompt` in pieces, each as soon as its round is decoded; return its counts.
 
         prompt: a text to continue; a conversation, which is rendered by a chat template (see `load`); or token ids, to
@@ -247,10 +247,10 @@ class Decoder:
         rounds = self.rounds(ids, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
         return self._pieces(rounds, len(ids))
 
-    @knowing_its_options
+    @refuse_unknown_options
     def rounds(
         self,
-        prompt: Asked,
+        prompt: PromptInput,
         sampling: SamplingConfig = GREEDY,
         *,
         max_new_tokens: int = 128,
@@ -269,7 +269,7 @@ class Decoder:
         count = construct(Count, max_new_tokens, "max_new_tokens")
         top = construct(Annotated[int, Ge(0), Le(self.setup.config.vocab_size)] | None, logprobs, "logprobs")
         texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-        stops = tuple(construct(list[Text], texts, "stop_strings"))
+        stops = tuple(construct(list[TextArgument], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
         ids = self.ids(prompt)  # before its turn: a long prompt or many stop strings delay no other generation
         inherited, rule = self._inherit(sampling, stops), self.stop_rule(stops, sampling)
@@ -314,21 +314,21 @@ class Decoder:
         stops = stops or tuple(self._inherit(sampling, ()).fields.get("stop_strings", ()))
         return StopStrings(stops, self.tokenizer, self.ends) if stops else None
 
-    def ids(self, prompt: Asked, key: str = "prompt", arguments: Mapping[str, object] | None = None) -> list[int]:
+    def ids(self, prompt: PromptInput, key: str = "prompt", arguments: Mapping[str, object] | None = None) -> list[int]:
         """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
         most, arguments = self.setup.config.vocab_size, construct(dict[str, object], arguments or {}, KWARGS)
-        rendered = not isinstance(prompt, str) and not are_ids(prompt)
+        rendered = not isinstance(prompt, str) and not is_token_ids(prompt)
         require(rendered or not arguments, KWARGS, arguments, "none: only a conversation is rendered by a template")
-        if are_ids(prompt):
+        if is_token_ids(prompt):
             for index, token in enumerate(prompt):
                 require(0 <= token < most, f"{key}[{index}]", token, f"a token id of the target: 0 to {most - 1}")
             return [*prompt]
         if isinstance(prompt, str):
             ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config), where=key)
         else:
-            talk, template = conversation(prompt, key), self.setup.chat_template
+            talk, template = require_conversation(prompt, key), self.setup.chat_template
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
-            answer_ids = [self.ids(answer, f"{key}: ids") if are_ids(answer) else [] for answer in written]
+            answer_ids = [self.ids(answer, f"{key}: ids") if is_token_ids(answer) else [] for answer in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
             tokenizer = with_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
             ids = render_prompt(turns, tokenizer, template, answer_ids=answer_ids, most=most, where=key)
@@ -388,7 +388,7 @@ class Decoder:
         if tuning := tunings.get(self.name):
             self._tuning = tuning.of_all(functools.partial(self._worker.batch.sharing, self.stack))
 
-    def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
+    def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, GenerationCounts]:
         text, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
         for r in rounds:
             passes += 1
@@ -397,5 +397,5 @@ class Decoder:
         if piece := text.flush():
             yield piece
         tokens = text.tokens
-        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
+        self.last = counts = GenerationCounts(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
         return counts

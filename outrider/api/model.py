@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from outrider.api.asked import Text, require_known
+from outrider.api.arguments import TextArgument, require_known_options
 from outrider.api.decoder import Decoder
 from outrider.base.settings import Named, construct
 from outrider.data_prep.text.prompt_records import Prompt
@@ -17,8 +17,8 @@ from outrider.inference.settings.method import preset
 
 __all__ = ["Model", "load", "preset"]
 
-_Turns = Annotated[list[Text], Named("a list of the user's turns")]
-_Prompts = Annotated[list[Text | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
+_Turns = Annotated[list[TextArgument], Named("a list of the user's turns")]
+_Prompts = Annotated[list[TextArgument | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
 
 
 class Model(Decoder):
@@ -33,7 +33,7 @@ class Model(Decoder):
         None: they are deleted. options: of evaluate-checkpoint, such as max_new_tokens and compare_transformers. The
         target is loaded a second time, by transformers, as the reference.
         """
-        require_known("report", options, [field.name for field in fields(EvaluateConfig)])
+        require_known_options("report", options, [field.name for field in fields(EvaluateConfig)])
         construct(_Prompts, prompts, "prompts")
         requests = [
             Prompt(str(number), "text", (prompt,), False)

@@ -19,6 +19,11 @@ from outrider.base.progress import speaks
 Function = TypeVar("Function", bound=Callable[..., object])
 _settings = vars(numba.config)
 LONG = 0.5  # seconds of compiling that are reported
+_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
+_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
+_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
+_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
+_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
 
 
 def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:
@@ -50,7 +55,7 @@ def _in_our_folder() -> Iterator[None]:
     One for each version: numba looks whether the file of a function has changed, but not at those of what it calls.
     """
     folder = _settings["CACHE_DIR"]
-    _settings["CACHE_DIR"] = folder or str(user_cache() / "kernels" / package_version())
+    _settings["CACHE_DIR"] = folder or str(user_cache() / "kernels" / f"{package_version()}-{_TYPES}")
     try:
         yield
     finally:

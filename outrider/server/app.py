@@ -28,7 +28,7 @@ from outrider.base.words import secret
 from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.front import FIGURES, Front, refusal
-from outrider.server.records import ChatRequest, Json, TextRequest, context_of, read
+from outrider.server.records import ChatRequest, Json, TextRequest, context_tokens, read_request
 from outrider.server.replies import Reply
 from outrider.server.workers import Answers, RefusedError, Workers
 
@@ -49,7 +49,7 @@ def serve(config: ServeConfig) -> None:
     try:
         print(f"serving {service.name} at http://{config.host}:{listening.getsockname()[1]}", flush=True)
         hide_stages()
-        Server(service).run([listening])
+        GracefulServer(service).run([listening])
     finally:
         service.workers.close()
         print(f"served {service.name}: {service.workers.counts['texts']} texts; the server has ended", flush=True)
@@ -67,7 +67,7 @@ def load_model(config: ServeConfig) -> Decoder:
     )  # fmt: skip
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """A server that finishes the running answers on a signal to end; after `grace` it gives up what is left of them."""
 
     def __init__(self, service: "Service"):
@@ -109,7 +109,7 @@ class Service:
     def about(self) -> Json:
         """The model as a list of models has it; beyond OpenAI's fields its method, and what was measured last."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider", "method": self.model.name}
-        return model | {"max_model_len": context_of(self.model, self.config), "measured": self.measured}
+        return model | {"max_model_len": context_tokens(self.model, self.config), "measured": self.measured}
 
     def require_key(self, request: Request) -> None:
         """Raise `RefusedError` for a request without the key, if there is one."""
@@ -125,7 +125,7 @@ class Service:
             if len(body) > self.config.max_bytes:
                 raise RefusedError(f"a request of more than max_bytes={self.config.max_bytes}", status=413)
         seed = self._seeds.getrandbits(31)
-        query, jobs = await run_in_threadpool(read, bytes(body), kind, self.model, self.config, self.name, seed)
+        query, jobs = await run_in_threadpool(read_request, bytes(body), kind, self.model, self.config, self.name, seed)
         reply = Reply(query, jobs, self.name, self._token_name)
         answers = self.workers.submit(jobs, self.config.timeout, reply.chunk if query.stream else reply.take)
         answers.watch = asyncio.create_task(_cancel_once_gone(request, answers))

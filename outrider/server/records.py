@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 from annotated_types import Ge, Le
 from pydantic import BaseModel, Field, ValidationError
 
-from outrider.api.asked import Asked
+from outrider.api.arguments import PromptInput
 from outrider.base.settings import Count
 from outrider.inference.loading.drafters import context_length
 from outrider.inference.settings.tools import ServeConfig
-from outrider.server.workers import Job, RefusedError
+from outrider.server.workers import RefusedError, TextJob
 
 if TYPE_CHECKING:
     from outrider.api.decoder import Decoder
@@ -29,15 +29,15 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of each
 MOST_ARGUMENTS = 2**14  # characters of `chat_template_kwargs`, which are compiled with the template
 MOST_SCORES = 2**21  # log-probabilities of a request: they take some 70 bytes each
-Top = Annotated[int, Ge(0), Le(128)]
+TopCount = Annotated[int, Ge(0), Le(128)]
 BRANCHES = ("str", "bool", "constrained-int")  # of unions, in the places of pydantic's errors
 Json = dict[str, object]
 FIRST = Field(fail_fast=True)  # of the wrong items of a list only the first is an error
-Ids = Annotated[list[int], FIRST]
-Texts = Annotated[list[str], FIRST]
+TokenIds = Annotated[list[int], FIRST]
+TextList = Annotated[list[str], FIRST]
 
 
-class Message(BaseModel, extra="allow", strict=True):
+class ChatMessage(BaseModel, extra="allow", strict=True):
     """A message of a conversation. content: a text, or parts {"type": "text", "text": …}."""
 
     role: str
@@ -59,16 +59,16 @@ class ApiRequest(BaseModel, extra="allow", strict=True):
     temperature: float | None = None
     top_p: float | None = None
     n: Count | None = None
-    stop: str | Texts | None = None
+    stop: str | TextList | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: bool | Top | None = None  # a number of the likeliest, or true with `top_logprobs`
-    top_logprobs: Top | None = None
+    logprobs: bool | TopCount | None = None  # a number of the likeliest, or true with `top_logprobs`
+    top_logprobs: TopCount | None = None
     top_k: Annotated[int, Ge(-1)] | None = None  # -1 and 0: all tokens
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: Ids | None = None
+    stop_token_ids: TokenIds | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     speculate: bool | None = None  # false: without the drafter
@@ -87,32 +87,32 @@ class ApiRequest(BaseModel, extra="allow", strict=True):
 class ChatRequest(ApiRequest):
     """A request to continue a conversation."""
 
-    messages: Annotated[list[Message], FIRST]
+    messages: Annotated[list[ChatMessage], FIRST]
 
     @property
-    def prompts(self) -> Mapping[str, Asked]:
+    def prompts(self) -> Mapping[str, PromptInput]:
         """The one prompt, by its key in the request."""
-        return {"messages": [_plain(message, f"messages.{i}.") for i, message in enumerate(self.messages)]}
+        return {"messages": [_plain_message(message, f"messages.{i}.") for i, message in enumerate(self.messages)]}
 
 
 class TextRequest(ApiRequest):
     """A request to continue texts, or token ids, as they stand."""
 
-    prompt: str | Ids | Texts | Annotated[list[Ids], FIRST]
+    prompt: str | TokenIds | TextList | Annotated[list[TokenIds], FIRST]
 
     @property
-    def prompts(self) -> Mapping[str, Asked]:
+    def prompts(self) -> Mapping[str, PromptInput]:
         """The prompts, by their keys in the request."""
         several = [] if isinstance(self.prompt, str) else [item for item in self.prompt if not isinstance(item, int)]
-        return {f"prompt[{i}]": item for i, item in enumerate(several)} or {"prompt": cast("Asked", self.prompt)}
+        return {f"prompt[{i}]": item for i, item in enumerate(several)} or {"prompt": cast("PromptInput", self.prompt)}
 
 
-Request = ChatRequest | TextRequest
+CompletionRequest = ChatRequest | TextRequest
 
 
-def read(
-    body: bytes, kind: type[Request], model: "Decoder", config: ServeConfig, name: str, seed: int
-) -> tuple[Request, list[Job]]:
+def read_request(
+    body: bytes, kind: type[CompletionRequest], model: "Decoder", config: ServeConfig, name: str, seed: int
+) -> tuple[CompletionRequest, list[TextJob]]:
     """The request in `body`, and the jobs of its choices in order. name: of the model; seed: where it has none.
 
     Choice i has the seed + i, over all prompts. Raises `UserError`.
@@ -126,9 +126,9 @@ def read(
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
     if request.model not in (None, name):
         raise RefusedError(f"model={request.model!r}: this server has {name!r}", "model", status=404)
-    refuse_others(request.model_extra)
+    refuse_unread_fields(request.model_extra)
     if request.stream_options is not None:
-        refuse_others(request.stream_options.model_extra, "stream_options.")
+        refuse_unread_fields(request.stream_options.model_extra, "stream_options.")
     prompts, choices, most = request.prompts, request.n or 1, config.batch + config.queue
     if not 0 < len(prompts) * choices <= most:
         raise RefusedError(f"n={choices} texts for each of {len(prompts)} prompts: expected 1 to {most} in all", "n")
@@ -151,8 +151,8 @@ def read(
         enumerate(tuple(model.ids(prompt, key, request.chat_template_kwargs)) for key, prompt in prompts.items()),
     )
     jobs = [
-        Job(ids, sampling, _length(request, len(ids), model, config), stops, rule, seed + choices * number + choice,
-            request.speculate is not False, request.likeliest)
+        TextJob(ids, sampling, _answer_tokens(request, len(ids), model, config), stops, rule,
+            seed + choices * number + choice, request.speculate is not False, request.likeliest)
         for number, ids in numbered for choice in range(choices)
     ]  # fmt: skip
     scores = sum(job.max_new_tokens * (1 + job.logprobs) for job in jobs if job.logprobs is not None)
@@ -161,7 +161,7 @@ def read(
     return request, jobs
 
 
-def refuse_others(fields: Mapping[str, object] | None, where: str = "") -> None:
+def refuse_unread_fields(fields: Mapping[str, object] | None, where: str = "") -> None:
     """Raise `RefusedError` for the first of the unread `fields` that would change the answer."""
     for name, value in (fields or {}).items():
         harmless = value == HARMLESS[name] if name in HARMLESS else not value
@@ -169,15 +169,15 @@ def refuse_others(fields: Mapping[str, object] | None, where: str = "") -> None:
             raise RefusedError(f"{where}{name}: not supported here; leave it out", f"{where}{name}")
 
 
-def context_of(model: "Decoder", config: ServeConfig) -> int:
+def context_tokens(model: "Decoder", config: ServeConfig) -> int:
     """How many tokens a prompt and its answer may have together, for the target and its drafters."""
     limit = context_length(model.setup, model.drafters)
     return min(limit, config.context or limit)
 
 
-def _plain(message: Message, where: str) -> dict[str, str]:
+def _plain_message(message: ChatMessage, where: str) -> dict[str, str]:
     """The message as `outrider` reads it. where: it stands, for errors."""
-    refuse_others(message.model_extra, where)
+    refuse_unread_fields(message.model_extra, where)
     parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
@@ -185,9 +185,9 @@ def _plain(message: Message, where: str) -> dict[str, str]:
     return {"role": message.role, "content": "".join(map(str, texts))}
 
 
-def _length(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:
+def _answer_tokens(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:
     """How many tokens may follow a prompt of this length."""
-    context, limit = context_of(model, config), request.max_completion_tokens or request.max_tokens
+    context, limit = context_tokens(model, config), request.max_completion_tokens or request.max_tokens
     if prompt + (limit or 1) > context:
         name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
         raise RefusedError(f"a prompt of {prompt} tokens and {name}={limit or 1} exceed a context of {context}", name)

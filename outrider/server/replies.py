@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.inference.core.logprobs import TokenScores
-from outrider.server.records import ChatRequest, Json, Request
-from outrider.server.workers import Job, Piece
+from outrider.server.records import ChatRequest, CompletionRequest, Json
+from outrider.server.workers import Piece, TextJob
 
 LEAST = -9999.0  # of log-probabilities, as OpenAI's: JSON has no infinity
-Part = tuple[Piece, list[tuple[str, ...]]]  # a piece, and its log-probabilities as JSON, a row a token
+ScoredPiece = tuple[Piece, list[tuple[str, ...]]]  # a piece, and its log-probabilities as JSON, a row a token
 
 
 class Reply:
@@ -25,13 +25,13 @@ class Reply:
     The thread of each text calls `take` or `chunk`. The other methods follow the last piece.
     """
 
-    def __init__(self, request: Request, jobs: Sequence[Job], model: str, names: Callable[[int], str]):
+    def __init__(self, request: CompletionRequest, jobs: Sequence[TextJob], model: str, names: Callable[[int], str]):
         self._request, self._jobs, self._names = request, jobs, names
         self._chat = isinstance(request, ChatRequest)
         self._prompt = sum(len(job.ids) for job in jobs[:: request.n or 1])  # tokens, of each prompt once
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._begun = set[int]()  # choices that have a record
-        self._parts: dict[int, list[Part]] = {index: [] for index in range(len(jobs))}
+        self._parts: dict[int, list[ScoredPiece]] = {index: [] for index in range(len(jobs))}
         self._counts, self._began, self._ended = [Counter[str]() for _ in jobs], 0.0, 0.0
 
     def take(self, index: int, piece: Piece) -> str:
@@ -85,7 +85,7 @@ class Reply:
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {"usage": {**counts, "completion_tokens_details": details}}
 
-    def _choice(self, index: int, parts: Sequence[Part], key: str) -> str:
+    def _choice(self, index: int, parts: Sequence[ScoredPiece], key: str) -> str:
         """The record of a choice, or of a part of it. key: of its message."""
         job, first, text = self._jobs[index], index not in self._begun, "".join(piece.text for piece, _ in parts)
         self._begun.add(index)

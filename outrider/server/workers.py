@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class TextJob:
     """One text to write. rule: finds the stop strings before which it ends; the other fields are arguments of
     `Decoder.rounds`."""
 
@@ -65,7 +65,7 @@ class Piece:
 
 
 Event = tuple[str, bool] | UserError  # a record to send, and whether its text ends; or the error that ends all
-Encode = Callable[[int, Piece], str]  # the record of a piece of the text with this number; empty: nothing to send
+EncodePiece = Callable[[int, Piece], str]  # the record of a piece of the text with this number; empty: nothing to send
 GIVEN_UP = "given up: the client left, or the server ends"
 
 
@@ -133,7 +133,7 @@ class Workers:
         self._pool, self._ended = ThreadPoolExecutor(threads), False
         self.open, self._lock = dict[Future[None], Answers](), Lock()
 
-    def submit(self, jobs: Sequence[Job], seconds: float, encode: Encode) -> Answers:
+    def submit(self, jobs: Sequence[TextJob], seconds: float, encode: EncodePiece) -> Answers:
         """Write the texts of `jobs`, each when its turn comes. Raises `RefusedError` if they are too many to wait."""
         with self._lock:
             if self._ended:
@@ -166,7 +166,7 @@ class Workers:
             del self.open[future]
         self._count(texts=1, cancelled_texts=int(future.cancelled()))
 
-    def _write(self, job: Job, answers: Answers, encode: Callable[[Piece], str]) -> None:
+    def _write(self, job: TextJob, answers: Answers, encode: Callable[[Piece], str]) -> None:
         """Write one text. An error is an event of it, and the thread goes on."""
         try:
             rounds = self._model.rounds(
@@ -174,7 +174,7 @@ class Workers:
                 speculate=job.speculate, logprobs=job.logprobs,
             )  # fmt: skip
             self._count(prompt_tokens=len(job.ids))
-            for piece in write(rounds, job, self._model.tokenizer, self._model.ends):
+            for piece in decode_pieces(rounds, job, self._model.tokenizer, self._model.ends):
                 size = len(piece.tokens)
                 self._count(tokens=size, drafted_tokens=piece.proposed, accepted_tokens=size * piece.drafted)
                 if (record := encode(piece)) or piece.reason is not None:
@@ -194,8 +194,8 @@ class Workers:
             self.counts.update(amounts)
 
 
-def write(
-    rounds: Iterator[Round], job: Job, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+def decode_pieces(
+    rounds: Iterator[Round], job: TextJob, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> Iterator[Piece]:
     """The pieces of the text that `rounds` decode for `job`, without the stop string that ended it.
 

@@ -13,8 +13,8 @@ from outrider.draft_models.acceptance import (
     acceptance_by_target,
     acceptance_by_top_k,
     analytic_tau,
-    judge,
-    scatter,
+    argmax_and_acceptance,
+    scatter_positions,
 )
 
 TOKENS, VOCABULARY, WIDTH = 11, 9, 4
@@ -57,11 +57,11 @@ def test_judging_is_the_argmax_and_the_acceptance(monkeypatch: pytest.MonkeyPatc
         ),
         (acceptance_by_top_k(top.indices, top.values, tail), acceptance(top.values, q.gather(1, top.indices))),
     ):
-        choices, accepted = judge(lambda states: states @ head, hidden, accept)
+        choices, accepted = argmax_and_acceptance(lambda states: states @ head, hidden, accept)
         assert torch.equal(choices, q.argmax(-1))
         assert accepted is not None
         torch.testing.assert_close(accepted, expected)
-    assert judge(lambda states: states @ head, hidden, None)[1] is None
+    assert argmax_and_acceptance(lambda states: states @ head, hidden, None)[1] is None
 
 
 def test_of_the_top_k_it_is_a_lower_bound_that_more_of_them_raise() -> None:
@@ -112,4 +112,4 @@ def test_analytic_tau_is_what_all_outcomes_come_to() -> None:
 
 def test_values_are_put_where_they_are_of() -> None:
     keep = torch.tensor([[True, False, True], [False, True, False]])
-    assert scatter(torch.tensor([5, 6, 7]), keep, -100).tolist() == [[5, -100, 6], [-100, 7, -100]]
+    assert scatter_positions(torch.tensor([5, 6, 7]), keep, -100).tolist() == [[5, -100, 6], [-100, 7, -100]]

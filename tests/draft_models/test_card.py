@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks.ship_drafters import portable
 from outrider.draft_models.card import add_report, serving, write_card
-from outrider.draft_models.eagle3.checkpoint import use_of
+from outrider.draft_models.eagle3.checkpoint import describe_use
 from outrider.draft_models.early_exit import model as early_exit
 from outrider.draft_models.small_lm import model as small_lm
 
 
-@pytest.mark.parametrize("use", [small_lm.use_of(0), small_lm.use_of(6), serving(3)])
+@pytest.mark.parametrize("use", [small_lm.describe_use(0), small_lm.describe_use(6), serving(3)])
 def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str) -> None:
     """And every command is of this drafter and target."""
     write_card(tmp_path, use, "org/target", {})
@@ -26,7 +26,9 @@ def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str
     assert not re.search(r"[{%]\w", text)
 
 
-@pytest.mark.parametrize("use", [early_exit.USE, small_lm.use_of(0), small_lm.USE_OF_SOME, use_of("specforge")])
+@pytest.mark.parametrize(
+    "use", [early_exit.USE, small_lm.describe_use(0), small_lm.USE_OF_SOME, describe_use("specforge")]
+)
 def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use: str) -> None:
     """A target of the Hub is known everywhere; of another one the name is told, and commands have a word for it."""
     (tmp_path / "mine").mkdir()

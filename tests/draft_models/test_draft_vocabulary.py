@@ -14,7 +14,7 @@ from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, 
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, save_pretrained
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.drafters.early_exit.drafter import EarlyExitPlugin
 from outrider.inference.engines.cpu.recorded import can_pack
@@ -41,7 +41,7 @@ def test_the_most_frequent_are_chosen_and_what_must_be_in_is() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_tokens_have_no_probability_at_any_temperature(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 3, 5).to(dtype)
-    whole = spread(logits, TOKENS, VOCABULARY)
+    whole = spread_logits(logits, TOKENS, VOCABULARY)
     assert whole.shape == (2, 3, VOCABULARY)
     assert whole.isfinite().all()
     assert torch.equal(whole[..., TOKENS], logits)

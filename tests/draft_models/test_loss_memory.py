@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.draft_models import losses as losses_module
-from outrider.draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, judge
+from outrider.draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, argmax_and_acceptance
 from outrider.draft_models.losses import (
     DIVERGENCES,
     linear_cross_entropy,
@@ -47,5 +47,7 @@ def test_a_loss_takes_no_more_than_the_plan_says(kind: str) -> None:
 def test_so_does_judging_a_drafter() -> None:
     hidden, head = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, TOKENS)
     with Alive() as alive, torch.no_grad():
-        judge(lambda states: states @ head, hidden, acceptance_by_target(lambda states: states @ head, hidden))
+        argmax_and_acceptance(
+            lambda states: states @ head, hidden, acceptance_by_target(lambda states: states @ head, hidden)
+        )
     assert alive.peak <= losses_module.COPIES * BLOCKS["cpu"] + 4 * hidden.nbytes

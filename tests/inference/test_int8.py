@@ -22,7 +22,7 @@ from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.cpu.vectors import PANEL
-from outrider.inference.engines.fused_layers import join
+from outrider.inference.engines.fused_layers import join_linears
 from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, pack_linears
 from outrider.inference.evaluate.evaluation import evaluate as command
 from outrider.inference.loading import models, target_setup
@@ -69,7 +69,7 @@ def test_layers_that_are_joined_go_on_as_parts() -> None:
     parts = [coded(rows, 32, torch.float32, bias=rows == 8, seed=rows) for rows in (16, 8, 8)]
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     before = torch.cat([part(x) for part in parts], -1)
-    joined = join(parts)
+    joined = join_linears(parts)
     assert torch.equal(joined(x), before)
     assert torch.equal(torch.cat([part(x) for part in parts], -1), before)
     assert {part.codes.untyped_storage().data_ptr() for part in parts} == {joined.codes.untyped_storage().data_ptr()}

@@ -14,7 +14,7 @@ from outrider.base import settings
 from outrider.base.run_dirs import only_run
 from outrider.base.settings import RunConfig, Settings
 from outrider.cli import COMMANDS
-from outrider.data_prep.text.settings import Records, SourceConfig
+from outrider.data_prep.text.settings import RecordFile, SourceConfig
 from outrider.draft_models.targets.settings import InputPath
 from tests.tiers import quick_where, typical_where
 
@@ -50,7 +50,7 @@ def paths(kind: type[Settings], prefix: str = "") -> Iterator[tuple[str, InputPa
         if isinstance(hint, type) and issubclass(hint, Settings):
             yield from paths(hint, f"{prefix}{own.name}.")
             if issubclass(hint, SourceConfig):
-                yield f"{own.name}.path", Records("", begins=(b"",)), "{0}"
+                yield f"{own.name}.path", RecordFile("", begins=(b"",)), "{0}"
         for place in settings._constraints(hint):
             many = {list: "[{0},{0}]", tuple: "[{0},{0}]"}.get(typing.get_origin(hint) or hint, "{0}")
             if isinstance(place, InputPath):
@@ -64,7 +64,7 @@ def mistakes(command: str) -> Iterator[tuple[list[str], str]]:
         if key == "drafters":  # by name, for kinds that a user adds
             continue
         wrong = ["gone", "empty.jsonl"] + ["empty"] * (not place.begins or bool(place.holds))
-        wrong += ["blank.jsonl"] * isinstance(place, Records) + ["some.jsonl"] * (b"" not in place.begins)
+        wrong += ["blank.jsonl"] * isinstance(place, RecordFile) + ["some.jsonl"] * (b"" not in place.begins)
         words = [word for word in SOME[command] if word.partition("=")[0] not in (key, INSTEAD.get(key))]
         words = [word for word in words if (command, key) != ("audit", "prompts") or "answers" not in word]
         words += ["data=local"] * key.startswith("data.") + BESIDES.get((command, key), [])

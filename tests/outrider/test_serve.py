@@ -39,7 +39,7 @@ from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app, records, workers
 from outrider.server.records import ChatRequest, TextRequest
 from outrider.server.replies import Reply
-from outrider.server.workers import Job, Piece, write
+from outrider.server.workers import Piece, TextJob, decode_pieces
 from tests.inference.core.test_stop_strings import BASE, BYTES, spelled
 from tests.inference.evaluate.test_page import Page
 from tests.tiny import save_target
@@ -47,7 +47,7 @@ from tests.tiny import save_target
 TEMPLATE = "{{ style }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 JSON = {"Content-Type": "application/json"}
 TALK = [{"role": "user", "content": "hello"}]
-SERVERS: dict[str, app.Server] = {}  # by URL
+SERVERS: dict[str, app.GracefulServer] = {}  # by URL
 SAMPLED = {"temperature": 1.5, "top_p": 0.9, "seed": 5}
 
 
@@ -72,7 +72,7 @@ def client_of(url: str, key: str = "any") -> Any:
 def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service, Any]]:
     """The URL of a server of `model`, called tiny, its service and a client."""
     service = app.Service(model, ServeConfig(target="t", name="tiny", **options))
-    server, listening = app.Server(service), socket.create_server(("127.0.0.1", 0))
+    server, listening = app.GracefulServer(service), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -251,8 +251,8 @@ def test_stop_strings_with_special_tokens_and_those_that_begin_in_the_prompt(chu
         count = next(ends, None)
         rule, parts = StopStrings(stops, tokenizer), range(size, len(ids), chunks)
         rounds = (Round(tuple(ids[start : start + chunks]), 2, min(1, chunks), 2, 0.0) for start in parts)
-        job = Job((*ids[:size],), GREEDY, 12 - size, (), rule, 0, True, None)
-        pieces = [*write(until(rounds, ids[:size], rule.first_end), job, tokenizer, ())]
+        job = TextJob((*ids[:size],), GREEDY, 12 - size, (), rule, 0, True, None)
+        pieces = [*decode_pieces(until(rounds, ids[:size], rule.first_end), job, tokenizer, ())]
         assert sum(len(piece.tokens) for piece in pieces) == (count or 12) - size
         expected = cut(texts[count], texts[count - 1], stops) if count else texts[-1]
         assert "".join(piece.text for piece in pieces) == re.sub("[<st>]", "", expected[len(texts[size]) :])
@@ -428,8 +428,14 @@ def test_what_a_request_asks_for_is_computed_in_no_thread_that_others_wait_for(m
 
         return watching
 
-    seams = [(json, "dumps"), (json, "loads"), (type(model.tokenizer), "decode"), (type(model), "ids"), (app, "read"),
-             (decoder, "StopStrings"), (workers, "write"), (StopStrings, "shown_end"), (Reply, "_scores")]  # fmt: skip
+    seams = [
+        (json, "dumps"),
+        (json, "loads"),
+        (type(model.tokenizer), "decode"),
+        (type(model), "ids"),
+        (Reply, "_scores"),
+    ]
+    seams += [(app, "read_request"), (decoder, "StopStrings"), (workers, "decode_pieces"), (StopStrings, "shown_end")]
     with ExitStack() as patches, serving(model) as (url, service, _):
         for owner, name in seams:
             patches.enter_context(patch.object(owner, name, watched(name, getattr(owner, name))))
@@ -441,7 +447,7 @@ def test_what_a_request_asks_for_is_computed_in_no_thread_that_others_wait_for(m
         assert loops is not batch
     waited = threads.pop("loop") | threads.pop("batch")
     assert len(waited) > 1
-    assert {*threads} >= {"dumps", "decode", "ids", "read", "StopStrings", "shown_end", "_scores"}
+    assert {*threads} >= {"dumps", "decode", "ids", "read_request", "StopStrings", "shown_end", "_scores"}
     assert {name: own & waited for name, own in threads.items() if own & waited} == {}
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.draft_models.draft_vocabulary import narrow, save_tokens
-from outrider.draft_models.eagle3.checkpoint import open_head, save_head, use_of, write_gguf_head
+from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.small_lm.model import load_small_lm
@@ -152,7 +152,7 @@ def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: 
 
 
 def test_the_card_has_commands_of_servers_that_read_the_dialect() -> None:
-    cards = [use_of("specforge"), use_of("speculators"), use_of("gguf")]
+    cards = [describe_use("specforge"), describe_use("speculators"), describe_use("gguf")]
     servers = ("vllm serve", "launch_server", "--spec-type draft-eagle3")
     assert [[server in card for server in servers] for card in cards] == [
         [True, True, False], [True, False, False], [False, False, True],

@@ -18,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import digest_of, require_writable, write_atomically
 from outrider.base.processes import from_main
 from outrider.base.progress import counted
-from outrider.data_prep.text.chat import answered_by, records_of_runs
+from outrider.data_prep.text.chat import records_of_runs, templates_of_run
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.losses import IGNORE
@@ -192,7 +192,7 @@ def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
         wrong = {
             "sampled, but for the first tokens": not greedy,
             f"of another target than {target.source}": differs,
-            f"of another template than {data.template}": bool(answered_by(run, tokenizer) - right),
+            f"of another template than {data.template}": bool(templates_of_run(run, tokenizer) - right),
         }
         faults = " and ".join(what for what, is_so in wrong.items() if is_so)
         if faults:

@@ -12,7 +12,14 @@ from transformers import PreTrainedConfig
 from outrider.base.errors import warn
 from outrider.base.processes import say
 from outrider.base.progress import counted
-from outrider.draft_models.acceptance import AcceptanceOf, Logits, acceptance_by_target, analytic_tau, judge, scatter
+from outrider.draft_models.acceptance import (
+    AcceptanceOf,
+    Logits,
+    acceptance_by_target,
+    analytic_tau,
+    argmax_and_acceptance,
+    scatter_positions,
+)
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -106,7 +113,9 @@ class HeldOutText:
             accept = None
             if target is not None:
                 hidden, keep = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
-                self.choices.append(scatter(judge(target.logits_after_norm, hidden, None)[0], keep, IGNORE))
+                self.choices.append(
+                    scatter_positions(argmax_and_acceptance(target.logits_after_norm, hidden, None)[0], keep, IGNORE)
+                )
                 accept = acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
             self.acceptances.append(accept)
 
@@ -124,10 +133,10 @@ class HeldOutText:
         pairs = list(zip(self.batches, self.acceptances, strict=True))
         for batch, accept in counted(pairs, "judging held-out text", "batches"):
             states, fallback = states_of(batch)
-            choices, probabilities = judge(logits, states, accept or fallback)
+            choices, probabilities = argmax_and_acceptance(logits, states, accept or fallback)
             keep = batch["labels"].to(states.device) != IGNORE
-            guesses.append(scatter(choices, keep, IGNORE))
-            accepted += [] if probabilities is None else [scatter(probabilities, keep, torch.nan)]
+            guesses.append(scatter_positions(choices, keep, IGNORE))
+            accepted += [] if probabilities is None else [scatter_positions(probabilities, keep, torch.nan)]
         labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
         right = [
             (guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in zip(guesses, labels, strict=True)

@@ -185,4 +185,4 @@ def save(
     facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
     if config.features in (None, "auto"):  # begun with auto, perhaps
         shutil.rmtree(out_dir / FEATURES, ignore_errors=True)
-    write_records(heads.TRAINING_FILE, config, identity, trained, heads.use_of(config.dialect), facts, ("tau",))
+    write_records(heads.TRAINING_FILE, config, identity, trained, heads.describe_use(config.dialect), facts, ("tau",))

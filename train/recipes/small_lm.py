@@ -17,7 +17,7 @@ from outrider.base.processes import from_main, say
 from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.losses import IGNORE, linear_cross_entropy, linear_topk_divergence
-from outrider.draft_models.small_lm.model import TRAINING_FILE, USE_OF_SOME, use_of
+from outrider.draft_models.small_lm.model import TRAINING_FILE, USE_OF_SOME, describe_use
 from outrider.draft_models.targets.attention import stock_name
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import layer_stack
@@ -181,5 +181,5 @@ def save(
     facts: dict[str, object] = {"objective": config.objective}
     facts |= {"tokens a pass": config.parallel} if config.parallel else {}
     facts |= {} if subset is None else {"tokens": f"{len(subset.tokens)} of the target's {subset.vocabulary}"}
-    use = use_of(config.parallel) if subset is None else USE_OF_SOME
+    use = describe_use(config.parallel) if subset is None else USE_OF_SOME
     write_records(TRAINING_FILE, config, identity, trained, use, facts, trained.metrics)

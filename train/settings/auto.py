@@ -10,7 +10,7 @@ from annotated_types import Ge
 from outrider.base.errors import require_choice
 from outrider.base.settings import RunConfig, free, opt
 from outrider.data_prep.settings import PromptsConfig
-from outrider.data_prep.text.prompts import parted, read_prompts
+from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate, TemplateArguments
 from outrider.draft_models.targets.settings import GGUF, MODEL, MODEL_FILES, InputPath
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
@@ -70,4 +70,4 @@ class AutoConfig(RunConfig):
         """As for all settings; `prompts` must also be enough to train on some and to measure others."""
         super().require_paths(checks, path)
         if self.prompts is not None and checks("prompts"):
-            parted(read_prompts(self.prompts), PromptsConfig.heldout_fraction, self.prompts)
+            split_prompts(read_prompts(self.prompts), PromptsConfig.heldout_fraction, self.prompts)

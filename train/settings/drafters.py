@@ -23,7 +23,7 @@ from outrider.draft_models.targets.settings import (
     Rehearsed,
     RunDtype,
     TinyModel,
-    Written,
+    WrittenDialect,
 )
 from outrider.train.settings.fit import CHECKPOINTS, FitConfig
 
@@ -280,7 +280,7 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
     keep: Annotated[float, Gt(0), Le(1)] = opt(1.0, "share of a step's positions at which the next runs, drawn; 1: all")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    dialect: Written = "specforge"
+    dialect: WrittenDialect = "specforge"
     """format of config.json and tensor names; SpecForge's heads have three taps"""
     features: str | None = free("auto", debug=if_given("auto"))
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.base.progress import counted
-from outrider.draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
+from outrider.draft_models.acceptance import acceptance_by_target, argmax_and_acceptance, tau_of_rounds
 from outrider.draft_models.eagle3.checkpoint import StoredHead, head_shapes
-from outrider.draft_models.eagle3.dialects import require_said
+from outrider.draft_models.eagle3.dialects import require_expressible
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
 from outrider.draft_models.losses import IGNORE
@@ -45,7 +45,7 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
     if set(reading.windows) != {None}:
         raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
                         "all of them are trained here")  # fmt: skip
-    require_said(reading, head_shapes(reading), config.dialect, target)
+    require_expressible(reading, head_shapes(reading), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
     return reading
 
@@ -179,11 +179,13 @@ class HeadOnTarget(nn.Module):
         guesses = self.guesses(input_ids, positions, documents, states[:, :, :-1].flatten(2), due)
         flat, owners = guesses.labels.unique_consecutive(return_inverse=True)
         target, logits = states[:, :, -1].flatten(0, 1)[flat], self.stack.logits_after_norm
-        choices, accepted = judge(self.head.logits, guesses.hidden, acceptance_by_target(logits, target[owners]))
+        choices, accepted = argmax_and_acceptance(
+            self.head.logits, guesses.hidden, acceptance_by_target(logits, target[owners])
+        )
         assert accepted is not None
         by_label = accepted.new_full((labels.numel(), steps), torch.nan)
         by_label[guesses.labels, guesses.steps] = accepted
-        right, sums = choices == judge(logits, target, None)[0][owners], list[Tensor]()
+        right, sums = choices == argmax_and_acceptance(logits, target, None)[0][owners], list[Tensor]()
         for step in range(steps):
             in_step = guesses.steps == step
             loss = self.loss(Guesses(*(values[in_step] for values in guesses)), states[:, :, -1], labels, None)

@@ -17,7 +17,7 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
 from outrider.draft_models.losses import head_product, linear_divergence
-from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, passes_of, require_same_vocabulary
+from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, pass_tokens_of, require_same_vocabulary
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
@@ -79,7 +79,7 @@ def parallel_of(
         return None
     used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
     added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
-    finished_mask, beyond = passes_of(drafter)[0], 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    finished_mask, beyond = pass_tokens_of(drafter)[0], 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
     unused = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
     mask = unused if finished_mask is None else finished_mask
     config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")

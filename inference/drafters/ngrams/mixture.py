@@ -15,18 +15,18 @@ from outrider.draft_models.ngrams.overlay import (
     LevelArrays,
     Recycled,
     TextIndex,
-    flat,
     index_text,
     new_recycled,
+    read_only_arrays,
     recycled_rows,
-    with_room,
+    with_capacity,
 )
 from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, known_suffixes, no_suffixes, read_only, successors_at
 from outrider.draft_models.ngrams.table import TrigramTable, make_level
 from outrider.inference.drafters.ngrams.ngram_mixing import (
     CORPUS_ORDERS,
     TAIL,
-    Weights,
+    MixtureWeights,
     class_of,
     level_context,
     mixed_best_first,
@@ -49,7 +49,7 @@ class Sources(NamedTuple):
     longest: int
     recycled: Recycled
     suffixes: Suffixes
-    weights: Weights
+    weights: MixtureWeights
     strength: float
     vocabulary: int
 
@@ -188,7 +188,7 @@ class Mixture:
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Learn from the target's ids[start : stop], which follow ids[:start]."""
         index, config = self.index, self.config
-        index.known = with_room(index.known, config.longest * (stop - start))
+        index.known = with_capacity(index.known, config.longest * (stop - start))
         self._call(learn_text, config.decay, ids, start, stop, self._scratch)
 
     def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
@@ -207,6 +207,6 @@ class Mixture:
 
 def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
     if order in table.levels:
-        return flat(table.levels[order])
+        return read_only_arrays(table.levels[order])
     nothing = np.empty(0, np.uint32)
-    return flat(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
+    return read_only_arrays(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))

@@ -15,9 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.draft_models.ngrams.kernels import find, lean, mix, successors_of
+from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
 from outrider.draft_models.ngrams.overlay import ContextMap, LevelArrays, longer_key, recycled_rows, slot_of
-from outrider.draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
+from outrider.draft_models.ngrams.suffixes import (
+    LEAST,
+    REACH,
+    SuffixWorkspace,
+    known_suffixes,
+    new_suffix_workspace,
+    successors_at,
+)
 from outrider.inference.drafters.ngrams.ngram_search import offer, tree_of
 
 # The prior λ of every source by class, in percent: 10 classes of N, from once to 512 times or more, × 7 of m. They were
@@ -88,7 +95,7 @@ _SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper bounds of the c
 SUREST = 0.9  # if only a child likelier than this could enter a full draft, the node is not expanded
 
 
-class Weights(NamedTuple):
+class MixtureWeights(NamedTuple):
     """shares: λ by source and class, float64 [S = 3 + K + R, CLASSES], and with it:
 
     its prior; expected numbers of hits and trials; scratch for one token (integers int64 [2, S], numbers float64
@@ -103,7 +110,7 @@ class Weights(NamedTuple):
     numbers: np.ndarray
 
 
-def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weights:
+def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> MixtureWeights:
     """The prior of λ, for text contexts of up to `longest` tokens, recycled ones of up to `recycled`, and suffixes."""
     groups = (
         (BELOW_SUFFIXES if suffixes else CORPUS, len(CORPUS_ORDERS)),
@@ -113,7 +120,7 @@ def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weig
     )
     prior = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
-    return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
+    return MixtureWeights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
 
 
 class Scratch(NamedTuple):
@@ -124,14 +131,14 @@ class Scratch(NamedTuple):
     slots: np.ndarray
     tokens: np.ndarray
     probs: np.ndarray
-    occurrences: Places
+    occurrences: SuffixWorkspace
 
 
 def new_scratch(longest: int) -> Scratch:
     """A workspace for text contexts of up to `longest` tokens."""
     reach = max(longest, REACH)
     candidates = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES)
-    return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_places())
+    return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_suffix_workspace())
 
 
 @lean
@@ -155,7 +162,7 @@ def level_context(level: LevelArrays, recent: np.ndarray, length: int, size: int
         if recent[i] >= vocabulary:
             return -1, 0
         packed = (packed << np.uint64(level.bits)) | np.uint64(recent[i])
-    index = find(level.buckets, level.shift, level.keys, mix(packed, size * level.bits))
+    index = find_key(level.buckets, level.shift, level.keys, mix(packed, size * level.bits))
     if index < 0:
         return -1, 0
     total = max(np.int64(level.totals[index]), 1)
@@ -185,7 +192,7 @@ def text_class(contexts: ContextMap, slot: int) -> int:
 
 
 @lean
-def _add(tokens: np.ndarray, probs: np.ndarray, count: int, token: int, prob: float) -> int:
+def _add_candidate(tokens: np.ndarray, probs: np.ndarray, count: int, token: int, prob: float) -> int:
     for i in range(count):
         if tokens[i] == token:
             probs[i] += prob
@@ -208,7 +215,7 @@ def _add_level(sources, level, size, length, mass, floor, scratch, count):
         prob = scale * level.counts[at]
         if prob < floor:
             break
-        count = _add(scratch.tokens, scratch.probs, count, np.int64(level.tokens[at]), prob)
+        count = _add_candidate(scratch.tokens, scratch.probs, count, np.int64(level.tokens[at]), prob)
     return mass * (1 - share), count
 
 
@@ -224,7 +231,7 @@ def _add_recycled(sources, length, mass, floor, scratch, count):
             prob = mass * share * recycled.probs[row, j]
             if prob < floor:
                 break
-            count = _add(scratch.tokens, scratch.probs, count, np.int64(recycled.tokens[row, j]), prob)
+            count = _add_candidate(scratch.tokens, scratch.probs, count, np.int64(recycled.tokens[row, j]), prob)
         mass *= 1 - share
     return mass, count
 
@@ -240,7 +247,7 @@ def _add_suffixes(sources, length, mass, floor, scratch, count):
         for i in range(distinct):
             prob = mass * share * occurrences.counts[i] / seen
             if prob >= floor:
-                count = _add(scratch.tokens, scratch.probs, count, occurrences.tokens[i], prob)
+                count = _add_candidate(scratch.tokens, scratch.probs, count, occurrences.tokens[i], prob)
         mass *= 1 - share
         if mass < floor:
             break
@@ -262,7 +269,7 @@ def predict(sources, length, floor, scratch):
         entry, seen = contexts.slots[slot].head, 0
         while entry >= 0 and seen < TAIL and scale * contexts.entries[entry].weight >= floor:
             prob = scale * contexts.entries[entry].weight
-            count = _add(scratch.tokens, scratch.probs, count, np.int64(contexts.entries[entry].token), prob)
+            count = _add_candidate(scratch.tokens, scratch.probs, count, np.int64(contexts.entries[entry].token), prob)
             entry, seen = contexts.entries[entry].following, seen + 1
         mass *= 1 - share
     if mass >= floor:

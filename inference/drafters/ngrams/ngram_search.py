@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.base.compiled import kept
-from outrider.draft_models.ngrams.kernels import find, lean, mix, successors_of
+from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
 from outrider.draft_models.ngrams.overlay import ContextMap, LevelArrays, slot_of
 
 _ONE = np.uint64(1)
@@ -79,7 +79,7 @@ def enter(level, overlay, packed):
     """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
     entry, and the sum of the overlay's entries."""
     key = mix(packed, (level.order - 1) * level.bits)
-    index = find(level.buckets, level.shift, level.keys, key)
+    index = find_key(level.buckets, level.shift, level.keys, key)
     begin, end, total = 0, 0, 0.0
     if index >= 0:
         begin, end = successors_of(level.starts, level.tokens, index)

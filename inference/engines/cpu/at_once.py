@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
-from outrider.draft_models.targets.target import Band, LayerCache, Mask, Texts
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, TextMasks
 from outrider.inference.core import batch
 from outrider.inference.core.cache import KVCache
 from outrider.inference.engines.cpu import entries
@@ -257,7 +257,7 @@ class LayersAtOnce:
             return None
         if not all(tensor.dtype == self._dtype for tensor in (hidden, rotary[0])):
             return None
-        if isinstance(mask, Texts):
+        if isinstance(mask, TextMasks):
             parts = [self._parts_of(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
         else:
             parts = [self._parts_of(hidden.shape[1], mask, cache)]
@@ -272,7 +272,7 @@ class LayersAtOnce:
 
     def _parts_of(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[_Part]":
         """The rows of a text, split for one call or several; empty if they are not supported."""
-        if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | Texts):
+        if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | TextMasks):
             return []
         refused = rows > 1 and mask is None if cache.length else rows > batch.PIECE
         if refused or (mask is not None and mask.dtype != self._dtype):

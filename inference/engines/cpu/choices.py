@@ -14,8 +14,8 @@ MANY = 2**12  # fewest numbers in a row for which the maximum is found here
 MOST_COLUMNS = 62  # most columns of this round: bits of an int64
 
 
-def largest(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """See `ops.largest`."""
+def row_maxima(scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    """See `ops.row_maxima`."""
     if not _has_many(scores):
         return None
     values = scores.new_empty(len(scores))

@@ -13,8 +13,8 @@ from outrider.draft_models.formats.gguf_codes import (
     MOST_GROUPS,
     NUMBERS,
     CodedRows,
+    compile_uncounted,
     in_threads,
-    kept_uncounted,
     unpack,
 )
 from outrider.inference.engines.cpu.by_codes import PanelBlock
@@ -22,7 +22,7 @@ from outrider.inference.engines.cpu.large_pages import in_large_pages
 from outrider.inference.engines.cpu.vectors import PANEL
 
 
-@kept_uncounted
+@compile_uncounted
 def _pack_lines(first, second, shift, bits, by, lines):
     """Add to numbers `lines`, above `by` bits, 1, 2 or 4 `bits` of eight codes each, those from bit `shift` on.
 
@@ -37,7 +37,7 @@ def _pack_lines(first, second, shift, bits, by, lines):
         lines[index] |= np.uint32((even | odd << 16) << by)
 
 
-@kept_uncounted
+@compile_uncounted
 def _fill_panels(number, kind, header, raw, panels, codes, turned, scales, minima):
     """Lay out rows of blocks [16 · panels, blocks, bytes] as panels [panels, blocks, bytes of a panel's block].
 

@@ -87,11 +87,11 @@ def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[Kerne
     by_shape: dict[tuple[int, int, int], list[KernelChoice]] = {}
     for stack in stacks:
         if attention_shape(stack) not in by_shape:
-            by_shape[attention_shape(stack)] = _measure(stack, positions, graphs)
+            by_shape[attention_shape(stack)] = _measure_stack(stack, positions, graphs)
     return tuple(choice for choices in by_shape.values() for choice in choices)
 
 
-def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
+def _measure_stack(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
     """The fastest kernels for one stack. A timed pass reads the KV caches of all layers, so that none is in L2."""
     heads, key_heads, head_dim = shape = attention_shape(stack)
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
@@ -108,7 +108,7 @@ def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[Kerne
             seconds = {}
             for kernel in kernels_on(stack.device):
                 with use_kernel_on(stack.device, kernel):
-                    seconds[kernel] = _seconds(graphs.capture(attend))
+                    seconds[kernel] = _time_replays(graphs.capture(attend))
             choices.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))
     return choices
 
@@ -120,7 +120,7 @@ def _lengths(positions: int) -> list[int]:
     return [*lengths, positions]
 
 
-def _seconds(graph: torch.cuda.CUDAGraph) -> float:
+def _time_replays(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     torch.cuda.synchronize()
     started = time.perf_counter()

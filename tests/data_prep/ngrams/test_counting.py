@@ -11,8 +11,21 @@ import psutil
 import pytest
 
 from outrider.data_prep.ngrams import counting
-from outrider.data_prep.ngrams.counting import count_order, kept_from, merged, ranges, runs_of
-from outrider.data_prep.ngrams.token_shards import Passage, Shards, passages, read_shard, tokenise, whole_documents
+from outrider.data_prep.ngrams.counting import (
+    count_order,
+    count_runs,
+    group_partitions,
+    merge_tables,
+    smallest_min_count,
+)
+from outrider.data_prep.ngrams.token_shards import (
+    Passage,
+    Shards,
+    passages,
+    read_token_shard,
+    tokenise,
+    whole_documents,
+)
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
@@ -34,7 +47,7 @@ def test_blocks_and_ranges_of_any_size_count_the_same(tmp_path: Path, vocabulary
     (tmp_path / "shards").mkdir()
     shards = tokenise(texts, "", None, encoder, tmp_path / "shards", 1, shard=30)
     assert len(shards.paths) > 30
-    runs = runs_of(shards, order, vocabulary, memory, tmp_path / "runs")
+    runs = count_runs(shards, order, vocabulary, memory, tmp_path / "runs")
     assert len(runs.bounds) == 1 if memory == 10**6 else len(runs.bounds) > 10
     level = count_order(shards, order, vocabulary, tmp_path / "level", memory, 2, 5)
     reference = TrigramTable.from_documents(documents, [order], vocabulary, "", 2, 5)
@@ -45,8 +58,8 @@ def test_blocks_and_ranges_of_any_size_count_the_same(tmp_path: Path, vocabulary
 
 def test_ranges_are_as_large_as_memory_allows() -> None:
     rows = np.array([3, 3, 3, 9, 0, 1, 1])
-    assert [*ranges(rows, 6)] == [(0, 2), (2, 3), (3, 4), (4, 7)]
-    assert [*ranges(rows, 1)] == [(i, i + 1) for i in range(4)] + [(4, 6), (6, 7)]
+    assert [*group_partitions(rows, 6)] == [(0, 2), (2, 3), (3, 4), (4, 7)]
+    assert [*group_partitions(rows, 1)] == [(i, i + 1) for i in range(4)] + [(4, 6), (6, 7)]
 
 
 ORDERS, VOCABULARY = (2, 3, 4), 300
@@ -71,11 +84,11 @@ def test_a_sum_is_the_table_of_the_joined_corpora(tmp_path: Path, limits: tuple[
     """However small the parts; what is rare in each may be frequent in all. Of what was left out, totals still tell."""
     expected, tables = made(JOINED, *limits), [made(part) for part in PARTS]
     for memory in (1, 200_000, 10**8):
-        built = merged(tables, *limits, tmp_path / str(memory), memory)
+        built = merge_tables(tables, *limits, tmp_path / str(memory), memory)
         require_same_counts(built, expected)
         assert built.facts["tokens"] == sum(map(len, JOINED))
-        again = merged(
-            [merged([built], 2, None, tmp_path / f"{memory}a", memory)], 3, 2, tmp_path / f"{memory}b", memory
+        again = merge_tables(
+            [merge_tables([built], 2, None, tmp_path / f"{memory}a", memory)], 3, 2, tmp_path / f"{memory}b", memory
         )
         if limits == (1, None):
             require_same_counts(again, made(JOINED, 3, 2))
@@ -83,7 +96,7 @@ def test_a_sum_is_the_table_of_the_joined_corpora(tmp_path: Path, limits: tuple[
 
 def test_what_parts_left_out_is_in_the_totals_of_the_sum(tmp_path: Path) -> None:
     first, second = made([[1, 2] * 3 + [1, 3]], 2), made([[1, 4] * 2 + [1, 5], [9, 9, 9]], 2)
-    tokens, probabilities = successors(merged([first, second], 1, None, tmp_path, 10**8), [1])
+    tokens, probabilities = successors(merge_tables([first, second], 1, None, tmp_path, 10**8), [1])
     assert tokens.tolist() == [2, 4]
     np.testing.assert_allclose(probabilities, [3 / 7, 2 / 7])
 
@@ -93,7 +106,7 @@ def test_counts_of_a_sum_saturate(tmp_path: Path) -> None:
     level = table.levels[2]
     most = np.full_like(level.counts, 2**32 - 3), np.full_like(level.totals, 2**32 - 3)
     full = replace(table, levels={2: replace(level, counts=most[0], totals=most[1])})
-    both = merged([full, replace(table, levels={2: level}), full], 1, None, tmp_path, 10**8).levels[2]
+    both = merge_tables([full, replace(table, levels={2: level}), full], 1, None, tmp_path, 10**8).levels[2]
     assert (both.counts == 2**32 - 1).all()
     assert (both.totals == 2**32 - 1).all()
 
@@ -101,7 +114,7 @@ def test_counts_of_a_sum_saturate(tmp_path: Path) -> None:
 def test_parts_are_as_small_as_memory_wants_them() -> None:
     levels = [made(part).levels[4] for part in PARTS]
     for memory, least in ((10**8, 1), (100_000, 5)):
-        sizes = [len(part.counts) for part in counting.merged_level(levels, VOCABULARY, 1, None, memory)]
+        sizes = [len(part.counts) for part in counting.merge_level(levels, VOCABULARY, 1, None, memory)]
         assert len(sizes) >= least
         assert max(sizes) <= memory // counting._ROW_BYTES
         assert sum(sizes) == len(made(JOINED).levels[4].counts)
@@ -109,12 +122,14 @@ def test_parts_are_as_small_as_memory_wants_them() -> None:
 
 def test_pruned_to_a_size_no_more_is_left_out_than_must_be(tmp_path: Path) -> None:
     whole = made(JOINED)
-    assert kept_from(whole, whole.level_bytes / 1e6) == 1
+    assert smallest_min_count(whole, whole.level_bytes / 1e6) == 1
     for size in np.linspace(0.9, 0.02, 5) * whole.level_bytes / 1e6:
-        count = kept_from(whole, size)
-        sizes = [merged([whole], c, None, tmp_path / f"{size} {c}", 50_000).level_bytes for c in (count, count - 1)]
+        count = smallest_min_count(whole, size)
+        sizes = [
+            merge_tables([whole], c, None, tmp_path / f"{size} {c}", 50_000).level_bytes for c in (count, count - 1)
+        ]
         assert sizes[0] <= size * 10**6 < sizes[1]
-    refusal(r"max_mb=1e-06: expected room", kept_from, whole, 1e-6)
+    refusal(r"max_mb=1e-06: expected room", smallest_min_count, whole, 1e-6)
 
 
 ROOT = Path(__file__).parents[3]
@@ -125,16 +140,16 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert isinstance(encoder.eos, int)
     texts = list(passages([{"id": "1", "text": "hello there"}], "all"))
     shards: Shards = tokenise([*texts, Passage("you", ends=False)], model, None, encoder, tmp_path, 1)
-    ids, lengths = read_shard(shards.paths[0])
+    ids, lengths = read_token_shard(shards.paths[0])
     first, second = encoder.encode(["hello there", "you"])
     assert ids.tolist() == [*first, encoder.eos, *second]
     assert lengths.tolist() == [len(first) + 1, len(second)]
     assert (shards.tokens, shards.documents) == (len(ids), 2)
     ended = tokenise([*texts, Passage("you", ends=True)], model, None, encoder, tmp_path, 1)
-    assert read_shard(ended.paths[0])[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
+    assert read_token_shard(ended.paths[0])[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
     other = encoder._replace(encode=lambda batch: [[7] for _ in batch], digest="of another tokenizer")
     again = tokenise([*texts, Passage("you", ends=True)], model, None, other, tmp_path, 1)
-    assert read_shard(again.paths[0])[0].tolist() == [7, encoder.eos, 7, encoder.eos]
+    assert read_token_shard(again.paths[0])[0].tolist() == [7, encoder.eos, 7, encoder.eos]
     assert len({shards.digest, ended.digest, again.digest}) == 3
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
@@ -146,7 +161,7 @@ def test_answers_in_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
     for ids in ((3, 4, 8), (3, 4)):
         texts = [Passage("ab", ends=True), Passage("", ends=False, ids=ids), Passage("c", ends=False)]
         shards = tokenise(texts, "", None, encoder, tmp_path, 1)
-        said, lengths = read_shard(shards.paths[0])
+        said, lengths = read_token_shard(shards.paths[0])
         assert said.tolist() == [1, 1, 8, *ids, 1]
         assert lengths.tolist() == [3, len(ids), 1]
         found.append(shards.digest)

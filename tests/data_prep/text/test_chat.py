@@ -17,8 +17,8 @@ from outrider.data_prep.text.chat import (
     ids_within,
     render_prompt,
 )
-from outrider.data_prep.text.documents import encode, written_by
-from outrider.data_prep.text.records import Counts, FileLayout, Read, Written, find_layout, to_record
+from outrider.data_prep.text.documents import encode, origin_digests
+from outrider.data_prep.text.records import Counts, FileLayout, TokenisedText, Written, find_layout, to_record
 from outrider.draft_models.targets.vocabulary import for_rows
 from tests.inference.core.test_stop_strings import BASE, KINDS
 from tests.pairwise import all_pairs, each_value
@@ -211,7 +211,7 @@ def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokeni
     good = [chat(QUESTION, ANSWER), {"id": "t:3", "text": "a text"}]
     for kind, ids in ((bad, [1, last + 1]), (good, [1, last - 1])):
         text = {"id": "t:4", "text": "a"}
-        written = Written(*written_by(text, tokenizer, "tokenizer"), "", [Read(ids, [(1, 2)])])
+        written = Written(*origin_digests(text, tokenizer, "tokenizer"), "", [TokenisedText(ids, [(1, 2)])])
         kind.append({**text, "written": written})
     counts = Counts(records=6)
     found = encode([record for pair in zip(bad, good, strict=True) for record in pair], tokenizer, "tokenizer", counts)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.documents import Document
-from outrider.data_prep.text.rows import interleave, load_rows, pack, rows_taken
+from outrider.data_prep.text.rows import interleave, load_rows, pack, rows_of_sources
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.losses import IGNORE
@@ -324,7 +324,7 @@ def test_each_source_has_its_own_heldout_records(mix, tokenizer):
 def test_shares_never_exceed_what_there_is_and_exhaust_one_source(available, means, weights):
     count = len(available)
     labels = [round(rows * mean) for rows, mean in zip(available, means[:count], strict=True)]
-    taken = rows_taken(available, labels, weights[:count])
+    taken = rows_of_sources(available, labels, weights[:count])
     assert all(1 <= some <= rows for some, rows in zip(taken, available, strict=True))
     assert any(some == rows for some, rows in zip(taken, available, strict=True))
     given_each = [t * lab / rows / w for t, lab, rows, w in zip(taken, labels, available, weights, strict=False)]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head
-from outrider.draft_models.eagle3.model import Eagle3, Steps, join
+from outrider.draft_models.eagle3.model import Eagle3, Steps, attend_jointly
 from outrider.draft_models.targets.attention import packed_band
-from outrider.draft_models.targets.settings import ReadingChanges, Written
+from outrider.draft_models.targets.settings import ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.target import Band
 from outrider.train.toy_target import packed_mask
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
@@ -201,7 +201,7 @@ def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> N
     assert torch.equal(found.load(torch.float32).state_dict()["fc_norm.0.weight"], weights["fc_norm.0.weight"].float())
 
 
-WRITTEN = get_args(Written)
+WRITTEN = get_args(WrittenDialect)
 
 
 def loaded(tmp_path: Path, dialect: str) -> Eagle3:
@@ -334,5 +334,5 @@ def test_sixteen_bits_do_not_round_the_joint_score() -> None:
     mask = packed_band(torch.arange(LENGTH)[None])
     one = torch.ones_like(key)
     own = key.transpose(1, 2)[..., None, :], one.transpose(1, 2)[..., None, :]
-    found = join(nn.Identity(), key, (key, 0 * one), own, mask, scaling=0.3)
+    found = attend_jointly(nn.Identity(), key, (key, 0 * one), own, mask, scaling=0.3)
     torch.testing.assert_close(found, 0.5 * one.transpose(1, 2), rtol=0, atol=0.01)

@@ -11,7 +11,12 @@ import torch
 
 from outrider.base.errors import UserError
 from outrider.draft_models.formats import convert
-from outrider.draft_models.formats.convert import RECORD_FILE, as_described, described, was_quantised
+from outrider.draft_models.formats.convert import (
+    RECORD_FILE,
+    description_location,
+    has_quantised_weights,
+    write_description,
+)
 from outrider.draft_models.formats.gguf_model import GgufModel
 from outrider.draft_models.targets.fingerprint import deciding_config
 from outrider.draft_models.targets.model_files import load_generation_config
@@ -76,10 +81,10 @@ def test_its_weights_are_read_where_they_are(kept: Path, forms: dict[str, Path],
 
 def test_the_second_start_looks_at_no_byte(kept: Path, llama: Path, tmp_path: Path) -> None:
     path = write_gguf(llama, tmp_path / "model.gguf")
-    before, stat = as_described(str(path)), path.stat()
+    before, stat = description_location(str(path)), path.stat()
     path.write_bytes(b"GGUF" + bytes(stat.st_size - 4))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert as_described(str(path)) == before
+    assert description_location(str(path)) == before
 
 
 @pytest.mark.parametrize("file", ["config.json", "merges.txt", "pytorch_model.bin"])
@@ -87,7 +92,7 @@ def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Pat
     """Its content, and its name."""
     path = as_bin(llama, tmp_path / "bin")
     (path / "vocab.txt").write_text("a")
-    before = as_described(str(path))
+    before = description_location(str(path))
     if file == "merges.txt":
         (path / "vocab.txt").rename(path / file)
     elif file == "pytorch_model.bin":
@@ -95,7 +100,7 @@ def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Pat
         torch.save({name: tensor + 1 for name, tensor in weights.items()}, path / file)
     else:
         (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | {"of_a_later_version": 1}))
-    assert as_described(str(path)) != before
+    assert description_location(str(path)) != before
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Touched(GgufModel):
 
 def test_a_file_that_changes_meanwhile_is_refused(kept: Path, llama: Path, tmp_path: Path) -> None:
     path = write_gguf(llama, tmp_path / "model.gguf")
-    refusal(r"model\.gguf: changed while it was read", described, Touched(str(path), path))
+    refusal(r"model\.gguf: changed while it was read", write_description, Touched(str(path), path))
     assert [*kept.iterdir()] == []
 
 
@@ -125,7 +130,7 @@ def test_a_copy_elsewhere_is_described_alike(kept: Path, forms: dict[str, Path],
 
     origin, copied = forms[form], tmp_path / forms[form].name
     (shutil.copytree if origin.is_dir() else shutil.copy)(origin, copied)
-    (first, _), (second, _) = as_described(str(origin)), as_described(str(copied))
+    (first, _), (second, _) = description_location(str(origin)), description_location(str(copied))
     files = [file.name for file in Path(first).iterdir() if file.name != RECORD_FILE]
     assert first != second
     assert all((Path(first, name)).read_bytes() == Path(second, name).read_bytes() for name in files)
@@ -137,7 +142,7 @@ def test_config_and_tokenizer_are_read_without_fetching_weights(kept: Path, fetc
     source = f"someone/{form}"
     target = open_target(source)
     assert len(target.tokenizer) > 0
-    assert was_quantised(source) == (form == "fp8")
+    assert has_quantised_weights(source) == (form == "fp8")
     assert "config.json" in fetches
     assert not [name for name in fetches if name.endswith((".bin", ".safetensors"))]
     assert target.files.file_of
@@ -148,17 +153,17 @@ def test_config_and_tokenizer_are_read_without_fetching_weights(kept: Path, fetc
 def test_a_description_that_ends_early_leaves_nothing(kept: Path, written: Path, error: BaseException) -> None:
     """Whether it is interrupted or the disk fills."""
     with pytest.raises((KeyboardInterrupt, UserError)) as raised:
-        described(Touched(str(written), written, error))
+        write_description(Touched(str(written), written, error))
     if isinstance(error, OSError):
         assert "No space left on device); free space, or say by OUTRIDER_CACHE" in str(raised.value)
     assert [*kept.iterdir()] == []
 
 
 def test_what_somebody_removed_is_made_again(kept: Path, written: Path) -> None:
-    place, _ = as_described(str(written))
+    place, _ = description_location(str(written))
     whole = {file.name: file.read_bytes() for file in Path(place).iterdir()}
     (Path(place) / RECORD_FILE).unlink()
-    assert as_described(str(written)) == (place, None)
+    assert description_location(str(written)) == (place, None)
     (Path(place) / "tokenizer.json").write_bytes(whole["tokenizer.json"][:-1])
-    assert as_described(str(written)) == (place, None)
+    assert description_location(str(written)) == (place, None)
     assert {file.name: file.read_bytes() for file in Path(place).iterdir()} == whole

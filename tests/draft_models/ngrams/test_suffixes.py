@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.data_prep.ngrams.counting import merged
+from outrider.data_prep.ngrams.counting import merge_tables
 from outrider.draft_models.ngrams import suffixes
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.inference.ngram_cases import VOCABULARY, make_documents
@@ -36,7 +36,7 @@ def slow_successors(documents: list[list[int]], context: list[int]) -> list[int 
 @given(documents=DOCUMENTS)
 def test_places_are_sorted_by_what_begins_there(vocabulary: int, documents: list[list[int]]) -> None:
     """By the first `REACH` tokens, however many of them fit a word; separators last."""
-    tokens = suffixes.separated(documents, vocabulary)
+    tokens = suffixes.join_documents(documents, vocabulary)
     kept = suffixes.sort_suffixes(tokens, vocabulary)
     padded = [*tokens.tolist(), *[vocabulary] * suffixes.REACH]
     assert kept.order.tolist() == sorted(range(len(tokens)), key=lambda at: (padded[at : at + suffixes.REACH], at))
@@ -53,7 +53,7 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
     if long and seed:
         text = long[seed % len(long)][:-1][-seed - suffixes.REACH :]
     table = made(documents)
-    kept, places = suffixes.read_only(table.suffixes), suffixes.new_places()
+    kept, places = suffixes.read_only(table.suffixes), suffixes.new_suffix_workspace()
     longest, narrow = suffixes.known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
     for size in range(suffixes.LEAST, min(suffixes.REACH, len(text)) + 1):
         expected = slow_successors(documents, text[-size:])
@@ -100,7 +100,7 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
     random, vocabulary = np.random.default_rng(1), len(shares)
     documents = [random.choice(vocabulary, size, p=shares).tolist() for size in (1500, 1000, 3, 0, 400)]
     documents.append(documents[0][200:700])
-    kept, places = suffixes.read_only(made(documents, vocabulary).suffixes), suffixes.new_places()
+    kept, places = suffixes.read_only(made(documents, vocabulary).suffixes), suffixes.new_suffix_workspace()
     sizes = set()
     for number in range(vocabulary + 100):
         document = documents[random.choice([0, 1, 4, 5])]
@@ -122,7 +122,7 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
 
 def test_no_context_reaches_over_two_documents() -> None:
     """What separates them is followed by nothing, is no successor, and no id of a text is it."""
-    kept, places = suffixes.read_only(made([[0, 1, 2, 3]] * 2).suffixes), suffixes.new_places()
+    kept, places = suffixes.read_only(made([[0, 1, 2, 3]] * 2).suffixes), suffixes.new_suffix_workspace()
     longest, narrow = suffixes.known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
     assert longest == 4
     assert suffixes.successors_at(kept, 4, narrow, places) == (0, 0, 2)
@@ -132,7 +132,7 @@ def test_no_context_reaches_over_two_documents() -> None:
 def test_many_places_are_sampled_evenly() -> None:
     """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
     documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100
-    kept, places = suffixes.read_only(made(documents).suffixes), suffixes.new_places()
+    kept, places = suffixes.read_only(made(documents).suffixes), suffixes.new_suffix_workspace()
     longest, narrow = suffixes.known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
     assert (longest, narrow) == (5, 5)
     assert places.number[4:6].tolist() == [400, 100]
@@ -149,7 +149,7 @@ def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
     whole.save(tmp_path / "whole")
     opened = TrigramTable.open(tmp_path / "whole")
     halves = [made(documents[:7], VOCABULARY), made(documents[7:], VOCABULARY)]
-    both = merged(halves, 1, None, tmp_path / "both", 10**8)
+    both = merge_tables(halves, 1, None, tmp_path / "both", 10**8)
     assert whole.suffixes is not None
     for other in (opened.suffixes, both.suffixes):
         assert other is not None

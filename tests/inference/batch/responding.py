@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.batch.directory import read_shard, shards
+from outrider.inference.batch.directory import list_shards, read_shard
 from outrider.inference.engines.cpu.recorded import ruled
 from outrider.inference.engines.packing import lay_out
 from tests.tiny import open_stack, save_target
@@ -55,7 +55,7 @@ TALKS = [talk(f"question {i}", "an answer", "more? " + "x" * (7 * i % 40)) for i
 
 def read_responses(folder):
     """Every response in the directory."""
-    return [response for shard in shards(Path(folder)) for response in read_shard(shard)]
+    return [response for shard in list_shards(Path(folder)) for response in read_shard(shard)]
 
 
 def responses(config):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_models.targets.target import Texts
+from outrider.draft_models.targets.target import TextMasks
 from outrider.inference.batch import batch_state
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.batch_state import FixedBatch
@@ -115,7 +115,7 @@ def test_an_answer_whose_loop_fails_is_none(tmp_path: Any, error: type[Exception
     expected, real = answers_by(stack), stack.at_once.run
 
     def fail(*given: Any) -> Any:
-        if isinstance(given[4], Texts) or given[5].capacity > max(COUNTS) + 20:
+        if isinstance(given[4], TextMasks) or given[5].capacity > max(COUNTS) + 20:
             raise error("broken")
         return real(*given)
 

@@ -29,7 +29,7 @@ from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import audit, judge_arm, score_answers
 from outrider.inference.batch import server
 from outrider.inference.batch.generate import generate_responses
-from outrider.inference.batch.server import Server
+from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.tools import AuditConfig
@@ -205,11 +205,11 @@ def test_a_nested_stream_is_none(target: Path, asked: Callable[..., Any]) -> Non
     config = asked("generate", "http://127.0.0.1")
     opened = open_target(str(target), None, by_layers=False)
     with (
-        patch.object(Server, "_find_model", lambda *_: ("tiny", 160)),
-        patch.object(Server, "_try_out", lambda _: None),
+        patch.object(TargetServer, "_find_model", lambda *_: ("tiny", 160)),
+        patch.object(TargetServer, "_try_out", lambda _: None),
         replying(b"\n\n".join(lines), headers={"Content-Type": "text/event-stream"}) as url,
     ):
-        served = Server(config, opened.tokenizer, ENDS, 160, VOCABULARY)
+        served = TargetServer(config, opened.tokenizer, ENDS, 160, VOCABULARY)
         served.client.url = url
         refusal("nested", served.stream, [1, 2], 4, 0)
 

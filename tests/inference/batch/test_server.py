@@ -13,7 +13,7 @@ import torch
 from outrider.base.errors import UserError
 from outrider.inference.batch.client import ReplyError
 from outrider.inference.batch.generate import generate_responses
-from outrider.inference.batch.server import Row, check_rows
+from outrider.inference.batch.server import TokenRow, check_rows
 from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped
 from tests.inference.batch.serving import Engine, serving
 from tests.refusals import refusal
@@ -179,10 +179,11 @@ def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
 
 
 def test_rows_that_cannot_be_of_their_tokens():
-    check_rows([Row(1, -0.7, {1: -0.7, 2: -0.9}), Row(3, -3.0, {1: -0.7, 2: -0.9})], [1, 3], greedy=False)
-    for row, greedy in ((Row(1, -0.9, {1: -0.9, 2: -0.7}), True), (Row(1, -0.9, {1: -2.0}), False),
-                        (Row(3, -0.1, {1: -0.7}), False), (Row(1, -0.1, {1: -0.1, 2: -0.1}), False)):  # fmt: skip
+    check_rows([TokenRow(1, -0.7, {1: -0.7, 2: -0.9}), TokenRow(3, -3.0, {1: -0.7, 2: -0.9})], [1, 3], greedy=False)
+    wrong = [(TokenRow(1, -0.9, {1: -0.9, 2: -0.7}), True), (TokenRow(1, -0.9, {1: -2.0}), False)]
+    wrong += [(TokenRow(3, -0.1, {1: -0.7}), False), (TokenRow(1, -0.1, {1: -0.1, 2: -0.1}), False)]
+    for row, greedy in wrong:
         with pytest.raises(ReplyError):
             check_rows([row], [row.token], greedy=greedy)
     with pytest.raises(ReplyError):
-        check_rows([Row(1, -0.7, {1: -0.7})], [2], greedy=False)
+        check_rows([TokenRow(1, -0.7, {1: -0.7})], [2], greedy=False)

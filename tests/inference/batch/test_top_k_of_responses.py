@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from outrider.data_prep.text.documents import encode
-from outrider.data_prep.text.records import Read
+from outrider.data_prep.text.records import TokenisedText
 from outrider.inference.batch.directory import Response, top_k_documents
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Answer, Task, TopK
@@ -44,10 +44,10 @@ def test_turns_share_a_document_where_the_next_prompt_repeats_the_one_before():
     task.keep(answer(3, 4, 5))
     task.prompt = [1, 2, 3, 4, 5, 6]
     task.keep(answer(7))
-    assert task.documents == [Read([1, 2, 3, 4, 5, 6, 7], [(2, 5), (6, 7)])]
+    assert task.documents == [TokenisedText([1, 2, 3, 4, 5, 6, 7], [(2, 5), (6, 7)])]
     task.prompt = [1, 2, 3, 9, 5, 6, 7, 8]  # rendered otherwise from the second token of the first answer on
     task.keep(answer(4))
-    assert task.documents[1:] == [Read([1, 2, 3, 9, 5, 6, 7, 8, 4], [(8, 9)])]
+    assert task.documents[1:] == [TokenisedText([1, 2, 3, 9, 5, 6, 7, 8, 4], [(8, 9)])]
     assert task.top.tokens.tolist() == task.top.ids[:, 0].tolist() == [3, 4, 5, 7, 4]
 
 

@@ -18,7 +18,7 @@ from outrider.base import errors
 from outrider.base.errors import UserError
 from outrider.data_prep.ngrams.token_shards import passages
 from outrider.data_prep.text import documents
-from outrider.data_prep.text.records import Read
+from outrider.data_prep.text.records import TokenisedText
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
@@ -151,7 +151,7 @@ def _another_turns(task: Task, answer: Answer) -> None:
     keep(task, answer)
     read = task.documents[-1]
     begin, end = read.answers[-1]
-    task.documents[-1] = Read([*read.ids[:begin], *([5] * (end - begin))], read.answers)
+    task.documents[-1] = TokenisedText([*read.ids[:begin], *([5] * (end - begin))], read.answers)
 
 
 def _ended(task: Task, answer: Answer) -> None:
@@ -159,12 +159,12 @@ def _ended(task: Task, answer: Answer) -> None:
     if not answer.ended:
         read = task.documents[-1]
         begin, end = read.answers[-1]
-        task.documents[-1] = Read([*read.ids, 262], [*read.answers[:-1], (begin, end + 1)])
+        task.documents[-1] = TokenisedText([*read.ids, 262], [*read.answers[:-1], (begin, end + 1)])
 
 
 def _forgotten(task: Task, answer: Answer) -> None:
     keep(task, answer)
-    task.documents[-1] = Read(task.documents[-1].ids, task.documents[-1].answers[-1:])
+    task.documents[-1] = TokenisedText(task.documents[-1].ids, task.documents[-1].answers[-1:])
 
 
 keep = Task.keep
@@ -184,7 +184,7 @@ def test_planted_faults_are_caught(answer: Any, monkeypatch: pytest.MonkeyPatch,
 def test_text_alone_would_not_do(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the script's answers are a test: without their tokens hardly any is learned as it was written."""
     tokenizer, data, script = answer("qwen3", [["one?"], ["two?"], ["cut?"]])
-    monkeypatch.setattr(documents, "_own_documents", lambda *_: [])
+    monkeypatch.setattr(documents, "_recorded_documents", lambda *_: [])
     assert len({*learned(data, tokenizer)} & {*script.said}) == 1
 
 

@@ -30,10 +30,10 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets import stack as stack_module
 from outrider.draft_models.targets.stack import WholeModel
-from outrider.draft_models.targets.target import Texts
+from outrider.draft_models.targets.target import TextMasks
 from outrider.inference.core import batch as core
 from outrider.inference.core import cache as cache_module
-from outrider.inference.core.batch import ROUND, Batch, CacheBudget, JointView, Text
+from outrider.inference.core.batch import ROUND, Batch, BatchText, CacheBudget, JointView
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter
@@ -210,7 +210,7 @@ def decode_together(
             number = waiting.pop()
             rounds, found = asked[number].start(batch, len(batch.texts) if by_place else asked[number].number)
             every[number] = found
-            batch.add(Text(rounds, found.rounds.append, found.ended.append))
+            batch.add(BatchText(rounds, found.rounds.append, found.ended.append))
         if batch.texts and order.random() < leave:
             batch.drop(order.choice(batch.texts))
         batch.step()
@@ -263,7 +263,7 @@ def test_texts_go_on_between_the_layers_of_a_long_prompt(asked: list[Asked]) -> 
         batch = Batch(yielding=yielding)
         for number, length in enumerate((12, 50, 26)):  # a piece is all layers of one, one of the next, half the last's
             rounds = autoregressive(stack, random_prompt(length), max_new_tokens=4, runtime=batch)
-            batch.add(Text(rounds, lambda _, number=number: order.append(number), lambda error: None))
+            batch.add(BatchText(rounds, lambda _, number=number: order.append(number), lambda error: None))
         while batch.texts:
             batch.step()
         assert order[:6] == first
@@ -361,7 +361,7 @@ def test_texts_that_do_not_fit_the_budget_wait(asked: list[Asked]) -> None:
     order, batch = list[int](), Batch(budget=CacheBudget(1, 2 * size))
     for number in range(2):
         rounds = autoregressive(asked[0].target.stack, [5], max_new_tokens=20, runtime=batch)
-        batch.add(Text(rounds, lambda _, number=number: order.append(number), lambda _: None, size - ROUND - 10))
+        batch.add(BatchText(rounds, lambda _, number=number: order.append(number), lambda _: None, size - ROUND - 10))
     while batch.texts:
         batch.step()
     assert order == [0, 1] * 11 + [0] * 9 + [1] * 9
@@ -435,7 +435,7 @@ def single(fault: Fault) -> Fault:
 
 def one_text(pass_: Pass, x: Tensor, view: JointView) -> Outputs:
     rows, cache = sum(view.cache.rows), view.cache.caches[0]
-    visible = Texts((rows,), (x.new_zeros(1, 1, rows, cache.length + rows),), (cache,), [])
+    visible = TextMasks((rows,), (x.new_zeros(1, 1, rows, cache.length + rows),), (cache,), [])
     vars(view)["masks"] = lambda: dict.fromkeys(view.requests[0].view.masks(), visible)
     return pass_(x, view)
 
@@ -515,13 +515,13 @@ def test_a_text_that_is_too_large_for_memory_fails_alone(asked: list[Asked]) -> 
 def test_a_text_that_is_dropped_or_has_ended_drafts_no_more(make: Callable[..., Target]) -> None:
     """It keeps no session alive, and the caller's modes are as they were."""
 
-    def drafted_after(drop: Callable[[Batch, Text], None]) -> list[int]:
+    def drafted_after(drop: Callable[[Batch, BatchText], None]) -> list[int]:
         batch, drafters = Batch(), [Lookup(), Lookup(), Lookup()]
         texts = []
         for number, drafter in enumerate(drafters):
             options: dict[str, Any] = {"max_new_tokens": (30, 4, 30)[number], "runtime": batch}
             rounds = speculative(make("llama", torch.float32).stack, drafter, random_prompt(9, seed=number), **options)
-            texts.append(Text(rounds, lambda _: None, lambda _: None))
+            texts.append(BatchText(rounds, lambda _: None, lambda _: None))
             batch.add(texts[-1])
         for _ in range(6):
             batch.step()
@@ -549,7 +549,7 @@ def test_an_error_of_a_text_that_is_dropped_ends_no_other() -> None:
             raise RuntimeError
 
     batch = Batch()
-    batch.add(text := Text(failing(), lambda _: None, lambda _: None))
+    batch.add(text := BatchText(failing(), lambda _: None, lambda _: None))
     batch.step()
     batch.drop(text)
     assert not batch.texts
@@ -601,7 +601,7 @@ def test_sampled_texts_are_independent_and_distributed_as_alone(make: Callable[.
     def together(batch: Batch, chance: Any) -> Hashable:
         said: tuple[list[Round], list[Round]] = [], []
         for number, own in enumerate(said):
-            batch.add(Text(rounds(number, chance, batch), own.append, lambda _: None))
+            batch.add(BatchText(rounds(number, chance, batch), own.append, lambda _: None))
         while batch.texts:
             batch.step()
         return tuple(tuple(tokens_of(own)) for own in said)

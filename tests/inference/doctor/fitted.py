@@ -17,7 +17,7 @@ from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.doctor.examinees import draft_by_head
-from outrider.inference.doctor.scores import Recording, record
+from outrider.inference.doctor.scores import Recording, record_answer
 from tests.tiny import byte_tokenizer, open_stack, save_target
 
 TOKENS = range(5, 125)  # of the target and the head
@@ -55,7 +55,7 @@ def recordings(stack: LayerStack) -> list[Recording]:
     found = []
     for text in TEXTS:
         prompt = byte_tokenizer()(text)["input_ids"]
-        recording = record(stack, prompt, range(len(stack.layers) + 1), NEW)
+        recording = record_answer(stack, prompt, range(len(stack.layers) + 1), NEW)
         assert recording is not None
         found.append(recording)
     return found

@@ -13,9 +13,9 @@ from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.inference.doctor.examine import boundaries_of, compare, judge
+from outrider.inference.doctor.examine import boundaries_of, compare_variants, score_variants
 from outrider.inference.doctor.examinees import Examinee, draft_by_head, examine_head
-from outrider.inference.doctor.scores import join, refuse, score, table
+from outrider.inference.doctor.scores import describe_findings, join_scores, refuse_reading, score_logits
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
@@ -29,11 +29,11 @@ def examinee_in(clinic: Clinic, where: str) -> Examinee:
 
 def examined(clinic: Clinic, where: str) -> dict[str, Any]:
     examinee = examinee_in(clinic, where)
-    return compare(examinee, judge(clinic.texts, {"eagle3": examinee})["eagle3"])
+    return compare_variants(examinee, score_variants(clinic.texts, {"eagle3": examinee})["eagle3"])
 
 
 def shown(found: dict[str, Any]) -> str:
-    return "\n".join(table("eagle3", found))
+    return "\n".join(describe_findings("eagle3", found))
 
 
 Config, Weights = dict[str, Any], dict[str, Tensor]
@@ -92,14 +92,16 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
     assert found["better"]["name"] == option
     assert f"{found['better']['name']} is better: {found['better']['meaning']}" in shown(found)
     with pytest.raises(UserError, match=r"doctor=false to take it as declared") as refused:
-        refuse("eagle3", where, found)
+        refuse_reading("eagle3", where, found)
     assert f"Give {option} to read it so" in str(refused.value)
     key, value = option.removeprefix("reading.").split("=")
     read: Any = {"[1,2,3]": TAPS, "true": True, "false": False}.get(value, value)
     changes = ReadingChanges(**{key: read})
     cured = open_head(where, clinic.target.config, changes=changes).load(torch.float32)
     Eagle3Plugin().prepare(cured, clinic.stack)
-    scores = join([score(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)])
+    scores = join_scores(
+        [score_logits(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)]
+    )
     assert scores.agree.mean(1).tolist() == found["better"]["agree"]
     assert scores.agreement > 0.9 > found["ways"][0]["agreement"]
 
@@ -110,7 +112,7 @@ def test_a_head_that_is_read_rightly_is_left_alone(clinic: Clinic, tmp_path: Pat
     assert found["better"] is None
     assert found["ways"][0]["agreement"] > 0.9
     assert len(found["ways"]) > 10
-    refuse("eagle3", "somewhere", found)
+    refuse_reading("eagle3", "somewhere", found)
 
 
 def test_a_vocabulary_map_that_was_never_stored_is_named(clinic: Clinic, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_vocabulary_map_that_was_never_stored_is_named(clinic: Clinic, tmp_pat
     found = examined(clinic, where)
     assert "! d2t: all zero" in shown(found)
     assert "it seldom agrees" in shown(found)
-    refuse("eagle3", where, found)
+    refuse_reading("eagle3", where, found)
 
 
 def test_only_boundaries_that_are_read_are_recorded(clinic: Clinic, tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_constant_positions_in_training_are_found(clinic: Clinic, tmp_path: Path
     found = examined(clinic, where)
     assert found["better"]["name"] == "drafted positions stand still"
     assert "train it again" in shown(found)
-    refuse("eagle3", where, found)
+    refuse_reading("eagle3", where, found)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -160,6 +162,6 @@ def test_a_reading_to_be_had_is_not_hidden_by_a_better_one_that_is_not() -> None
            "chance": 1e-9}  # fmt: skip
     still = {**row, "name": "drafted positions stand still", "agreement": 0.8, "wins": True}
     later = {**row, "name": "reading.taps=[2,5,8]", "agreement": 0.6, "wins": True, "option": "reading.taps=[2,5,8]"}
-    refuse("eagle3", "there", {"places": 9, "ways": [row, still], "better": still})
+    refuse_reading("eagle3", "there", {"places": 9, "ways": [row, still], "better": still})
     with pytest.raises(UserError, match=r"Give reading\.taps=\[2,5,8\]"):
-        refuse("eagle3", "there", {"places": 9, "ways": [row, still, later], "better": still})
+        refuse_reading("eagle3", "there", {"places": 9, "ways": [row, still, later], "better": still})

@@ -5,11 +5,20 @@ import itertools
 import numpy as np
 import torch
 
-from outrider.inference.doctor.scores import BLOCK, CHANCE, FEWEST, Recording, Scores, chance_of, is_better, score
+from outrider.inference.doctor.scores import (
+    BLOCK,
+    CHANCE,
+    FEWEST,
+    AgreementScores,
+    Recording,
+    chance_of,
+    is_better,
+    score_logits,
+)
 
 
-def scores_of(agree: np.ndarray) -> Scores:
-    return Scores(agree[None].astype(bool), agree[None] > -1, np.arange(len(agree)) // BLOCK)
+def scores_of(agree: np.ndarray) -> AgreementScores:
+    return AgreementScores(agree[None].astype(bool), agree[None] > -1, np.arange(len(agree)) // BLOCK)
 
 
 def test_a_place_without_numbers_does_not_agree() -> None:
@@ -17,7 +26,7 @@ def test_a_place_without_numbers_does_not_agree() -> None:
     logits[..., 2] = 1.0
     logits[1, 1, 2] = torch.nan  # which argmax takes for the largest
     recording = Recording(torch.tensor([4, 2, 2, 2]), 1, {})
-    one, other = (score(logits, recording, text) for text in range(2))
+    one, other = (score_logits(logits, recording, text) for text in range(2))
     assert one.agree.tolist() == one.finite.tolist() == [[True] * 3, [True, False, True]]
     assert not {*one.blocks} & {*other.blocks}  # no observation is of two texts
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.draft_models.ngrams.overlay import longer_key, new_recycled, place_of, recycle
+from outrider.draft_models.ngrams.overlay import longer_key, new_recycled, recycle, recycled_slot
 from outrider.draft_models.ngrams.suffixes import LEAST, REACH
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.open_target import open_target
@@ -236,7 +236,7 @@ def kept(recycled: Any, context: tuple[int, ...]) -> tuple[list[int], list[float
     key = np.uint64(0)
     for token in reversed(context):
         key = np.uint64(longer_key(key, token))
-    place = place_of(recycled, key)
+    place = recycled_slot(recycled, key)
     if not recycled.seen[place] or recycled.keys[place] != key:
         return None
     return recycled.tokens[place].tolist(), recycled.probs[place].tolist(), int(recycled.seen[place])

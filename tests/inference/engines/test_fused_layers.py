@@ -17,7 +17,7 @@ from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.cpu.recorded import can_pack
-from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
+from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join_linears
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.models import prepare_models
 from outrider.inference.shapes.factory import Chain
@@ -64,7 +64,7 @@ def test_joined_weights_are_held_once() -> None:
     linears = [nn.Linear(4, size, bias=size != 2) for size in (3, 2, 5)]
     x = torch.randn(6, 4)
     expected = torch.cat([linear(x) for linear in linears], dim=-1)
-    joined = join(linears)
+    joined = join_linears(linears)
     torch.testing.assert_close(joined(x), expected)
     assert {linear.weight.untyped_storage().data_ptr() for linear in linears} == {
         joined.weight.untyped_storage().data_ptr()

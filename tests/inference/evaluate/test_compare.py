@@ -15,7 +15,7 @@ from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 from outrider.inference.core import batch as core
-from outrider.inference.core.batch import Batch, Request, run_jointly
+from outrider.inference.core.batch import Batch, PassRequest, run_jointly
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.evaluate import evaluation
 from outrider.inference.measure import arms, bench, prepared
@@ -200,7 +200,7 @@ def test_texts_that_change_each_other_are_not_lossless(
     judged = [bool(r.deviations) for one in read_results(Path(made.out_dir)).values() for r in one.turns]
     assert judged == [bool(options)] * 6
 
-    def swapped(asked: list[Request]) -> list[tuple[Tensor, ...]]:
+    def swapped(asked: list[PassRequest]) -> list[tuple[Tensor, ...]]:
         found = run_jointly(asked)
         same = len({one.rows for one in asked}) == 1 and asked[0].ends_round
         return found[::-1] if same else found

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.inference.batch.server import rounds_in
+from outrider.inference.batch.server import rounds_of_timings
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.types import DRAFTED, PLAIN, read_reports
 from outrider.inference.settings.engine import EngineConfig
@@ -133,12 +133,12 @@ def test_rounds_by_running_totals() -> None:
 
     def told(*totals: tuple[int, int]) -> list[tuple[float, int]]:
         names = ("predicted_n", "draft_n_accepted")
-        return rounds_in([(at, dict(zip(names, pair, strict=True))) for at, pair in enumerate(totals)], 9, "s")
+        return rounds_of_timings([(at, dict(zip(names, pair, strict=True))) for at, pair in enumerate(totals)], 9, "s")
 
     assert told((1, 0), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3)) == [(0, 1), (1, 4), (4, 5), (5, 7)]
     assert told((1, 0), (3, 0), (99, 0)) == [(0, 1), (1, 2), (1, 3), *((2, end) for end in range(4, 10))]
     assert told((8, 4)) == []
-    refusal("s: timings", rounds_in, [(0.0, {}), (1.0, {"predicted_n": "many"})], 9, "s")
+    refusal("s: timings", rounds_of_timings, [(0.0, {}), (1.0, {"predicted_n": "many"})], 9, "s")
 
 
 @pytest.mark.slow

@@ -122,12 +122,12 @@ def test_every_command_renders_with_them(
     for rows in (load_rows(one, opened.tokenizer, 64, "train")[0] for one in (data, mixed)):
         assert rows["input_ids"][rows["documents"] == 0].tolist() == ids(TALK, add_generation_prompt=False)
     config = GenerateConfig(target=str(target), data=data)
-    (task,) = generate._read(config, opened, 256, lambda _: True).tasks
+    (task,) = generate._read_prompts(config, opened, 256, lambda _: True).tasks
     assert task.prompt == prompt
     written: list[list[int]] = []
     monkeypatch.setattr(own_prompts, "generate", lambda *args: written.extend(
         task.prompt for task in args[-1](None, None, 256, lambda _: True).tasks))  # fmt: skip
-    own_prompts._write(PromptsConfig(target=str(target), count=1, **given), opened, folder, join_processes())
+    own_prompts._write_texts(PromptsConfig(target=str(target), count=1, **given), opened, folder, join_processes())
     assert [prompt[: len(start)] for start in written] == written != []
     asked = AuditConfig(target=str(target), server="http://h:1", prompts=str(folder / "prompts.jsonl"), **given)
     assert [*answers._prompts(asked, opened)] == [tuple(prompt)]

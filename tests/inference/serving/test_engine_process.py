@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Round
-from outrider.inference.serving.engine_process import running
-from outrider.inference.serving.engine_worker import VLLM, Request, Transformers
+from outrider.inference.serving.engine_process import start_engine
+from outrider.inference.serving.engine_worker import VLLM, Continuation, Transformers
 from tests.refusals import refusal
 from tests.tiny import random_prompt, save_target
 
@@ -60,7 +60,7 @@ say({{"version": "1"}})
 time.sleep(600)
 """)
     said = {"it ends": pytest.raises(UserError, match="its last words: nothing to say"), "no error": nullcontext()}
-    with said.get(how, pytest.raises(KeyboardInterrupt)), running(python, JOB, tmp_path / "log", {}):
+    with said.get(how, pytest.raises(KeyboardInterrupt)), start_engine(python, JOB, tmp_path / "log", {}):
         if how == "Ctrl-C while it runs":
             raise KeyboardInterrupt
     until = time.monotonic() + 10
@@ -80,7 +80,7 @@ for line in sys.stdin:
     asked = json.loads(line)
     say({"requests": said if asked["seeds"] == [8, 9] else [{"tokens": [], "times": [0]}], "seconds": 9.0})
 """)
-    with running(python, JOB, tmp_path / "log", {"WHICH": "one of ours"}) as engine:
+    with start_engine(python, JOB, tmp_path / "log", {"WHICH": "one of ours"}) as engine:
         (text, short), seconds = engine.continued([[0], [0, 0]], {"seeds": [8, 9]}, 3)
         refusal("says nothing after a prompt of 4 tokens", engine.continued, [[0] * 4], {"seeds": [0]}, 3)
     assert (engine.version, seconds) == ("one of ours", 9.0)
@@ -180,7 +180,7 @@ def transformers_job(target: Path, draft: dict[str, Any] | None) -> dict[str, An
     return {"target": str(target), "revision": None, "dtype": "float32", "device": "cpu", "draft": draft, "options": {}}
 
 
-def said(requests: list[Request]) -> list[list[int]]:
+def said(requests: list[Continuation]) -> list[list[int]]:
     return [[token for step in one.tokens for token in step] for one in requests]
 
 

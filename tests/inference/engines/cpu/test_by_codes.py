@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decoded
+from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decode_rows
 from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.by_codes import PanelBlock
@@ -80,9 +80,11 @@ def test_rows_are_decoded_as_their_format_defines(kind: str) -> None:
     for stored in (raw,) if KINDS[kind].zero else (raw, random):
         with np.errstate(all="ignore"):
             expected = defined(kind, stored.numpy())
-        np.testing.assert_array_equal(decoded(kind, stored).numpy(), expected)
+        np.testing.assert_array_equal(decode_rows(kind, stored).numpy(), expected)
     tokens = torch.tensor([[5, 0], [63, 5]])
-    assert torch.equal(CodedEmbedding(CodedRows(kind, raw.numpy()), torch.float32)(tokens), decoded(kind, raw)[tokens])
+    assert torch.equal(
+        CodedEmbedding(CodedRows(kind, raw.numpy()), torch.float32)(tokens), decode_rows(kind, raw)[tokens]
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

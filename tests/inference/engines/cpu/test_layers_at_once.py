@@ -17,7 +17,7 @@ from outrider.draft_models.targets.int8 import quantise
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.target import Texts
+from outrider.draft_models.targets.target import TextMasks
 from outrider.inference.core import batch
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
@@ -213,7 +213,7 @@ def test_a_row_of_several_texts_equals_the_row_alone(tmp_path: Path, dtype: torc
         return cache
 
     caches = [cache_of(row) for row in range(rows)]
-    texts = Texts((1,) * rows, (None,) * rows, tuple(caches), [])
+    texts = TextMasks((1,) * rows, (None,) * rows, tuple(caches), [])
     found = together.run(hidden, 0, LAYERS, stack.rotary(torch.tensor([lengths])).tables[0], texts, None)
     for row, past in enumerate(lengths):
         cache, where = cache_of(row), stack.rotary(torch.tensor([[past]])).tables[0]

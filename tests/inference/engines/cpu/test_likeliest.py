@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.inference.core.ops import largest, likeliest
+from outrider.inference.core.ops import likeliest, row_maxima
 from outrider.inference.core.rows import RoundRows, unpack
 from outrider.inference.engines.cpu import choices
 from outrider.inference.engines.cpu.choices import MANY, MOST_COLUMNS, ancestor_mask, likeliest_children
@@ -104,7 +104,7 @@ def logits(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def check(scores: Tensor) -> None:
-    values, places = largest(scores)
+    values, places = row_maxima(scores)
     expected = scores.max(-1)
     assert values.dtype == scores.dtype
     assert torch.equal(places, expected.indices)

@@ -237,7 +237,7 @@ def test_what_was_faster_is_chosen_for_every_shape(tmp_path: Path, monkeypatch: 
     wide = save_target(tmp_path / "wide", kv_heads=2)
     stacks = [open_stack(wide)[1], open_stack(wide)[1], open_stack(save_target(tmp_path / "small", "qwen3"))[1]]
     seconds = iter([1.0, 2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 1.0] * 6)  # fused, products at each of the four widths
-    monkeypatch.setattr(attention_kernels, "_seconds", lambda graph: next(seconds))
+    monkeypatch.setattr(attention_kernels, "_time_replays", lambda graph: next(seconds))
     found = measure_kernels(stacks, 600)
     assert {(c.heads, c.key_heads, c.head_dim) for c in found} == {attention_shape(stack) for stack in stacks}
     assert {choice.keys for choice in found} == {128, 512, 600}

@@ -13,36 +13,36 @@ from outrider.inference.settings.sampling import SamplingConfig
 
 _Parameters = ParamSpec("_Parameters")
 _Return = TypeVar("_Return")
-Text = Annotated[str, Named("a text")]
+TextArgument = Annotated[str, Named("a text")]
 # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
 Messages = Sequence[Mapping[str, object]]
-Asked = str | Messages | Sequence[int]  # a text, a conversation, or token ids
+PromptInput = str | Messages | Sequence[int]  # a text, a conversation, or token ids
 _FIELDS = ("role", "content")
 _ROLES = ("system", "user", "assistant")
 _PROMPT = "one text, one conversation (a list of messages {'role': …, 'content': …}), or one list of token ids"
 
 
-def are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
     """Whether `prompt` is a list of token ids."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(item) is int for item in prompt)
 
 
-def are_several(prompt: object) -> bool:
+def is_prompt_list(prompt: object) -> bool:
     """Whether `prompt` is a list of prompts."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, Sequence) for item in prompt)
 
 
-def conversation(prompt: object, key: str) -> Messages:
+def require_conversation(prompt: object, key: str) -> Messages:
     """`prompt` as messages, the last of them the user's. Raises `UserError` naming `key` for anything else."""
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
     if not items or not all(isinstance(item, Mapping) for item in items):
-        remedy = "; stream a prompt at a time: only generate takes a list of them" if are_several(prompt) else ""
+        remedy = "; stream a prompt at a time: only generate takes a list of them" if is_prompt_list(prompt) else ""
         raise UserError(f"{key}={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
     for index, message in enumerate(items):
         has_texts = all(isinstance(message.get(field), str) for field in _FIELDS)
         hint = next(filter(None, (did_you_mean(str(name), _FIELDS) for name in message if name not in _FIELDS)), "")
         require(has_texts, f"{key}[{index}]", message, f"a text as its 'role' and one as its 'content'{hint}")
-        require(are_ids(message.get("ids", [0])), f"{key}[{index}]['ids']", message.get("ids"), "token ids")
+        require(is_token_ids(message.get("ids", [0])), f"{key}[{index}]['ids']", message.get("ids"), "token ids")
         role = str(message["role"])
         expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
         require(role in _ROLES, f"{key}[{index}]['role']", role, expected)
@@ -64,23 +64,23 @@ def sampling_of(
     return SamplingConfig(repetition_penalty=repetition_penalty)
 
 
-def knowing_its_options(call: Callable[_Parameters, _Return]) -> Callable[_Parameters, _Return]:
+def refuse_unknown_options(call: Callable[_Parameters, _Return]) -> Callable[_Parameters, _Return]:
     """`call`, which raises `UserError` for unknown options."""
 
     @functools.wraps(call)
     def checked(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Return:
-        require_known(call.__name__, options, options_of(call))
+        require_known_options(call.__name__, options, option_names(call))
         return call(*args, **options)
 
     return checked
 
 
-def options_of(call: Callable[..., object]) -> list[str]:
+def option_names(call: Callable[..., object]) -> list[str]:
     """The names of what `call` takes."""
     return [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
 
 
-def require_known(call: str, options: Collection[str], names: Sequence[str]) -> None:
+def require_known_options(call: str, options: Collection[str], names: Sequence[str]) -> None:
     """Raise `UserError` for the first of the `options` of `call` that is not in `names`."""
     for name in options:
         if name not in names:
