@@ -112,7 +112,9 @@ def test_only_what_numba_compiles_has_no_types() -> None:
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
         for function in functions if "engines/cpu" not in str(path) else ():
             typed = function.returns is not None or any(argument.annotation for argument in function.args.args)
-            compiled = any(re.search("kept|lean|compile_uncounted|triton.jit", ast.unparse(one)) for one in function.decorator_list)
+            compiled = any(
+                re.search("kept|lean|compile_uncounted|triton.jit", ast.unparse(one)) for one in function.decorator_list
+            )
             assert typed or compiled, f"{path}: {function.name}"
 
 

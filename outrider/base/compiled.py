@@ -24,6 +24,7 @@ _TYPES = 2  # version of the names of types in compiled code: numba cannot read 
 _TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
 _TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
 _TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
+_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
 
 
 def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:
