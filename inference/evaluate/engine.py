@@ -79,8 +79,7 @@ class Served:
 
 def serve_methods(config: EngineConfig, plan: Plan) -> dict[str, EnginePart]:
     """Measure the methods that the engine of `config` runs: by method, its part of the report. Raises `UserError`."""
-    measured = finished_results(plan.out_dir, config.batch)
-    here = {position: prompt.turns[0] for position, prompt in measured.items() if prompt.turns}
+    here = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
     require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
     methods = served_methods(config)
     blocks = measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)

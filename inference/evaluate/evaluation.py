@@ -1,6 +1,8 @@
-"""evaluate-checkpoint: all methods over all prompts, in phases: plan, load, tune, measure, judge, write.
+"""evaluate-checkpoint: all methods over all prompts, in phases.
 
-The processes of a launcher share the prompts. The main process alone tunes, judges and writes.
+plan                  `begin_evaluation`: the target, the prompts and the drafters are checked, no weights are loaded
+load, tune, measure   `measure_prompts`: the processes of a launcher share the prompts; the main process alone tunes
+judge, write          `write_report`: the main process makes the report from the results that are stored
 """
 
 import time

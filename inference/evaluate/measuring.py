@@ -85,14 +85,14 @@ def open_queue(plan: Plan) -> Queue:
     """What remains in `plan.out_dir`. Raises `UserError` if it holds results that must not be continued."""
     size, state = plan.config.batch, plan.processes
 
-    def open_results() -> tuple[object, dict[int, float], int]:
+    def open_results() -> tuple[object, float, set[int], int]:
         prepared = open_run(plan.out_dir, plan.identity, plan.config.resume)
-        seconds = {position: measured.spent for position, measured in finished_results(plan.out_dir, size).items()}
-        return prepared, seconds, next_number(plan.out_dir)
+        measured = finished_results(plan.out_dir, size)
+        seconds, groups = max((m.spent for m in measured), default=0.0), {m.position // size for m in measured}
+        return prepared, seconds, groups, next_number(plan.out_dir)
 
-    prepared, seconds, number = from_main(state, open_results)
-    limit = replace(plan.limit, earlier=max(seconds.values(), default=0.0))
-    groups = {position // size for position in seconds}
+    prepared, seconds, groups, number = from_main(state, open_results)
+    limit = replace(plan.limit, earlier=seconds)
     todo, required = limit.to_do(plan.groups, groups)
     return Queue(
         prepared=None if prepared is None else construct(Prepared, prepared),
@@ -151,8 +151,7 @@ def measure(plan: Plan, queue: Queue, prepared: Prepared, models: Models) -> int
         spent = store(plan, queue, bench, talks)
         measurements = queue.share.index(group) + 1
         if plan.processes.is_main_process and measurements & (measurements - 1) == 0:  # after 1, 2, 4, … groups
-            measured = sorted(finished_results(plan.out_dir, size).items())
-            results = [result for _, prompt in measured for result in prompt.turns]
+            results = [result for prompt in finished_results(plan.out_dir, size) for result in prompt.turns]
             print("\n".join(result_lines(results, config)), flush=True)
         return spent
 

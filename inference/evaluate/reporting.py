@@ -41,7 +41,7 @@ class EnginePart:
 def judge(plan: Plan, prepared: Prepared, engine: Mapping[str, EnginePart]) -> Judged:
     """The reports, from the results in `plan.out_dir`. engine: by method."""
     config = plan.config
-    measured = [prompt for _, prompt in sorted(finished_results(plan.out_dir, config.batch).items())]
+    measured = finished_results(plan.out_dir, config.batch)
     results = [result for prompt in measured for result in prompt.turns]
     conditions = describe_conditions(config, plan.setup, prepared, plan.prompts, measured, plan.identity)
     reports = [

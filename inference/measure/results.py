@@ -210,11 +210,11 @@ def read_results(folder: Path) -> dict[int, Measured]:
     return {measured.position: measured for path in paths for measured in read_lines(path, Measured)}
 
 
-def finished_results(folder: Path, size: int) -> dict[int, Measured]:
+def finished_results(folder: Path, size: int) -> list[Measured]:
     """The results in `folder` by position, of groups of `size` prompts that are whole."""
     results = read_results(folder)
     counts = Counter(position // size for position in results)
-    return {position: measured for position, measured in results.items() if counts[position // size] == size}
+    return [measured for position, measured in sorted(results.items()) if counts[position // size] == size]
 
 
 def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
