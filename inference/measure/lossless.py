@@ -294,19 +294,20 @@ class Forced(TokenSelector):
             peak = _highest(_ratios(off, reference.tipping_noise()), before)
         logs = [part.clamp(min=0.01).log().mean(-1).tolist() for part in ratios]
         deviation = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
-        return replace(deviation, **self._gaps(own_text)) if self.greedy else deviation
+        return self._with_gaps(deviation, own_text) if self.greedy else deviation
 
-    def _gaps(self, own_text: Sequence[int]) -> dict[str, Any]:
+    def _with_gaps(self, deviation: Deviation, own_text: Sequence[int]) -> Deviation:
         text, own_logits = self._reference.text, self._reference.own_logits
         choices = torch.cat(self._choices).tolist()
         own_choices = [int(self._at(i, own_logits).argmax()) for i in range(len(text))]
         first = next((i for i, (a, b) in enumerate(zip(text, own_text, strict=False)) if a != b), None)
         longer = None if len(own_text) == len(text) else WORST
-        return {
-            "gaps": tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i]),
-            "own_gaps": sum(a != b for a, b in zip(own_choices, text, strict=True)),
-            "mismatch": longer if first is None else self._gap(first, own_text[first]),
-        }
+        return replace(
+            deviation,
+            gaps=tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i]),
+            own_gaps=sum(a != b for a, b in zip(own_choices, text, strict=True)),
+            mismatch=longer if first is None else self._gap(first, own_text[first]),
+        )
 
     def _gap(self, position: int, token: int) -> float:
         """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.chat import render_prompt
@@ -9,11 +10,13 @@ from outrider.data_prep.text.prompt_records import Prompt
 from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.doctor.scores import Findings
-from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import Arm
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.sizing.policy import TUNED_TOKENS, Tuning
+
+if TYPE_CHECKING:
+    from outrider.inference.loading.models import Models
 
 
 @dataclass(frozen=True)
@@ -76,5 +79,5 @@ class Peers:
     part of the run's settings, so that results of different peers are not mixed.
     """
 
-    make: Callable[[TargetSetup, Models, int], Callable[[int], Mapping[str, Arm]]]
+    make: Callable[[TargetSetup, "Models", int], Callable[[int], Mapping[str, Arm]]]
     identity: Mapping[str, object]

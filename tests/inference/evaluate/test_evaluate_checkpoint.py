@@ -74,14 +74,7 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
         }  # fmt: skip
         assert report["tau"] > 1.5
         assert set(report["by_category"]) == {"writing", "math"}
-        wanted = {
-            "method", "target", "drafter", "dtype", "device", "machine", "prompts", "tokens", "temperature", "seed",
-            "lossless", "tau", "acceptance_rate", "draft_share", "harmonic_mean", "drafted_tokens_per_round",
-            "tokens_per_second", "speedup", "break_even_acceptance", "seconds", "by_category", "verdict",
-        }  # fmt: skip
-        assert wanted <= set(report)
         assert (report["prompts"], report["turns"], report["skipped"]) == (2, 4, [])
-        assert report["cudnn_attention"] is None
     assert printed.splitlines()[-1] == "report: out/report.html"
     lines = [line for line in printed.splitlines() if line.startswith("result method=eesd_fixed ")]
     counts = [dict(word.split("=", 1) for word in shlex.split(line)[1:]) for line in lines]
@@ -93,8 +86,6 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
     assert [line.rsplit("|", 2)[1] for line in table.splitlines() if line.startswith("| eesd_beta | undecided |")] == [
         " 4/4 "
     ]
-    assert "2 prompts, 4 turns × up to 12 tokens" in table
-    assert "a token, of which" in table
     assert table.partition("\n")[2] in (checkpoint / "drafter/README.md").read_text()
     lines = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 4

@@ -127,7 +127,7 @@ def stopped(plugin: Any, where: str, target: Any, dtype: Any, folder: Path) -> N
 def test_an_engine_that_dies_says_why_and_loses_nothing(config: MakeConfig, tmp_path: Path) -> None:
     made = config("out", methods={"chain": METHODS["chain"]})
     evaluate(made)
-    with patch.object(EarlyExitPlugin, "serve", stopped), pytest.raises(KeyboardInterrupt):
+    with patch.object(EarlyExitPlugin, "export", stopped), pytest.raises(KeyboardInterrupt):
         evaluate(served(made, stand_in(tmp_path, made)))
     with pytest.raises(UserError, match=r"it ended, see .*chain.log; its last words: no memory is left"):
         evaluate(served(made, stand_in(tmp_path, made, dies=3)))  # the first is the warm-up
