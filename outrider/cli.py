@@ -85,7 +85,10 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its 
         "train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library",
         "train.toy_target:train_toy_target",
     ),
-    "export": ("train.settings.export:ExportConfig", "write a drafter as serving engines load it"),
+    "export": (
+        "train.settings.export:ExportConfig", "write a drafter as serving engines load it",
+        "train.export:export_drafter",
+    ),
     "pipeline": ("train.settings.pipeline:PipelineConfig", "run several commands as one: from a target to a report"),
     "serve": ("inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target"),
 }  # fmt: skip

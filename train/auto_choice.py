@@ -26,7 +26,10 @@ ORDER: Mapping[Device, tuple[str, ...]] = {
     "cpu": (EARLY_EXIT.name, SMALL_LM.name),
     "cuda": (EAGLE3.name, EARLY_EXIT.name, SMALL_LM.name),
 }
-LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
+LEAST_MINUTES: Mapping[Device, float] = {
+    "cpu": 4.0,
+    "cuda": 0.75,
+}  # minutes of a training: those of the records that paid
 _SHORTEST, _LONGEST = 64, 256  # tokens of a measured text, which is as long as the target's answers between these
 _BATCH_ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
 _PARAMETERS = 5e8  # of a target: above it a CPU answers fewer at once, to keep the time of a batch
@@ -124,20 +127,24 @@ def choose_trainings(config: AutoConfig, answers: FirstAnswers, unfit: Mapping[s
     if config.train != "auto":
         return _share_minutes(config, answers, config.train, {})
     candidates = [kind for kind in ORDER[answers.device] if kind not in unfit]
-    slow = [kind for kind in TRAINABLE if kind not in ORDER[answers.device]]
-    reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow} | {**unfit}
+    slow_kinds = [kind for kind in TRAINABLE if kind not in ORDER[answers.device]]
+    reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow_kinds} | {
+        **unfit
+    }
     answering, training, _ = _WITH_TRAINING
     untimed = answers.untimed_minutes(candidates[:1])  # which the first drafter needs as well
     timed = config.minutes - untimed
-    by_prompts, by_time = answers.prompts * answers.answer_tokens, answering * timed * answers.tokens_per_minute
-    most = int(training * timed / LEAST[answers.device]) if by_time >= ENOUGH_TOKENS else 0
+    prompt_tokens, timed_tokens = answers.prompts * answers.answer_tokens, answering * timed * answers.tokens_per_minute
+    most_trainings = int(training * timed / LEAST_MINUTES[answers.device]) if timed_tokens >= ENOUGH_TOKENS else 0
     for number, kind in enumerate(candidates, 1):
-        if by_prompts < ENOUGH_TOKENS:
-            shortage = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
+        if prompt_tokens < ENOUGH_TOKENS:
+            shortage = (
+                f"all prompts make {prompt_tokens:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
+            )
             reasons[kind] = f"{shortage}: give more {'minutes' if config.prompts is None else 'prompts'}"
-        elif number > most:
-            for_answers = ENOUGH_TOKENS / answers.tokens_per_minute / answering
-            minutes = max(for_answers, number * LEAST[answers.device] / training) + untimed
+        elif number > most_trainings:
+            answer_minutes = ENOUGH_TOKENS / answers.tokens_per_minute / answering
+            minutes = max(answer_minutes, number * LEAST_MINUTES[answers.device] / training) + untimed
             reasons[kind] = f"it pays from about {minutes:.0f} minutes, with which it learns enough"
     return _share_minutes(config, answers, tuple(kind for kind in candidates if kind not in reasons), reasons)
 
@@ -149,10 +156,10 @@ def _share_minutes(
     untimed = answers.untimed_minutes(kinds)
     timed, least = config.minutes - untimed, f"{untimed + _FEWEST:.0f} or more: loading takes {untimed:.1f}"
     require(timed >= _FEWEST, MINUTES, f"{config.minutes:g}", least)
-    reporting = min(timed, answers.report_minutes(kinds, _SHORTEST))  # the least with a verdict
-    unanswered = (answers.prompts - answers.answered) * answers.answer_tokens
-    answering = _SLOWER * unanswered / answers.tokens_per_minute
-    answering = min(answering, share * timed, max(0.0, (1 - training) * timed - reporting))
+    least_report = min(timed, answers.report_minutes(kinds, _SHORTEST))  # the least with a verdict
+    unanswered_tokens = (answers.prompts - answers.answered) * answers.answer_tokens
+    answering = _SLOWER * unanswered_tokens / answers.tokens_per_minute
+    answering = min(answering, share * timed, max(0.0, (1 - training) * timed - least_report))
     spent = answers.answered * answers.answer_tokens / answers.tokens_per_minute
     minutes = {"responses": answering + spent, "report": (1 - training) * timed - answering}
     minutes |= {TRAINABLE[kind].step: training * timed / len(kinds) for kind in kinds}
@@ -165,8 +172,8 @@ def configure_pipeline(
     """The pipeline that carries out `choice`: experiment=auto, without the drafters that are not trained."""
     experiment: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
     trainings = [TRAINABLE[kind].step for kind in choice.kinds]
-    omitted = {kind.step for kind in TRAINABLE.values()} - {*trainings}
-    steps = {name: options for name, options in experiment.steps.items() if name not in omitted}
+    omitted_steps = {kind.step for kind in TRAINABLE.values()} - {*trainings}
+    steps = {name: options for name, options in experiment.steps.items() if name not in omitted_steps}
     template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     for name in ("responses", *trainings, "trigrams"):
@@ -178,8 +185,11 @@ def configure_pipeline(
         if answers.device == "cuda" and name != TRAINABLE[EAGLE3.name].step:
             steps[name] |= _ON_GPU
     if config.prompts is None:
-        writing = {MINUTES: float(f"{_WRITING * config.minutes:.3g}"), "batch_size": max(_FEWEST_PROMPTS, answers.rows)}
-        steps["prompts"] |= writing | template
+        prompt_options = {
+            MINUTES: float(f"{_WRITING * config.minutes:.3g}"),
+            "batch_size": max(_FEWEST_PROMPTS, answers.rows),
+        }
+        steps["prompts"] |= prompt_options | template
     else:
         steps["prompts"] = {"file": config.prompts}
     steps["responses"] |= {"batch_size": answers.rows, "shard_size": 2 * answers.rows}

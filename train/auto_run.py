@@ -162,18 +162,20 @@ def _start(
 def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, config_for: ConfigFor) -> FirstAnswers:
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
     pipeline = configure_pipeline(config, NO_CHOICE, unknown, config_for)
-    short: dict[str, object] = {MINUTES: auto_choice.first_minutes(config), "smallest_batch": 1}
-    asking = replace(
-        pipeline, steps={name: pipeline.steps[name] for name in ("prompts", "responses")}, more={"responses": short}
+    short_answers: dict[str, object] = {MINUTES: auto_choice.first_minutes(config), "smallest_batch": 1}
+    first_pipeline = replace(
+        pipeline,
+        steps={name: pipeline.steps[name] for name in ("prompts", "responses")},
+        more={"responses": short_answers},
     )
     log = pipeline.folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
-        for step in plan_steps(asking, config_for):
-            begun = time.monotonic()
+        for step in plan_steps(first_pipeline, config_for):
+            step_began = time.monotonic()
             # The pipeline then finds the step begun.
             if status := steps.run_command(step.script, step.words, step.settings, log):
                 raise UserError(f"target={config.target}: step {step.name} failed (exit status {status}); see {log}")
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - step_began
     folder = step.product.parent
     summary, answering_seconds = (
         read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY),
@@ -203,13 +205,13 @@ def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> No
     drafters = [step.name for step in plan if step.name in _EXPORTED]
     lines += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
-        talking = write_words({"target": config.target, "checkpoint": folder / name})
-        lines.append(f"talk to it: {' '.join(map(in_shell, ['outrider', 'serve', *talking]))}")
+        serve_words = write_words({"target": config.target, "checkpoint": folder / name})
+        lines.append(f"talk to it: {' '.join(map(in_shell, ['outrider', 'serve', *serve_words]))}")
     if reports[0].conditions.load.busy:
         lines.append(measure_again(words, report.product.parent))
-    same = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
-    longer = ["evaluate-checkpoint", *same, *write_words({**_LONGER, "out_dir": folder / "longer"})]
-    lines.append(f"measure longer texts: {' '.join(map(in_shell, longer))}")
+    same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
+    longer_command = ["evaluate-checkpoint", *same_words, *write_words({**_LONGER, "out_dir": folder / "longer"})]
+    lines.append(f"measure longer texts: {' '.join(map(in_shell, longer_command))}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
     print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
 

@@ -29,13 +29,13 @@ def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
 
     Raises `UserError`, naming the step, for options that a command refuses.
     """
-    steps, most = list[Step](), size_limits(config)
+    steps, largest = list[Step](), size_limits(config)
 
     def step(name: str, script: str, product: str, links: Links, also_reads: str = "") -> str | None:
         """Add a step if the experiment has it; its directory, or None."""
         if name not in config.to_do:
             return None
-        options = merge_options(config, name, links, most)
+        options = merge_options(config, name, links, largest)
         inputs = [earlier.name for earlier in steps if f"{HERE}/{earlier.name}" in str(options)]
         inputs += [earlier.name for earlier in steps if earlier.name == also_reads]
         paths = {key: _fill(value, str(config.folder)) for key, value in options.items()}
@@ -51,17 +51,17 @@ def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
     writer = None if "file" in config.steps.get("prompts", {}) else target
     prompts = step("prompts", "data_prep/write_prompts.py", "prompts.json", {"target": writer})
     questions, heldout = (prompts and f"{prompts}/{part}.jsonl" for part in ("train", "heldout"))
-    asking: Links = {"target": target, "data.path": questions}
-    step("responses", "data_prep/generate_responses.py", "summary.json", asking)
+    question_links: Links = {"target": target, "data.path": questions}
+    step("responses", "data_prep/generate_responses.py", "summary.json", question_links)
     early_exit = step("eesd", "train/eesd.py", "drafter.json", {"target": target})
     step("calibrate", "train/calibrate.py", "calibration.json", {"checkpoint": early_exit})
     eagle3 = step(EAGLE3, "train/eagle3.py", "eagle3.json", {"target": target})
     small_lm = step(SMALL_LM, "train/finetune_drafter.py", "finetune_drafter.json", {"target": target})
     table = step("trigrams", "data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": target})
     drafters = {"checkpoint": early_exit, EAGLE3: eagle3, SMALL_LM: small_lm, "table": table}
-    measuring: Links = {"target": target, "prompts": heldout, **drafters}
+    report_links: Links = {"target": target, "prompts": heldout, **drafters}
     # The calibration head lies in the directory of the early exit.
-    step("report", "inference/evaluate_checkpoint.py", "report.json", measuring, also_reads="calibrate")
+    step("report", "inference/evaluate_checkpoint.py", "report.json", report_links, also_reads="calibrate")
     return steps
 
 
@@ -77,12 +77,12 @@ def size_limits(config: PipelineConfig) -> dict[str, int]:
     return {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
 
 
-def merge_options(config: PipelineConfig, name: str, links: Links, most: Mapping[str, int]) -> dict[str, object]:
-    """The options of a step: of the experiment, with its numbers at `most` what the target allows, and the user's."""
+def merge_options(config: PipelineConfig, name: str, links: Links, largest: Mapping[str, int]) -> dict[str, object]:
+    """The options of a step: the experiment's, with numbers of at most `largest`, and the user's."""
     experiment, more = {**config.steps[name]}, config.more.get(name, {})
     for key, value in config.steps[name].items():
-        if key in most and isinstance(value, int):
-            experiment[key] = min(value, most[key])
+        if key in largest and isinstance(value, int):
+            experiment[key] = min(value, largest[key])
     if config.minutes is not None and config.limit(name):
         experiment[MINUTES] = config.limit(name)
     reader = _READERS.get(str({**experiment, **more}.get("data")))
@@ -106,10 +106,10 @@ def check_steps(config: PipelineConfig, steps: Sequence[Step]) -> None:
 
 
 def _read_inputs(step: Step) -> None:
-    written = {word.partition("=")[0] for word in step.options if HERE in word}  # by earlier steps
+    written_keys = {word.partition("=")[0] for word in step.options if HERE in word}  # by earlier steps
 
     def is_input(key: str) -> bool:
-        return key not in written
+        return key not in written_keys
 
     step.settings.require_paths(is_input)
     check_inputs(step.settings, is_input)
@@ -156,8 +156,8 @@ def run_pipeline(config: PipelineConfig, steps: Sequence[Step], limit: TimeLimit
         for number, step in enumerate(steps, 1):
             timed = _limit_last(step, records, limit) if limit is not None and number == len(steps) else step
             seconds_left = estimate_left(step, steps[number:], records, limit)
-            ran = run_step(timed, records, f"step {number}/{len(steps)} {step.name}", seconds_left)
-            if step.name == "report" and not ran:  # a step that runs shows its own
+            has_run = run_step(timed, records, f"step {number}/{len(steps)} {step.name}", seconds_left)
+            if step.name == "report" and not has_run:  # a step that runs shows its own
                 print(step.product.with_suffix(".md").read_bytes().decode(errors="replace"), flush=True)
     print(f"pipeline seconds={_sum_seconds(records):.1f} state=complete out_dir={out_dir}", flush=True)
 
@@ -176,13 +176,13 @@ def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
 
 
 def estimate_left(
-    step: Step, later: Sequence[Step], records: Records, limit: TimeLimit | None = None
+    step: Step, later_steps: Sequence[Step], records: Records, limit: TimeLimit | None = None
 ) -> Callable[[float], float | None]:
-    """The seconds left of a step and of the `later` ones, by the seconds that the step has taken. None: unknown."""
+    """The seconds left of a step and of the `later_steps`, by the seconds that the step has taken. None: unknown."""
     if limit is not None:
         return lambda _: limit.left(limit.spent())
     finished = {name for name, record in records.items() if record.finished}
-    minutes = [step.expected, *(following.expected for following in later if following.name not in finished)]
+    minutes = [step.expected, *(later.expected for later in later_steps if later.name not in finished)]
     if None in minutes:
         return lambda _: None
     seconds, *later_seconds = (60 * (expected or 0.0) for expected in minutes)

@@ -110,15 +110,15 @@ def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[f
     if record and record.finished and step.product.exists():
         print(f"pipeline step={step.name} seconds={record.seconds:.1f} state=done-before", flush=True)
         return False
-    earlier, began = record.seconds if record and not record.finished else 0.0, time.time()
-    record = _write_record(step, records, Record(step.options, earlier, 0.0, made_from))
+    earlier_seconds, began = record.seconds if record and not record.finished else 0.0, time.time()
+    record = _write_record(step, records, Record(step.options, earlier_seconds, 0.0, made_from))
     try:
-        with Stage(title, left=lambda: seconds_left(earlier + time.time() - began)) as stage:
+        with Stage(title, left=lambda: seconds_left(earlier_seconds + time.time() - began)) as stage:
             time_left = "unknown" if stage.left is None else in_words(stage.left)
             print(f"pipeline step={step.name} state=started log={log} left={time_left!r}", flush=True)
             status = run_command(step.script, step.words, step.settings, log)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
-        record = _write_record(step, records, replace(record, seconds=earlier + time.time() - began))
+        record = _write_record(step, records, replace(record, seconds=earlier_seconds + time.time() - began))
     failed = status != 0 or not step.product.exists()
     print(f"pipeline step={step.name} seconds={record.seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
     if failed:

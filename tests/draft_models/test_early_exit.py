@@ -27,7 +27,7 @@ from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_files import load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.train.exporting import export_drafter
+from outrider.train.export import export_drafter
 from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.refusals import refusal

@@ -19,7 +19,7 @@ from outrider.train import auto_run
 from outrider.train.auto import main
 from outrider.train.auto_choice import (
     ENOUGH_TOKENS,
-    LEAST,
+    LEAST_MINUTES,
     NO_CHOICE,
     Choice,
     FirstAnswers,
@@ -79,7 +79,7 @@ def test_all_minutes_are_given_out() -> None:
         assert sum(choice.minutes.values()) + before == pytest.approx(CONFIG.minutes)
         trained = [choice.minutes[step] for step in choice.minutes if step not in ("responses", "report")]
         assert len(trained) == len(choice.kinds)
-        assert all(minutes >= 0.9 * LEAST[look.device] for minutes in trained)
+        assert all(minutes >= 0.9 * LEAST_MINUTES[look.device] for minutes in trained)
     refusal(
         r"minutes='4': expected 5 or more: loading takes 2\.9", choose_trainings, replace(CONFIG, minutes=4.0), LOOK, {}
     )

@@ -28,8 +28,8 @@ from outrider.draft_models.targets.open_target import OpenTarget, load_config, o
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from outrider.inference.drafters.small_lm.drafter import SmallLMPlugin
-from outrider.train import exporting
-from outrider.train.exporting import export_drafter
+from outrider.train import export
+from outrider.train.export import export_drafter
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.settings.export import ExportConfig
 from tests.draft_models.test_early_exit import save_another
@@ -254,7 +254,7 @@ def test_a_family_that_gguf_has_not_is_refused_before_weights_are_read(
     given = exit_of(tmp_path / "target", tmp_path / "exit")
     config = json.loads((tmp_path / "target/config.json").read_text())
     (tmp_path / "target/config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
-    monkeypatch.setattr(exporting, "from_pretrained", None)
+    monkeypatch.setattr(export, "from_pretrained", None)
     refusal("GGUF: not supported here: hidden_act='gelu'", export_drafter, replace(given, engine="llama_cpp"))
     with pytest.raises(UserError, match=r"engine_python=.*nowhere': expected an environment with optimum-intel"):
         export_drafter(replace(given, engine="openvino", engine_python=str(tmp_path / "nowhere")))

@@ -28,7 +28,7 @@ from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.auto_run import run_auto
-from outrider.train.exporting import export_drafter
+from outrider.train.export import export_drafter
 from outrider.train.pipeline_run import plan_steps
 from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import train_early_exit

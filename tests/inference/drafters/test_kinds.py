@@ -36,7 +36,7 @@ from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import KINDS, kind_in, register
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.policy import Tuning
-from outrider.train.exporting import export_drafter
+from outrider.train.export import export_drafter
 from outrider.train.settings.export import ExportConfig
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 from tests.inference.evaluate.evaluating import evaluate
