@@ -73,7 +73,7 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """
-    changes = dict[str, Any]()
+    changes, replacements = dict[str, Any](), dict[str, object]()
     for option in fields(config):
         name, value = option.name, getattr(config, option.name)
         mark = option.metadata.get("debug")
@@ -83,7 +83,8 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
             changes[name] = _shrink_text(value, folder, models, asks=getattr(config, "asks", False))
         elif isinstance(mark, TinyModel):
             if value is not None and not (models is None and mark.name == TARGET):
-                changes |= {name: _tiny_model(mark, value, models)} if models else {name: None, **mark.without}
+                changes[name] = _tiny_model(mark, value, models) if models else None
+                replacements |= {} if models else mark.without
         elif mark is None and isinstance(value, Mapping) and name == "methods":
             changes[name] = {key: shrink(method, folder, models) for key, method in value.items()}
         elif mark is None and isinstance(value, Settings):
@@ -95,7 +96,7 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
         changes["methods"] = {
             name: method for name, method in changes["methods"].items() if method.source not in removed
         }
-    return replace(config, **changes)
+    return replace(config, **changes | replacements)
 
 
 def _tiny_model(mark: TinyModel, path: str, models: Path) -> str:
