@@ -163,11 +163,8 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
     """Let the target answer for a short time. The answers are kept; the step `responses` adds to them."""
     pipeline = configure_pipeline(config, NO_CHOICE, unknown, config_for)
     short_answers: dict[str, object] = {MINUTES: auto_choice.first_minutes(config), "smallest_batch": 1}
-    first_pipeline = replace(
-        pipeline,
-        steps={name: pipeline.steps[name] for name in ("prompts", "responses")},
-        more={"responses": short_answers},
-    )
+    first_steps = {name: pipeline.steps[name] for name in ("prompts", "responses")}
+    first_pipeline = replace(pipeline, steps=first_steps, more={"responses": short_answers})
     log = pipeline.folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         for step in plan_steps(first_pipeline, config_for):
@@ -177,10 +174,8 @@ def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, confi
                 raise UserError(f"target={config.target}: step {step.name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - step_began
     folder = step.product.parent
-    summary, answering_seconds = (
-        read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY),
-        seconds_spent(folder),
-    )
+    summary = read_mapping(folder / SUMMARY_FILE, "summary of answers", _REMEDY)
+    answering_seconds = seconds_spent(folder)
     tokens, count, prompts = (int(str(summary[name])) for name in ("tokens", "responses", "prompts"))
     if not tokens:
         raise UserError(f"target={config.target}: it answered no prompt; see {log}")
