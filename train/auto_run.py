@@ -30,7 +30,7 @@ from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.sentences import measure_again, recommendation
 from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP
+from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM
 from outrider.inference.settings.method import preset
 from outrider.train import auto_choice, steps
 from outrider.train.auto_choice import NO_CHOICE, Choice, Device, FirstAnswers, configure_pipeline
@@ -215,7 +215,7 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
     """Write a drafter for an engine: llama.cpp if it can run target and drafter, else vLLM. Returns the folder."""
     out_dir = folder / "export" / name
     options = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir, "resume": True}
-    llama_cpp = config.target.endswith(".gguf") and name in ("eesd", "small_lm")
+    llama_cpp = config.target.endswith(".gguf") and name in ("eesd", SMALL_LM.name)
     for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
         words = write_words({**options, "engine": engine})
         if steps.run_command(_EXPORT, words, config_for(_EXPORT, words), folder / LOG) == 0:
