@@ -49,9 +49,6 @@ SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minu
 ArmsFor = Callable[[int], Mapping[str, Arm]]  # new tokens of these
 
 
-# ------------------------------------------------------------------------------------------------------------- options
-
-
 def evaluation(options: argparse.Namespace) -> EvaluateConfig:
     """The settings of evaluate-checkpoint. Raises `UserError` for options that have no effect here."""
     for option in options.options:
@@ -66,9 +63,6 @@ def evaluation(options: argparse.Namespace) -> EvaluateConfig:
     require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
     own: dict[str, Any] = {"resume": True, "card": False, "show_prompts": 0, "minutes": options.minutes}
     return replace(config, out_dir=str(options.work / config.dtype), **own)
-
-
-# --------------------------------------------------------------------------------------------------------------- peers
 
 
 def assisted_peers(config: EvaluateConfig, options: argparse.Namespace, setup: TargetSetup, models: Models) -> ArmsFor:
@@ -104,9 +98,6 @@ def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
         return assisted_peers(config, options, setup, models)
 
     return Peers(make, identity)
-
-
-# ---------------------------------------------------------------------------------------------------------- the record
 
 
 def raw_of(folder: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:

@@ -137,18 +137,12 @@ def digests_of(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------- keeping
-
-
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """The JSON and its picture."""
     write_json(path, record)
     picture = plot(record)
     if picture is not None:
         picture.savefig(path.with_suffix(".png"), format="png", dpi=100)
-
-
-# ------------------------------------------------------------------------------------------------------------- choosing
 
 
 def paper_of(options: argparse.Namespace) -> ModuleType:

@@ -72,24 +72,3 @@ def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: 
     entry = paper("eesd", *options, "--timed", "1", "--num-prompts", "2")
     assert (entry["prompts"], entry["timed"]) == (2, 1)
     assert all(value > 0 for value in entry["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"].values())
-
-
-def test_times_are_of_the_rows_that_claims_of_time_name_and_of_few_tokens(
-    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path
-) -> None:
-    paper("gsd", *drafters(tiny_models), "--tables", "table_1", "--timed", "--timed-tokens", "3")
-    rows = paper("gsd", *drafters(tiny_models), "--tables", "table_1", "figure_5")["tables"]
-    named = {term for claim in rows["table_1"]["claims"] if claim["quantity"] == "speedup" for term in claim["terms"]}
-    keys = {row["key"]: name for name, row in rows["table_1"]["rows"].items()}
-    kept = [json.loads(line) for line in (tmp_path / "work/counts.jsonl").read_text().splitlines()]
-    timed = [line for line in kept if "seconds" in line["counts"]]
-    assert {keys[line["key"]] for line in timed} == named
-    assert {line["counts"]["timed"] for line in timed} == {2}  # all but the first
-
-
-def test_bad_input_is_named(paper: Callable[..., Any], tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, *value in (("tables", "table_99"), ("transcripts", "a.jsonl"), ("tokens", "1"), ("template", "auto"),
-                           ("skip", "1", *drafters(tiny_models))):  # fmt: skip
-        with pytest.raises(SystemExit):
-            paper("gsd", f"--{option}", *value)
-        assert option in capsys.readouterr().err

@@ -1,18 +1,13 @@
-"""The papers' claims: judged by hand-made counts, by chance no oftener than said, and again from what is committed."""
+"""The papers' claims: judged by hand-made counts, and by chance no oftener than said."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from outrider.inference.settings.method import MethodConfig
-
 Counts = dict[str, float]
 MANY = [2.0, 2.1, 1.9, 2.05, 1.95, 2.2]
-GPU = {"device": "NVIDIA H100 80GB HBM3"}
 
 
 def measured(**taus: list[float]) -> dict[str, dict[str, Counts]]:
@@ -98,17 +93,6 @@ def test_chance_decides_no_oftener_than_said(prompts: int, kind: Any, terms: str
     assert judged(Claim("order", "tau", tuple("abc")), measured(**taus))["verdict"] == "holds"
 
 
-def entry_with(taus: Mapping[str, list[float]], *claims: Any) -> tuple[dict[str, Any], dict[tuple[str, str], Counts]]:
-    from papers.claims import Row, Table
-    from papers.judging import described
-
-    rows = tuple(Row(name, MethodConfig(source="prompt_lookup")) for name in taus)
-    table = described(Table("t", ("tau",), rows, claims), {name: name for name in taus})
-    counts = {(name, prompt): own for name, each in measured(**taus).items() for prompt, own in each.items()}
-    asked = dict.fromkeys(next(iter(measured(**taus).values())), "c")
-    return {"asked": asked, "length": "up to 9 tokens", "machine": GPU, "tables": {"t": table}}, counts
-
-
 def test_holms_correction_is_over_the_claims_of_an_entry() -> None:
     from papers.judging import correct
 
@@ -118,37 +102,3 @@ def test_holms_correction_is_over_the_claims_of_an_entry() -> None:
     claims = [{"verdict": "holds", "p": p} for p in (0.001, 0.04, 0.03)]
     correct(claims)
     assert [claim["stands"] for claim in claims] == [True, False, False]
-
-
-def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
-    from papers.keeping import of_entry, read_kept, write_kept
-
-    entry, counts = entry_with({"a": MANY, "b": MANY})
-    others = {("a", "elsewhere"): {"tokens": 1.0}, ("c", "p0"): {"tokens": 1.0}}
-    counts[("a", "p0")]["seconds"] = 0.5
-    assert of_entry(entry, {**counts, **others}) == counts
-    write_kept(tmp_path / "kept.jsonl.gz", counts)
-    assert read_kept(tmp_path / "kept.jsonl.gz") == counts
-    before = (tmp_path / "kept.jsonl.gz").read_bytes()
-    write_kept(tmp_path / "kept.jsonl.gz", dict(reversed(counts.items())))
-    assert (tmp_path / "kept.jsonl.gz").read_bytes() == before
-
-
-def test_judging_again_needs_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    import paper
-    from papers.claims import Claim
-    from papers.keeping import counts_file, write_kept
-
-    entry, counts = entry_with({"a": MANY, "b": [x + 1 for x in MANY]}, Claim("more", "tau", ("a", "b")))
-    entry |= {"models": {"target": "t"}, "categories": ["c"], "dtype": "float32"}
-    out = tmp_path / "out.json"
-    out.write_text(json.dumps({"paper": "gsd", "entries": {"here": entry}}))
-    write_kept(counts_file(out, "gsd", "here"), counts)
-    monkeypatch.setattr("sys.argv", ["paper.py", "gsd", "--judge", "--out", str(out)])
-    paper.main()
-    said = capsys.readouterr().out
-    assert "more: here **holds** (2.03 → 3.03; [1.00, 1.00], n = 6)" in said
-    assert json.loads(out.read_text())["entries"]["here"]["tables"]["t"]["claims"][0]["verdict"] == "holds"
-    monkeypatch.setattr("sys.argv", ["paper.py", "gsd", "--judge", "--label", "here"])
-    with pytest.raises(SystemExit):
-        paper.main()

@@ -97,20 +97,6 @@ def test_replayed_rounds_are_those_of_decoding(pair: Pair, tmp_path: Path, name:
         assert counts_of(live)["accepted"] > 0
 
 
-def test_a_text_is_said_once_for_every_law(pair: Pair, tmp_path: Path) -> None:
-    """And kept: a run that goes on replays the same texts."""
-    from papers.measuring import Asked, Bench, answer_of, said_under
-
-    stack, drafters = pair
-    asked, laws = Asked("p", "c", tuple(random_prompt(12))), [SamplingConfig(temperature=t) for t in (0.0, 0.3, 1.0)]
-    bench = Bench(stack, drafters, stack.config.vocab_size, 8, answers=tmp_path / "answers.json")
-    said = {said_under(asked, law): answer_of(bench, asked, law) for law in laws}
-    assert len(set(said.values())) == 3
-    assert {name: tuple(kept) for name, kept in json.loads((tmp_path / "answers.json").read_text()).items()} == said
-    gone = replace(bench, stack=None)
-    assert [answer_of(gone, asked, law) for law in laws] == list(said.values())
-
-
 def test_prompts_are_measured_whole_until_the_time_is_over(pair: Pair, tmp_path: Path) -> None:
     """A prompt on which a row is missing counts for no row; the same call goes on."""
     from papers.claims import Row, Table

@@ -3,34 +3,26 @@
 import hashlib
 import json
 import shutil
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
-from outrider.draft_models.card import write_card
-from outrider.draft_models.draft_vocabulary import narrow
-from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta, write_meta
-from outrider.draft_models.early_exit.model import USE
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
 from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
-from outrider.draft_models.targets.model_files import load_causal_lm
-from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, save_tiny_models, shrunk
 from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.report.conditions import trained_seconds
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.train.parts.drafter import export
 from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -93,31 +85,6 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
     refusal("its calibration head belongs to an earlier training", load, out_dir, run / TARGET)
 
 
-def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_path: Path) -> None:
-    own = DraftVocabulary(torch.arange(3, 90, 2), 257)
-    model, tokenizer = load_causal_lm(str(run / "small_lm"), role="small_lm"), load_tokenizer(str(run / TARGET))
-    narrow(model, own)
-    export(model, tokenizer, tmp_path / "run/small_lm")
-    ship(tmp_path / "run", tmp_path / "out")
-    shipped = load_small_lm(str(tmp_path / "out/small_lm"), tokenizer, dtype=torch.float32)
-    assert isinstance(shipped, LayerStack)
-    assert shipped.draft_vocabulary is not None
-    assert torch.equal(shipped.draft_vocabulary.tokens, own.tokens)
-    assert torch.equal(shipped.head.weight, model.get_output_embeddings().weight.bfloat16().float())
-
-
-def test_cards_name_the_target_as_others_have_it(run: Path, tmp_path: Path) -> None:
-    """Title and commands."""
-    shutil.copytree(run, tmp_path / "run")
-    write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/target"), {})
-    ship(tmp_path / "run", tmp_path / "out", target="org/model")
-    card = (tmp_path / "out/eesd/README.md").read_text()
-    assert "# A draft model for org/model\n" in card
-    assert "checkpoint=eesd target=org/model" in card
-    assert "on the first layers of the target, with which" in card
-    assert str(tmp_path) not in card
-
-
 def test_what_is_there_already_nothing_and_damage_are_refused(run: Path, tmp_path: Path) -> None:
     refusal("holds drafters already; remove them", ship, run, run)
     refusal("no drafters there; expected a pipeline's directory with eesd, small_lm", ship, tmp_path, tmp_path / "none")
@@ -139,16 +106,3 @@ def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> Non
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
     KINDS["small_lm"].load_plugin().draft_vocabulary(str(folder / "small_lm"))  # raises if file and config disagree
     assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
-
-
-def test_ids_of_tokens_stay_what_they_are(run: Path, tmp_path: Path) -> None:
-    """Numbers that 16 bits cannot hold."""
-    from ship_drafters import ship_early_exit
-
-    source, ids = shutil.copytree(run / "eesd", tmp_path / "eesd"), torch.tensor([1, 49151])
-    save_file({**load_file(source / WEIGHTS_FILE), "ids": ids}, source / WEIGHTS_FILE)
-    digest = hashlib.sha256((source / WEIGHTS_FILE).read_bytes()).hexdigest()
-    write_meta(source, replace(read_meta(source), weights_sha256=digest))
-    (source / CALIBRATION_FILE).unlink()
-    ship_early_exit(source, tmp_path / "out", torch.bfloat16)
-    assert load_file(tmp_path / "out" / WEIGHTS_FILE)["ids"].tolist() == ids.tolist()

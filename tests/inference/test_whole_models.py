@@ -206,9 +206,6 @@ def test_a_text_longer_than_its_learned_positions_is_refused(make: Callable[...,
         decode(target, lm, "k_config", prompt, 9)
 
 
-# --- the vocabulary of a small LM
-
-
 # --- targets
 
 

@@ -39,7 +39,7 @@ from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app, records, workers
 from outrider.server.records import ChatRequest, TextRequest
 from outrider.server.replies import Reply
-from outrider.server.workers import Piece, TextJob, decode_pieces
+from outrider.server.workers import TextJob, decode_pieces
 from tests.inference.core.test_stop_strings import BASE, BYTES, spelled
 from tests.inference.evaluate.test_page import Page
 from tests.tiny import save_target
@@ -257,9 +257,6 @@ def test_stop_strings_with_special_tokens_and_those_that_begin_in_the_prompt(chu
         expected = cut(texts[count], texts[count - 1], stops) if count else texts[-1]
         assert "".join(piece.text for piece in pieces) == re.sub("[<st>]", "", expected[len(texts[size]) :])
         assert pieces[-1].reason == ("stop" if count else "length")
-
-
-LEFT, END = UserError("gone"), Piece("", reason="stop")
 
 
 def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:

@@ -111,7 +111,7 @@ def test_planted_faults_are_caught(
     assert of_file(tmp_path / "b.jsonl", FAMILIES[name], [row]) != expected
 
 
-ASKED, TOOL = {"role": "user", "content": "Prime?"}, {"function": {"name": "primes"}}
+ASKED = {"role": "user", "content": "Prime?"}
 
 
 def answer(**fields: object) -> list[dict[str, object]]:

@@ -1,15 +1,13 @@
-import gzip
 import json
 import sysconfig
 from pathlib import Path
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf
 
 from outrider.base.errors import UserError
+from outrider.base.files import user_cache
 from outrider.data_prep.text.data_files import resolve_paths
 from outrider.data_prep.text.records import Counts
 from outrider.data_prep.text.settings import DataConfig
@@ -30,17 +28,6 @@ def read(path, split="train", counts=None, **values):
 
 def texts(path, **values):
     return [record["text"] for record in read(path, **values)]
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "a.jsonl").write_text(lines(ROWS))
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write(lines(ROWS))
-    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=2))
-    (tmp_path / "lines.json").write_text(lines(ROWS))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    return tmp_path
 
 
 def test_directories_globs_and_lists(tmp_path):
@@ -98,6 +85,14 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
     hub = {"source": "hub", "path": "a/b"}
     others = [{}, {"revision": "x"}, {"subset": "x"}, {"data_dir": "x"}, {"split": "x"}, {"path": "a/c"}]
     assert len({content_digest(DataConfig(**{**hub, **other})) for other in others}) == len(others)
+
+
+def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert DataConfig().cache == user_cache() == tmp_path / "outrider"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache() == Path.home() / ".cache" / "outrider"
+    assert DataConfig(cache_dir="~/c").cache == Path.home() / "c"
 
 
 def test_the_library_is_split_by_file():
