@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,12 +18,14 @@ from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import pick_device, pick_dtype
-from outrider.inference.drafters.plugin import DrafterPlugin
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS
 from outrider.inference.loading.cache_budget import position_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import KINDS
+
+if TYPE_CHECKING:
+    from outrider.inference.drafters.plugin import DrafterPlugin
 
 GB = 1e9
 _ALLOCATION = re.compile("out of memory|DefaultCPUAllocator|can't allocate memory")  # in torch's errors
@@ -88,7 +91,7 @@ def target_memory(
 
 
 def drafter_memory(
-    kind: Kind, plugin: DrafterPlugin[nn.Module], path: str, target: PreTrainedConfig, storage: Storage
+    kind: Kind, plugin: "DrafterPlugin[nn.Module]", path: str, target: PreTrainedConfig, storage: Storage
 ) -> list[Memory]:
     """The drafter of `kind` at `path`, and the caches of its sessions. Raises `UserError` if it cannot be read."""
     model = plugin.empty_model(path, target)
