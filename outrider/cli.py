@@ -69,10 +69,15 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its 
         "inference.settings.tools:AuditConfig", "judge whether answers of any server are the target's",
         "inference.audit_server",
     ),
-    "eesd": ("train.settings.drafters:EesdConfig", "train an early exit"),
-    "calibrate": ("train.settings.drafters:CalibrateConfig", "train a drafter's calibration head"),
-    "finetune_drafter": ("train.settings.drafters:FinetuneConfig", "train a small LM as a drafter"),
-    "eagle3": ("train.settings.drafters:Eagle3Config", "train an EAGLE-3 head"),
+    "eesd": ("train.settings.drafters:EesdConfig", "train an early exit", "train.eesd:train_early_exit"),
+    "calibrate": (
+        "train.settings.drafters:CalibrateConfig", "train a drafter's calibration head", "train.calibrate:calibrate",
+    ),
+    "finetune_drafter": (
+        "train.settings.drafters:FinetuneConfig", "train a small LM as a drafter",
+        "train.finetune_drafter:finetune_drafter",
+    ),
+    "eagle3": ("train.settings.drafters:Eagle3Config", "train an EAGLE-3 head", "train.eagle3:train_eagle3"),
     "build_trigrams": ("data_prep.settings:TrigramConfig", "count a corpus into an n-gram table"),
     "generate_responses": (
         "inference.batch.settings:GenerateConfig", "let a target answer prompts, for drafters to train on",

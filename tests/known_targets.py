@@ -26,7 +26,7 @@ from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
-from outrider.train.parts.drafter import export
+from outrider.train.parts.drafter import export_model
 from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
@@ -95,7 +95,7 @@ class Target:
                     parameter += 0.1 * parameter.std() * noise
             if kind.endswith("some tokens"):
                 narrow(made, DraftVocabulary(self.some_tokens, self.stack.config.vocab_size))
-            export(made, load_tokenizer(str(self.path)), folder)
+            export_model(made, load_tokenizer(str(self.path)), folder)
         return load_small_lm(str(folder), load_tokenizer(str(self.path)), dtype=self.dtype)
 
     def source(self, kind: str, noise: float = 0.15) -> Any:

@@ -40,7 +40,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, Sto
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure
 from outrider.inference.stopping.interface import FixedLength
-from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.eesd import train_early_exit
 from outrider.train.settings.drafters import EesdConfig
 from outrider.train.settings.fit import FitConfig
 from tests.eagle3_runs import require_same_texts

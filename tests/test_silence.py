@@ -101,7 +101,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "eesd": (
         [*DEBUG, f"target={TARGET}", "decode_prompts=2"],
         {
-            "train.recipes.early_exit:open_target": "progress: eesd; ",
+            "train.eesd:open_target": "progress: eesd; ",
             "train.core.loop:load_share": "progress: eesd > training 0/2 steps; ",
             "train.parts.heldout:collect": " > evaluating after step 1 > decoding held-out prompts 0/2 prompts; ",
         },

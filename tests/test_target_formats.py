@@ -18,8 +18,8 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.evaluate.evaluation import evaluate as plan_evaluation
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.train.recipes.early_exit import train_early_exit
-from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.eesd import train_early_exit
+from outrider.train.finetune_drafter import finetune_drafter
 from tests.draft_models.formats.test_torch_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.batch.responding import read_responses

@@ -1,8 +1,346 @@
-"""Train the calibration head of a drafter (EESD §3.3) and store it in the drafter's checkpoint."""
+"""Calibration heads: trained on the outcomes of a drafter's drafts (EESD §3.3).
 
-from outrider.commands import script
+    python train/calibrate.py checkpoint=runs/eesd
 
-main = script("calibrate", "outrider.train.recipes.calibration:calibrate")
+`calibrate` is the whole training, `CalibrationStudent.forward` its step with the loss. The loop around the step is
+train/core/loop.py.
+"""
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from outrider.commands import run_script
+
+    run_script("calibrate")
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from outrider.base.errors import UserError, warn
+from outrider.base.files import digest_of, require_writable, write_atomically, write_json
+from outrider.base.processes import say
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.calibration import save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead, log_odds
+from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading.chat_templates import templates_of
+from outrider.inference.loading.drafters import position_limits
+from outrider.inference.loading.memory_plan import Storage, drafter_memory, dtype_name, planned_device, target_memory
+from outrider.inference.loading.models import load_stack, prepare_models
+from outrider.inference.loading.target_setup import end_tokens, open_target_of
+from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.settings.kind import Kind
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
+from outrider.inference.settings.method import MethodConfig
+from outrider.train.core.driver import training_run
+from outrider.train.core.training import Batch, Metrics, Plan, Student
+from outrider.train.parts.calibration_scores import (
+    brier_score,
+    plot_reliability,
+    predict_acceptance,
+    rounds_of_later_half,
+    score_head,
+    temper_head,
+)
+from outrider.train.parts.capture import (
+    EXAMPLES,
+    Drafting,
+    TextToContinue,
+    capture_splits,
+    recorded_text,
+    require_answers_of,
+    select_tested,
+)
+from outrider.train.parts.heldout import heldout_prompt
+from outrider.train.parts.top_k_rows import load_top_k_rows
+from outrider.train.settings.drafters import CalibrateConfig
+
+
+def calibrate(config: CalibrateConfig) -> None:
+    """Capture, fit, report, and store the head in `config.checkpoint`.
+
+    Raises `UserError` before the target is loaded if checkpoint, target or directory are unusable.
+    """
+    kind = kind_to_calibrate(config)
+    target = find_target(config, kind)
+    memory = partial(plan_memory, config, kind, target.config)
+    if config.plan:
+        memory().show()
+        return
+    with training_run(config, memory, config.checkpoint) as run:
+        config = with_heldout_of_drafter(config, kind)
+        if config.answers == "recorded":
+            require_answers_of(target, config.data)
+        plugin = kind.load_plugin().read_with(config.reading)
+        digest = plugin.digest(config.checkpoint)
+        assert isinstance(plugin, ModelDrafterPlugin)  # true of every kind that has a head
+        warn_of_template(config, plugin.training_record(config.checkpoint).data, target)
+        fingerprint = run.from_main(lambda: target.fingerprint)
+        record = {"config": fingerprint.config, "tensors": fingerprint.tensors}
+        dtype, ends = pick_dtype(config.dtype, target.config, run.device), end_tokens(target)
+        drafter = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=run.device)
+
+        def load_drafting() -> Drafting:
+            decode = load_decoder(config, kind, target, drafter, dtype, run.device)
+            draft_model = partial(plugin.draft_model, drafter, MethodConfig(kind.name))
+            return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
+
+        settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
+        settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(ends)}
+        texts = load_texts(config, target, position_limits({kind.name: drafter}))
+        limit = TimeLimit(config.minutes)
+        captured = capture_splits(run.out_dir, settings, texts, load_drafting, limit, run.state)
+        examples, heldout = captured["train"], select_tested(captured["heldout"])
+        heldout = {name: value.to(run.device) for name, value in heldout.items()}
+
+        student = CalibrationStudent(examples, config.l2, odds=config.odds)
+        settings = {"capture": settings, "l2": config.l2, "odds": config.odds, "examples": len(examples["label"])}
+
+        def evaluate(step: int) -> Metrics:
+            return {"brier": brier_score(predict_acceptance(student.folded(), heldout), heldout["label"])}
+
+        identity = {**settings, "labels": digest_of(examples["label"].tolist())[:16]}
+        result = run.fit(student, Examples(examples), config.fit, identity=identity, evaluate=evaluate)
+        if result is not None:
+            facts = {**settings, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
+            save_head(config, kind, digest, student.cpu().folded(), captured, {**facts, "target": record})
+
+
+# --- the drafter, its target, and the texts that they continue
+
+
+def kind_to_calibrate(config: CalibrateConfig) -> Kind:
+    """The kind of drafter in `config.checkpoint`. Raises `UserError` if a calibration head cannot read that kind."""
+    kind = kind_in(config.checkpoint)
+    if kind is None or kind.calibration is None:
+        expected = ", ".join(f"{spec.name} ({spec.file})" for spec in KINDS.values() if spec.calibration is not None)
+        problem = "no drafter there" if kind is None else f"{kind.name} has no hidden states that a head could read"
+        raise UserError(
+            f"checkpoint={config.checkpoint}: {problem}; expected the directory of one of {expected}. Fetch one that "
+            "is on the Hub: hf download NAME --local-dir FOLDER"
+        )
+    if kind != EAGLE3 and config.reading.stated():
+        raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
+    if kind == EAGLE3 and config.answers == "recorded":
+        raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
+    if kind != EARLY_EXIT and config.target is None:
+        drafter = f"the {kind.name} in checkpoint={config.checkpoint}"
+        raise UserError(f"target=null: expected the model that {drafter} is for")
+    return kind
+
+
+def with_heldout_of_drafter(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
+    """`config` with the held-out share of the drafter's training, so that the head is not tested on text that the
+    drafter has seen.
+
+    A share other than the default is kept, with a warning.
+    """
+    data = kind.load_plugin().read_with(config.reading).training_record(config.checkpoint).data or {}
+    recorded, fraction = data.get("heldout_fraction"), config.data.heldout_fraction
+    if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == fraction:
+        return config
+    is_explicit = fraction != DataConfig.heldout_fraction
+    message = f"data.heldout_fraction={recorded:g} in the training of {config.checkpoint}"
+    (warn if is_explicit else say)(f"{message}, {fraction:g} here" if is_explicit else f"{message}, taken over")
+    return config if is_explicit else replace(config, data=replace(config.data, heldout_fraction=recorded))
+
+
+def layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
+    """The number of the target's first layers that are read; None: the whole target."""
+    if config.answers == "target":
+        return None
+    return read_meta(config.checkpoint).exit_layer if kind == EARLY_EXIT else 0
+
+
+def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
+    """The target of `config`; the checkpoint of an early exit names its target. Raises `UserError`."""
+    if kind == EARLY_EXIT:
+        return open_target_of(config.checkpoint, config.target, config.revision)
+    assert config.target is not None
+    return open_target(config.target, config.revision, by_layers=kind.layers)
+
+
+def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:
+    """Warn if conversations are rendered by another template here than in the training of the drafter."""
+    of_drafter = templates_of(trained_on, target.tokenizer)
+    templates = templates_of(config.data.deciding(), target.tokenizer) - of_drafter
+    if of_drafter and templates:
+        names = " and ".join(sorted(of_drafter))
+        warn(f"data.template={' and '.join(sorted(templates))}: the drafter in {config.checkpoint} learned by {names}")
+
+
+def load_texts(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> dict[Split, list[TextToContinue]]:
+    """The texts of each split to continue. limits: context limits of the drafter, in tokens. Raises `UserError` if a
+    split has none, and if no prompt leaves room for the new tokens."""
+    context = min([context_limit(target.config), *limits])
+    longest = min(config.seq_len, context - config.new_tokens)
+    if longest < 1:
+        raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
+    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    by_split, recorded = dict[Split, list[TextToContinue]](), config.answers == "recorded"
+    for split, count in counts.items():
+        load = load_top_k_rows if recorded else load_rows
+        rows = load(config.data, target.tokenizer, config.seq_len, split, max_rows=count)
+        if recorded:
+            texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
+            say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
+            texts = [text for text in texts if len(text.prompt) <= longest]
+        else:
+            texts = [TextToContinue(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
+        if not texts:
+            raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
+        if len(texts) < count:
+            say(f"calibrate split={split}: {len(texts)} texts, not {count}: there are no more")
+        by_split[split] = texts
+    return by_split
+
+
+def load_decoder(
+    config: CalibrateConfig, kind: Kind, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Iterator[Round]]:
+    """See `Drafting.decode`; the drafter `model` is made ready too."""
+    layers = layers_read(config, kind)
+    if layers == 0:
+        lay_out(model, device)
+        sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
+        return partial(replay, session=partial(RecordedSession, **sizes, device=device))
+    if layers is None:
+        stack = load_stack(target, None, dtype, device, by_layers=kind.layers)
+        prepare_models(stack, {kind.name: model})
+        return partial(speculative, stack)
+    first = target.stack(range(layers), dtype=dtype, device=device, coded=device.type == "cpu")
+    prepare_models(first, {kind.name: model})
+    return partial(replay, session=partial(FirstLayersSession, first))
+
+
+# --- the head, and the captured tokens as rows
+
+
+class CalibrationStudent(Student):
+    """The head on standardised inputs, so that one learning rate fits every model; see `folded`.
+
+    It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
+    odds=False: the draft's odds get no weight, as in the paper.
+    """
+
+    mean_target: Tensor
+    mean_draft: Tensor
+    scale_target: Tensor
+    scale_draft: Tensor
+    mean_odds: Tensor
+    scale_odds: Tensor
+
+    def __init__(self, captured: Batch, l2: float, *, odds: bool = True):
+        super().__init__()
+        self.l2 = l2 / len(captured["label"])
+        seen = log_odds(captured["confidence"].log())
+        self.register_buffer("mean_odds", seen.mean(), persistent=False)
+        self.register_buffer("scale_odds", seen.std().clamp_min(1e-6), persistent=False)
+        for name in ("target", "draft"):
+            values = captured[f"{name}_hidden"].float()
+            self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
+            self.register_buffer(f"scale_{name}", values.std(0).clamp_min(1e-6), persistent=False)
+        self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
+        accepted = captured["label"].float().mean().clamp(0.01, 0.99)
+        nn.init.constant_(self.head.bias, float(accepted.logit()))
+        nn.init.constant_(self.head.odds, float(self.scale_odds) if odds else 0.0)
+        self.head.odds.requires_grad_(odds)
+
+    def forward(
+        self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
+    ) -> Batch:
+        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, plus each label's share of
+        l2 · ‖weights‖². A convex problem.
+
+        Inputs are rows of `Examples`. There are thousands of weights and only thousands of tokens, so a head without l2
+        is overconfident. The weight of the draft's own odds is not penalised.
+        """
+        keep = labels != IGNORE
+        target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
+        draft = (draft_hidden[keep].float() - self.mean_draft) / self.scale_draft
+        odds = (log_odds(confidence[keep].log()) - self.mean_odds) / self.scale_odds
+        logits = self.head.weigh(target, draft, position[keep], odds)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[keep].float(), reduction="sum")
+        penalty = self.head.target.square().sum() + self.head.draft.square().sum()
+        return {"loss_sum": loss + self.l2 * len(logits) * penalty}
+
+    @torch.no_grad()
+    def folded(self) -> CalibrationHead:
+        """The same head for raw inputs: the standardisation is folded into its weights."""
+        plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
+        plain.target.copy_(self.head.target / self.scale_target)
+        plain.draft.copy_(self.head.draft / self.scale_draft)
+        plain.odds.copy_(self.head.odds / self.scale_odds)
+        shift = plain.target @ self.mean_target + plain.draft @ self.mean_draft + plain.odds * self.mean_odds
+        plain.bias.copy_(self.head.bias - shift)
+        return plain.requires_grad_(False)
+
+
+class Examples:
+    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is padded with tokens labelled IGNORE."""
+
+    def __init__(self, captured: Batch):
+        self.captured = captured
+
+    def __len__(self) -> int:
+        return -(-len(self.captured["label"]) // EXAMPLES)
+
+    def __getitem__(self, index: int) -> Batch:
+        part = {name: value[index * EXAMPLES : (index + 1) * EXAMPLES] for name, value in self.captured.items()}
+        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
+        padding = EXAMPLES - len(part["label"])
+        row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, padding)) for name, v in part.items()}
+        labels = row.pop("label").long()
+        labels[EXAMPLES - padding :] = IGNORE
+        return {**row, "labels": labels}
+
+
+# --- what is saved, and the memory
+
+
+def save_head(
+    config: CalibrateConfig,
+    kind: Kind,
+    digest: str,
+    head: CalibrationHead,
+    captured: Mapping[Split, Batch],
+    facts: Mapping[str, object],
+) -> None:
+    """Fit the head's temperatures, write its scores, and store it with its drafter."""
+    tempering = temper_head(head, captured["heldout"], keep=config.odds)
+    scores = score_head(head, captured["train"], select_tested(rounds_of_later_half(captured["heldout"])))
+    judged = {**scores, "survival": tempering}
+    write_json(Path(config.out_dir) / "calibration.json", judged)
+    write_atomically(Path(config.out_dir) / "reliability.png", plot_reliability(scores))
+    folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
+    save_calibration(folder, head, digest, {**facts, "heldout": judged})
+    for name, row in scores["predictors"].items():
+        print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
+    errors = f"ece_before={tempering['ece_before']:.4f} ece_after={tempering['ece_after']:.4f}"
+    print(f"calibration survival {errors} temperatures={'kept' if tempering['kept'] else 'none'}", flush=True)
+    print(f"saved calibration={folder} examples={facts['examples']}", flush=True)
+
+
+def plan_memory(config: CalibrateConfig, kind: Kind, target: PreTrainedConfig) -> Plan:
+    """The memory of each device while the head's training data is captured, with a target of this config."""
+    device = planned_device()
+    positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
+    storage = Storage.of(config.dtype, target, positions, device)
+    plugin = kind.load_plugin().read_with(config.reading)
+    held = target_memory(target, storage, layers_read(config, kind))
+    held += drafter_memory(kind, plugin, config.checkpoint, target, storage)
+    return Plan(held, {"positions": positions, "dtype": dtype_name(config.dtype, target, device)})

@@ -1,8 +1,316 @@
-"""Train EESD's early-exit drafter for a target."""
+"""EESD: an early exit is trained on the few target layers that it needs.
 
-from outrider.commands import script
+    python train/eesd.py target=MODEL data=ultrachat
 
-main = script("eesd", "outrider.train.recipes.early_exit:train_early_exit")
+`train_early_exit` is the whole training, `EarlyExitStudent.forward` its step with the loss. The loop around the step is
+train/core/loop.py.
+"""
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from outrider.commands import run_script
+
+    run_script("eesd")
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outrider.draft_models import card
+from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyExit, exit_layers
+from outrider.draft_models.losses import IGNORE, head_product
+from outrider.draft_models.targets.model_files import layer_stack
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
+from outrider.inference.drafters.early_exit import KIND
+from outrider.inference.drafters.early_exit.drafter import draft_model_of
+from outrider.train.core.driver import training_run
+from outrider.train.core.training import Batch, FitResult, Metrics, Plan, Student, TrainRows
+from outrider.train.parts.drafter import (
+    frozen_dtype,
+    pick_tokens,
+    require_context,
+    require_vocabulary,
+    write_records,
+)
+from outrider.train.parts.heldout import Decoding, HeldOutText, load_to_decode
+from outrider.train.parts.memory import decoding_target, empty_target, fit_memory
+from outrider.train.parts.objective import draft_loss, load_taught_rows
+from outrider.train.parts.parallel import DraftRows, Parallel
+from outrider.train.settings.drafters import EesdConfig
+
+
+def train_early_exit(config: EesdConfig) -> None:
+    """Train an exit layer according to `config`. The drafter is `config.out_dir` (see `early_exit.checkpoint`).
+
+    With `decode_prompts` it contains the weights with the highest τ of all evaluations, else the last ones. Raises
+    `UserError` for an unusable target, data set or directory, before any weight is read.
+    """
+    target = open_target(config.target, config.revision)
+    start, config = config.start, with_shape(config, target.config)
+    require_vocabulary(config.draft_vocabulary, target.config)
+    memory = partial(plan_memory, config, target.config)
+    if config.plan:
+        memory().show()
+        return
+    with training_run(config, memory) as run:
+        require_context(target.config, config.seq_len, config.decode_tokens if config.decode_prompts else 0)
+        layers, reads_all = layers_read(config, target.config), config.online or config.decode_prompts > 0
+        fingerprint = run.from_main(lambda: target.fingerprinted(fetch=reads_all))
+        trained_on = run.from_main(lambda: parts_below(target.files, target.config, config.exit_layer or 0))
+        earlier = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
+
+        rows = load_taught_rows(config, target, "train")
+        heldout = load_taught_rows(config, target, "heldout", config.eval_rows)
+        if earlier is None:
+            tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+        else:
+            tokens = earlier.draft_tokens
+
+        student = build_student(config, target, layers, tokens, earlier, run.device)
+        trained, frozen = student.count_parameters()
+        run.say(f"eesd exit_layer={config.exit_layer} {describe_reads(target)} trained_parameters={trained} "
+                f"frozen_parameters={frozen} processes={run.state.num_processes} objective={config.objective} "
+                f"tau_analytic={name_of_tau(config)}")  # fmt: skip
+
+        settings = config.deciding() | {"exit_layer": config.exit_layer, "data_key": rows.key}
+        settings |= {} if start is None else {"start": read_meta(start).weights_sha256}
+        record = asdict(fingerprint)
+        if not reads_all:  # the local copy of a target on the Hub may have more files later
+            record.pop("tensors")
+        # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
+        evaluate = make_evaluation(config, target, heldout, student) if run.is_main else None
+        result = run.fit(
+            student, rows, config.fit, identity={**settings, "target": record, "trained_on": trained_on},
+            evaluate=evaluate, saved_dtype=stored_dtype(target.config), keeps_best=config.decode_prompts > 0,
+            last_file=card.CARD_FILE, minutes=config.minutes,
+        )  # fmt: skip
+        if result is not None:
+            dtype = stored_dtype(target.config)
+            facts = {**settings, "fit": asdict(config.fit), "steps": result.steps, "step": result.step}
+            facts |= {"metrics": result.metrics, "training_seconds": result.seconds}
+            save_pretrained(run.out_dir, student.drafter, fingerprint, facts, dtype, trained_on)
+            write_card(config, target.config.num_hidden_layers, student.drafter, start, result)
+
+
+# --- the target's layers and the exit on them
+
+
+def with_shape(config: EesdConfig, target: PreTrainedConfig) -> EesdConfig:
+    """`config` with the exit layer, and with the shape of the early exit stored in `start` instead of it."""
+    if config.start is None:
+        middle = max(1, round(0.08 * target.num_hidden_layers))  # of the paper's 5 to 10 %
+        return replace(config, exit_layer=config.exit_layer or middle)
+    meta = read_meta(config.start)
+    return replace(
+        config,
+        start=None,
+        exit_layer=meta.exit_layer,
+        exit_depth=meta.exit_depth,
+        train_head=meta.own_head,
+        train_layer=meta.own_layer,
+        draft_vocabulary=meta.draft_vocabulary,
+    )
+
+
+def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | None:
+    """The target's layers that the training reads; None: all. Raises `UserError` if there is no such exit layer."""
+    assert config.exit_layer is not None  # see `with_shape`
+    layers = exit_layers(target, config.exit_layer)
+    return None if config.online else layers
+
+
+def build_student(
+    config: EesdConfig,
+    target: OpenTarget,
+    layers: list[int] | None,
+    tokens: Tensor | None,
+    earlier: EarlyExit | None,
+    device: torch.device,
+) -> "EarlyExitStudent":
+    """The exit on these layers of the target. tokens: its draft vocabulary. earlier: the exit to go on from."""
+    model = target.layers(layers, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
+    student = EarlyExitStudent(model, config, None if tokens is None else tokens.to(device))
+    if earlier is not None:
+        student.drafter.load_state_dict(earlier.state_dict(), strict=False)  # it may have a mask, or need one
+    return student
+
+
+class EarlyExitStudent(Student):
+    """The target's frozen first N layers, and an exit layer on them that learns.
+
+    The exit layer, its norm, with `train_head` its head, and its mask become float32 master weights. Everything else is
+    frozen, keeps its dtype and runs without gradient, but for what masks run through.
+
+    config: its shape (see `with_shape`) and objective: cross_entropy on the labels, as in the paper, or one of
+    `draft_models.losses.DIVERGENCES` from the target at every supervised position. For a divergence `model` is the
+    whole target, and layers N..L−1 run too, on the hidden states of layer N. With teacher=cached the rows contain the
+    target's top-k instead. Then, and for cross-entropy, `model` has only the layers of `exit_layers`.
+
+    draft_tokens: the draft vocabulary. Cross-entropy uses only labels in it; for divergences see
+    `draft_models.losses`. Without `train_head` the drafter's head is the target's rows for these tokens, and the
+    target's other rows are dropped unless the target is an online teacher.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EesdConfig, draft_tokens: Tensor | None = None):
+        super().__init__()
+        assert config.exit_layer is not None
+        self.objective, self.online = config.objective, config.online
+        self.drafter = EarlyExit(
+            model, config.exit_layer, own_head=config.train_head, own_layer=config.train_layer, depth=config.exit_depth,
+            draft_tokens=draft_tokens, parallel=config.parallel,
+        ).float()  # fmt: skip
+        self.parallel = Parallel.of(config.parallel, self.drafter.vocabulary, config.fit.seed)
+        self.head_rows = self.drafter.output_head if not config.train_head and draft_tokens is not None else None
+        self.stack = layer_stack(model, rotary_dtype=torch.float32)
+        if not self.online:
+            self.stack.layers = self.stack.layers[: config.exit_layer]
+            del self.stack.norm
+            if config.train_head or self.head_rows is not None:
+                del self.stack.head
+        self.stack.requires_grad_(False)
+        self.drafter.requires_grad_(True)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the exit layer in the backward pass instead of keeping its activations."""
+        layers: Any = self.drafter.layers  # NoLayer has nothing to recompute
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
+        already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
+        rows = self.parallel.rows(self, self.stack, input_ids, labels, positions, documents)
+        hidden, target_hidden = self.hidden(input_ids, positions, documents, rows)  # [B, N, d], [B, T, d]
+        drafter = self.drafter
+        loss = draft_loss(
+            self.objective, head_product(drafter.output_head, hidden), rows.labels, drafter.draft_tokens,
+            drafter.vocabulary, rule=drafter.rule,
+            target=None if target_hidden is None else head_product(self.stack.head, rows.expand(target_hidden)),
+            target_rule=drafter.rule, top_k={name: rows.expand(values) for name, values in top_k.items()},
+        )  # fmt: skip
+        return {"loss_sum": loss / rows.predictions}
+
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, rows: DraftRows | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d].
+
+        rows: these and masks after them, of which the exit has outputs too, [B, N, d]. Their gradients run through the
+        frozen layers.
+        """
+        stack, exit_layer, length = self.stack, self.drafter.exit_layer, positions.shape[1]
+        text_masks, target = stack.packed_masks(documents), None
+        ids, all_positions, draft_masks = (input_ids, positions, None) if rows is None else rows[:3]
+        masks, learns_masks = draft_masks or text_masks, draft_masks is not None and torch.is_grad_enabled()
+        stack.reserve(length)
+        rotary = stack.rotary(all_positions)  # float32, for the exit
+        frozen_rotary = rotary.to(stack.dtype)
+        with torch.set_grad_enabled(learns_masks), torch.autocast(input_ids.device.type, enabled=False):
+            embedded = self.drafter.embed(stack, ids, all_positions)  # [B, N, d]
+            trunk = stack.run(embedded, 0, exit_layer, frozen_rotary, masks)
+            if self.online:
+                text, rotary_of_text = trunk[:, :length].detach(), frozen_rotary.first(length)
+                target = stack.norm(stack.run(text, exit_layer, len(stack.layers), rotary_of_text, text_masks))
+        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
+        return self.drafter.norm(hidden), target
+
+    def supervised(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The exit's states [n, d] after its norm at the supervised positions of a batch of rows, and those of the
+        target if it is in this module."""
+        moved = {name: value.to(self.stack.device) for name, value in batch.items()}
+        hidden, target = self.hidden(moved["input_ids"], moved["positions"], moved["documents"])
+        keep = moved["labels"] != IGNORE  # [B, T]
+        dtype = self.drafter.output_head.weight.dtype
+        return hidden[keep].to(dtype), None if target is None else target[keep]
+
+
+# --- evaluation
+
+
+def name_of_tau(config: EesdConfig) -> str:
+    """The distributions that eval_tau_analytic compares with; none with `parallel`, as it is of one pass a token."""
+    if config.parallel:
+        return "none"
+    if config.online or config.decode_prompts:
+        return "whole_target"
+    return "top_k_lower_bound" if config.distils else "none"
+
+
+def make_evaluation(
+    config: EesdConfig, target: OpenTarget, heldout: TrainRows, student: EarlyExitStudent
+) -> Callable[[int], Metrics]:
+    """The evaluation during training: metrics of `HeldOutText.judge` and `Decoding`.
+
+    tau_analytic uses the whole target if it is loaded, for the loss or for `decode_prompts`. With the target's cached
+    top-k it is a lower bound (see `acceptance_by_top_k`). Else, and with `parallel`, it is absent; tau_text then says
+    how good the exit is, of one pass a token. With `decode_prompts` the whole target is loaded too, for top1_target and
+    real decoding.
+    """
+    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
+    full_target = load_to_decode(target, student.stack.device) if decoding.prompts else None
+    text = HeldOutText(heldout, config.eval_batch_rows, full_target, acceptances=not student.online)
+
+    def evaluate(step: int) -> Metrics:
+        logits = student.stack.logits_after_norm if student.online else None
+        metrics = text.judge(student.drafter.logits_after_norm, student.supervised, logits)
+        if config.parallel:
+            metrics.pop("tau_analytic", None)
+        if full_target is not None:
+            shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
+            drafter = copy.deepcopy(student.drafter, shared).to(full_target.dtype).requires_grad_(False)
+            metrics |= decoding(full_target, draft_model_of(drafter), {KIND.name: drafter})
+        return metrics
+
+    return evaluate
+
+
+# --- what is said and saved, and the memory
+
+
+def describe_reads(target: OpenTarget) -> str:
+    """What was read of the target's weights, in words of the first line."""
+    files = target.files
+    return f"read_bytes={files.bytes_read} read_tensors={files.tensors_read}/{len(files.file_of)}"
+
+
+def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str | None, result: FitResult) -> None:
+    """Write the card of the saved `drafter` of a target of so many layers."""
+    names, tokens = ("exit_layer", "exit_depth", "train_head", "seq_len"), drafter.draft_tokens
+    facts: dict[str, object] = {name: getattr(config, name) for name in names}
+    facts |= {"objective": config.objective} | ({"teacher": config.teacher} if config.distils else {})
+    facts |= {} if start is None else {"went on from": Path(start).name}
+    facts |= {"tokens a pass": config.parallel} if config.parallel else {}
+    facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {drafter.vocabulary}"}
+    taus = [name for name in card.TAUS if name in result.metrics][:1]
+    shape = f"exit_layer={config.exit_layer} of {layers}"
+    write_records(config, USE_IN_ONE_PASS if config.parallel else USE, facts, result, taus, shape=shape)
+
+
+def plan_memory(config: EesdConfig, target: PreTrainedConfig) -> Plan:
+    """The memory of training an early exit of the shape in `config` on a target of this config."""
+    student, values = empty_student(config, target)
+    through = student.stack.layers[: config.exit_layer] if config.parallel else None  # to the vectors of masks
+    held = fit_memory(config, student, target.hidden_size, target.vocab_size, through)
+    held += [decoding_target(target)] if config.decode_prompts else []
+    facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
+    facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / 1e9:.2f}"}
+    return Plan(held, facts | {"trained_parameters": student.count_parameters()[0]})
+
+
+def empty_student(config: EesdConfig, target: PreTrainedConfig) -> tuple[EarlyExitStudent, int]:
+    """The student without weights, in its dtypes, and the number of values that are read for it."""
+    model, values = empty_target(config, target, layers_read(config, target))
+    size = config.draft_vocabulary
+    tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
+    return EarlyExitStudent(model, config, tokens), values

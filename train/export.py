@@ -42,7 +42,7 @@ from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page
 from outrider.inference.settings.engine import python_in
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
-from outrider.train.parts.drafter import export
+from outrider.train.parts.drafter import export_model
 from outrider.train.settings.export import Engine, ExportConfig
 
 # The dialect of EAGLE-3 heads that an engine reads.
@@ -115,7 +115,7 @@ def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTraine
                 raise UserError(f"engine=openvino: optimum-cli ended with status {status}; see what it said above")
         return folder
 
-    export(model, tokenizer, out_dir, *([] if config.engine in PLAIN_ENGINES else [convert]))
+    export_model(model, tokenizer, out_dir, *([] if config.engine in PLAIN_ENGINES else [convert]))
     return f"dtype={dtype}"
 
 

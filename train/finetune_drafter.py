@@ -1,8 +1,305 @@
-"""Train a small LM as a drafter for a target."""
+"""Small LMs as drafters: trained on text, or distilled from the target.
 
-from outrider.commands import script
+    python train/finetune_drafter.py target=MODEL drafter.path=SMALL data=ultrachat
 
-main = script("finetune_drafter", "outrider.train.recipes.small_lm:finetune_drafter")
+`finetune_drafter` is the whole training, `SmallLMStudent.forward` its step with the loss. The loop around the step is
+train/core/loop.py.
+"""
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from outrider.commands import run_script
+
+    run_script("finetune_drafter")
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError
+from outrider.data_prep.text.rows import load_rows
+from outrider.draft_models.losses import IGNORE, PLAIN, head_product
+from outrider.draft_models.small_lm import model as small_lm
+from outrider.draft_models.targets.attention import stock_name
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.model_files import empty_model, layer_stack
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import (
+    OpenTarget,
+    open_target,
+    pick_dtype,
+    special_tokens,
+    stored_dtype,
+)
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.drafters.small_lm.drafter import draft_model_of
+from outrider.inference.loading.memory_plan import Storage, planned_device, target_memory
+from outrider.inference.loading.models import prepare_models
+from outrider.train.core.driver import TrainingRun, training_run
+from outrider.train.core.sharding import is_shared_out
+from outrider.train.core.training import FitResult, Metrics, Plan, Student, TrainRows
+from outrider.train.parts.drafter import (
+    export_model,
+    pick_tokens,
+    require_context,
+    require_vocabulary,
+    write_records,
+)
+from outrider.train.parts.heldout import Decoding, HeldOutText, packed_hidden, supervised_hidden
+from outrider.train.parts.initial_lm import drafter_config, start_lm, tokens_of_finished
+from outrider.train.parts.memory import fit_memory
+from outrider.train.parts.objective import draft_loss, load_taught_rows
+from outrider.train.parts.on_policy import OnPolicy
+from outrider.train.parts.parallel import ONE_A_PASS, Parallel
+from outrider.train.settings.drafters import FinetuneConfig
+
+
+def finetune_drafter(config: FinetuneConfig) -> None:
+    """Train a small LM according to `config`. The drafter is `config.out_dir`, a Hugging Face directory.
+
+    It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
+    target, drafter, data set or directory, before any weight is read.
+    """
+    target = open_target(config.target, config.revision)
+    shape = drafter_config(config.drafter, target.config, target.tokenizer)
+    with training_run(config, partial(plan_memory, config, target.config, shape)) as run:
+        require_vocabulary(config.draft_vocabulary, target.config)
+        for whose, model in (("target", target.config), ("drafter", shape)):
+            require_context(model, config.seq_len, config.decode_tokens, whose)
+        parallel = parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
+        vocabulary = None if config.drafter.path is None else tokens_of_finished(config, target.config)
+
+        rows = load_taught_rows(config, target, "train")
+        heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
+        if vocabulary is None:
+            always = [parallel.mask] if config.parallel else []
+            tokens = run.from_main(lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, always))
+            vocabulary = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
+
+        stack = load_target(config, target, run)
+        size, eos = target.config.vocab_size, target.tokenizer.eos_token_id
+        lm = start_lm(config, shape, target.tokenizer, run.device, vocabulary, size, parallel)
+        samples = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, eos)
+        teacher, on_policy = stack if config.online else None, samples if config.on_policy > 0 else None
+        student = SmallLMStudent(lm, config.objective, teacher, on_policy, parallel)
+        trained, frozen = student.count_parameters()
+        teaching = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
+        run.say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{teaching} "
+                f"trained_parameters={trained} parameters={trained + frozen}")  # fmt: skip
+
+        path, fingerprint = config.drafter.path, run.from_main(lambda: target.fingerprint)
+        start = None if path is None else model_identity(open_tensors(path, config.drafter.revision))
+        identity = {**config.deciding(), "target": asdict(fingerprint), "drafter_model": start, "data_key": rows.key}
+        # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
+        evaluate = make_evaluation(config, target, heldout, student, stack) if stack and run.is_main else None
+        result = run.fit(
+            student, rows, config.fit, identity=identity, evaluate=evaluate, saved_dtype=stored_dtype(target.config),
+            keeps_best=True, last_file=small_lm.TRAINING_FILE, minutes=config.minutes,
+        )  # fmt: skip
+        if result is not None:
+            save(config, target, student, identity, result)
+
+
+# --- the target, and the mask of several tokens in one pass
+
+
+def parallel_of(
+    config: FinetuneConfig, drafter: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> Parallel:
+    """How many tokens the small LM `drafter` is to draft in one pass, and by which mask.
+
+    Its mask is a finished one's, or a token that no text has: of the target's `rows` the first beyond the tokenizer's,
+    else the last added one that is neither special nor in the chat template. Raises `UserError` if there is none.
+    """
+    if not config.parallel:
+        return ONE_A_PASS
+    used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
+    finished_mask, beyond = (
+        small_lm.pass_tokens_of(drafter)[0],
+        1 + max(tokenizer.get_vocab().values()),
+    )  # ids may have gaps
+    unused = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
+    mask = unused if finished_mask is None else finished_mask
+    config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
+    return Parallel.of(config.parallel, mask, config.fit.seed)
+
+
+def load_target(config: FinetuneConfig, target: OpenTarget, run: TrainingRun) -> LayerStack | None:
+    """The whole target, as teacher and to decode held-out prompts; None on processes that do neither."""
+    if not config.online and not run.is_main:
+        return None
+    dtype, decodes_only = pick_dtype(config.frozen_dtype, target.config, run.device), not config.online
+    stack = target.stack(dtype=dtype, device=run.device, coded=decodes_only and run.device.type == "cpu")
+    if decodes_only:
+        prepare_models(stack, {})
+    return stack
+
+
+class SmallLMStudent(Student):
+    """A float32 small LM that learns, whole or through adapters as given.
+
+    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
+    target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
+    it is not trained, saved or wrapped. stack: the layers of the small LM, adapters included.
+    """
+
+    stack: LayerStack
+    teacher: LayerStack | None
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        objective: str,
+        teacher: LayerStack | None = None,
+        on_policy: OnPolicy | None = None,
+        parallel: Parallel = ONE_A_PASS,
+    ):
+        super().__init__()
+        self.lm, self.objective, self.on_policy, self.parallel = lm, objective, on_policy, parallel
+        vars(self).update(stack=layer_stack(plain(lm), rotary_dtype=torch.float32), teacher=teacher)  # no submodules
+
+    def begin_step(self, step: int) -> None:
+        """Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling
+        needs a different number of forwards on each process."""
+        if self.on_policy is not None and any(map(is_shared_out, self.parameters())):
+            raise UserError("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0")
+        super().begin_step(step)
+
+    def gradient_checkpointing_enable(self) -> None:
+        plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @property
+    def saved_part(self) -> "SmallLMStudent":
+        """All of it: adapters are merged into frozen weights."""
+        return self
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`), labels shifted;
+        top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`."""
+        if self.training and self.on_policy is not None and self.on_policy.due(self.step):
+            return {"loss_sum": self.loss_on_samples(input_ids, labels, positions)}
+        rows = self.parallel.rows(self, self.stack, input_ids, labels, positions, documents)
+        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)  # [B, N, d]
+        teacher_states = None if self.teacher is None else rows.expand(self.teach(input_ids, positions, documents))
+        top_k = {name: rows.expand(values) for name, values in top_k.items()}
+        loss = self.loss(hidden, rows.labels, teacher_states, top_k)
+        return {"loss_sum": loss / rows.predictions}
+
+    def loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        teacher_states: Tensor | None,
+        top_k: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
+        """The loss of the student's states `hidden` [..., d], summed over supervised positions: by
+        `teacher_states` [..., d'], or by the cached top k of the same positions."""
+        rule, target_rule, target = self.stack.spec.logits, PLAIN, None
+        vocabulary = self.stack.draft_vocabulary
+        tokens, size = (None, 0) if vocabulary is None else (vocabulary.tokens, vocabulary.vocabulary)
+        states, matrix = head_product(self.stack.head, hidden)
+        if tokens is not None:
+            matrix = matrix[: len(tokens)]  # without the row for tokens outside, which is never proposed
+        if teacher_states is not None:
+            assert self.teacher is not None
+            target, target_rule = head_product(self.teacher.head, teacher_states), self.teacher.spec.logits
+        return draft_loss(
+            self.objective, (states, matrix), labels, tokens, size, rule=rule, target=target, target_rule=target_rule,
+            top_k=top_k,
+        )  # fmt: skip
+
+    def loss_on_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """The divergence on sampled continuations: each row's mean times the number of supervised tokens of its text.
+
+        So after the loop's division by the text's tokens each row has the same weight as in other steps.
+        """
+        assert self.on_policy is not None
+        assert self.teacher is not None
+        vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
+        text, lm = (input_ids, labels, positions), plain(self.lm)
+        ids, new_labels, new_positions, documents = self.on_policy.continue_rows(lm, self.step, *text, vocabulary)
+        rows = self.parallel.rows(self, self.stack, ids, new_labels, new_positions, documents)
+        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
+        teacher_states = rows.expand(self.teach(ids, new_positions, documents))
+        weights = (labels != IGNORE).sum(1) / (new_labels != IGNORE).sum(1)  # [B]
+        losses = [self.loss(*row) for row in zip(hidden, rows.labels, teacher_states, strict=True)]
+        return (torch.stack(losses) * weights).sum() / rows.predictions
+
+    @torch.no_grad()
+    def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The teacher's states [B, T, d'] after its last norm."""
+        assert self.teacher is not None
+        with torch.autocast(input_ids.device.type, enabled=False):
+            return packed_hidden(self.teacher, input_ids, positions, documents)
+
+    def merged(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model to serve: a frozen copy in `dtype`, adapters merged in float32."""
+        lm = copy.deepcopy(self.lm)
+        if plain(lm) is not lm:
+            lm = lm.merge_and_unload()  # type: ignore[operator]
+        return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
+
+
+def plain(lm: PreTrainedModel) -> PreTrainedModel:
+    """The LM itself, without peft's wrapper."""
+    return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]
+
+
+# --- evaluation, what is saved, and the memory
+
+
+def make_evaluation(
+    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, student: SmallLMStudent, stack: LayerStack
+) -> Callable[[int], Metrics]:
+    """The evaluation during training, of the model as it would be served.
+
+    top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). In addition, real
+    decoding (`Decoding`) by the whole target, `stack`.
+    """
+    shape = plain(student.lm).config
+    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, shape)
+    text = HeldOutText(heldout, 1, stack)
+
+    def evaluate(step: int) -> Metrics:
+        drafter = layer_stack(student.merged(stack.dtype))
+        scores = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
+        analytic = () if config.parallel else ("tau_analytic",)  # it is of one pass a token
+        metrics = {name: scores[name] for name in ("top1_target", *analytic) if name in scores}
+        return metrics | decoding(stack, draft_model_of(drafter))
+
+    return evaluate
+
+
+def save(
+    config: FinetuneConfig,
+    target: OpenTarget,
+    student: SmallLMStudent,
+    identity: Mapping[str, object],
+    result: FitResult,
+) -> None:
+    """Write the drafter, its card and, last, the record of its training."""
+    drafter, vocabulary = student.merged(stored_dtype(target.config)), student.stack.draft_vocabulary
+    drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
+    export_model(drafter, target.tokenizer, Path(config.out_dir))
+    facts: dict[str, object] = {"objective": config.objective}
+    facts |= {"tokens a pass": config.parallel} if config.parallel else {}
+    if vocabulary is not None:
+        facts |= {"tokens": f"{len(vocabulary.tokens)} of the target's {vocabulary.vocabulary}"}
+    use = small_lm.describe_use(config.parallel) if vocabulary is None else small_lm.USE_OF_SOME
+    write_records(config, use, facts, result, result.metrics, (small_lm.TRAINING_FILE, identity))
+
+
+def plan_memory(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
+    """The memory of training a small LM of config `drafter`, with a target of this config."""
+    storage = Storage.of(config.frozen_dtype, target, config.seq_len, planned_device())
+    return Plan(target_memory(target, storage) + fit_memory(config, empty_model(drafter), 0, target.vocab_size), {})

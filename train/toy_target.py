@@ -1,6 +1,8 @@
 """The toy target: a small Llama, trained from scratch on text. Its layers begin as the identity.
 
-`prepare` makes tokenizer, rows and model; `ToyTarget.forward` is the training step with its loss; the loop around it is
+    python train/toy_target.py layers=6
+
+`train_toy_target` is the whole training, `ToyTarget.forward` its step with the loss. The loop around the step is
 train/core/loop.py.
 """
 
@@ -9,14 +11,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     run_script("toy_target")
 
-import functools
 import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import reduce
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
@@ -33,10 +33,10 @@ from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.formats.model_name import write_name
 from outrider.draft_models.losses import IGNORE, linear_cross_entropy
 from outrider.draft_models.targets.open_target import special_tokens
-from outrider.train.core.driver import run_training
+from outrider.train.core.driver import training_run
 from outrider.train.core.optimizers import layer_matrices
-from outrider.train.core.training import Metrics, Trained, Training
-from outrider.train.parts.drafter import export, llama_config
+from outrider.train.core.training import FitResult, Metrics, Student
+from outrider.train.parts.drafter import export_model, llama_config
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -44,82 +44,34 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 NO_REPEAT = 8
 
 
-def packed_mask(documents: Tensor) -> Tensor:
-    """The mask of `packed_band` as a whole, for a model that takes no other: bool [B, 1, T, T], True = attend."""
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
-
-
-class ToyTarget(nn.Module):
-    """A causal LM with the forward contract of `fit`."""
-
-    def __init__(self, lm: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
-        """All [B, T]; labels pre-shifted, attention within a document only. Returns the summed loss."""
-        hidden = self.lm.model(
-            input_ids=input_ids, position_ids=positions, attention_mask=packed_mask(documents), use_cache=False
-        ).last_hidden_state
-        return {"loss_sum": linear_cross_entropy(hidden, self.lm.lm_head.weight, labels)}
-
-    def gradient_checkpointing_enable(self) -> None:
-        self.lm.gradient_checkpointing_enable()
-
-
 def train_toy_target(config: ToyTargetConfig) -> None:
     """Train a tokenizer and a model, measure held-out bits per byte, write a Hugging Face directory to `out_dir`."""
-    run_training(config, functools.partial(prepare, config, time.perf_counter()))
+    began = time.perf_counter()
+    with training_run(config) as run:
+        with Stage("training the tokenizer"):
+            tokenizer = train_tokenizer(read_texts(config), config.vocabulary)
+        rows = load_rows(config.data, tokenizer, config.seq_len, "train")
+        heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
+        sizes, student = token_bytes(tokenizer), ToyTarget(build_lm(config, tokenizer))
+
+        def evaluate(step: int) -> Metrics:
+            return {"bits_per_byte": bits_per_byte(student, heldout, sizes)}
+
+        identity = config.deciding() | {"data_key": rows.key}
+        result = run.fit(
+            student, rows, config.fit, identity=identity, evaluate=evaluate, last_file=TOY_REPORT,
+            minutes=config.minutes,
+        )  # fmt: skip
+        if result is not None:
+            save(config, student.lm, tokenizer, result, time.perf_counter() - began)
 
 
-def prepare(config: ToyTargetConfig, began: float, _: PartialState) -> Training[ToyTarget]:
-    """The training of a command that began at `began`."""
-    with Stage("training the tokenizer"):
-        tokenizer = train_tokenizer(_texts(config), config.vocabulary)
-    rows = load_rows(config.data, tokenizer, config.seq_len, "train")
-    heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
-    sizes = token_bytes(tokenizer)
-    student = ToyTarget(build_lm(config, tokenizer))
-
-    def evaluate(fitted: ToyTarget, _: int) -> Metrics:
-        return {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)}
-
-    def save(trained: Trained) -> None:
-        parameters, out_dir = sum(p.numel() for p in student.parameters()), Path(config.out_dir)
-        seconds = time.perf_counter() - began
-        report = {"bits_per_byte": trained.metrics["bits_per_byte"], "parameters": parameters}
-        report |= {"steps": trained.step, "training_seconds": trained.result.seconds}
-        export(student.lm, tokenizer, out_dir)
-        write_name(out_dir, f"toy-{parameters / 1e6:.0f}M")
-        write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.deciding()})
-        print(f"toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "
-              f"{parameters / 1e6:.1f} M parameters, {trained.step} steps, {seconds:.0f} s → {out_dir}")  # fmt: skip
-
-    identity = config.deciding() | {"data_key": rows.key}
-    return Training(student, rows, config.fit, identity, evaluate, save, TOY_REPORT, minutes=config.minutes)
-
-
-def _texts(config: ToyTargetConfig) -> Iterator[str]:
+def read_texts(config: ToyTargetConfig) -> Iterator[str]:
+    """The texts of the data; raises `UserError` for conversations."""
     for record in read_records(config.data, "train"):
         if "text" not in record:
             raise UserError("data: the toy target learns from plain text, but these are conversations")
         yield record["text"]
-
-
-def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows: int = 8) -> float:
-    """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
-    process = join_processes()
-    sums = torch.zeros(2, dtype=torch.float64)
-    share = range(process.process_index, len(rows), process.num_processes)
-    for start in counted(range(0, len(share), batch_rows), "judging held-out text", "batches"):
-        batch = default_collate([rows[index] for index in share[start : start + batch_rows]])
-        labels = batch["labels"]
-        loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
-        sums += torch.stack([loss.cpu().double(), sizes[labels[labels != IGNORE]].sum().double()])
-    nats, size = reduce(sums.to(process.device), "sum").tolist()
-    return nats / size / math.log(2)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -147,6 +99,31 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     )
 
 
+class ToyTarget(Student):
+    """A causal LM that learns."""
+
+    def __init__(self, lm: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        """All [B, T]; labels pre-shifted, attention within a document only. Returns the summed loss."""
+        hidden = self.lm.model(
+            input_ids=input_ids, position_ids=positions, attention_mask=packed_mask(documents), use_cache=False
+        ).last_hidden_state
+        return {"loss_sum": linear_cross_entropy(hidden, self.lm.lm_head.weight, labels)}
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.lm.gradient_checkpointing_enable()
+
+
+def packed_mask(documents: Tensor) -> Tensor:
+    """The mask of `packed_band` as a whole, for a model that takes no other: bool [B, 1, T, T], True = attend."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
 def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model: a fixed function of the config. Every layer starts as the identity."""
     lm_config = llama_config(config, len(tokenizer), config.max_positions, tokenizer)
@@ -164,6 +141,20 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
     return lm
 
 
+def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows: int = 8) -> float:
+    """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
+    process = join_processes()
+    sums = torch.zeros(2, dtype=torch.float64)
+    share = range(process.process_index, len(rows), process.num_processes)
+    for start in counted(range(0, len(share), batch_rows), "judging held-out text", "batches"):
+        batch = default_collate([rows[index] for index in share[start : start + batch_rows]])
+        labels = batch["labels"]
+        loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
+        sums += torch.stack([loss.cpu().double(), sizes[labels[labels != IGNORE]].sum().double()])
+    nats, size = reduce(sums.to(process.device), "sum").tolist()
+    return nats / size / math.log(2)
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """int64 [V]: the number of bytes of text per token, 0 for special tokens."""
     sizes = torch.zeros(len(tokenizer), dtype=torch.long)
@@ -171,3 +162,21 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
         if index not in tokenizer.all_special_ids:
             sizes[index] = len(token)  # byte-level BPE writes each byte as one character
     return sizes
+
+
+def save(
+    config: ToyTargetConfig,
+    lm: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    result: FitResult,
+    seconds: float,
+) -> None:
+    """Write the model and, last, its report. seconds: of the whole command."""
+    parameters, out_dir = sum(p.numel() for p in lm.parameters()), Path(config.out_dir)
+    report = {"bits_per_byte": result.metrics["bits_per_byte"], "parameters": parameters}
+    report |= {"steps": result.step, "training_seconds": result.seconds}
+    export_model(lm, tokenizer, out_dir)
+    write_name(out_dir, f"toy-{parameters / 1e6:.0f}M")
+    write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.deciding()})
+    print(f"toy target: {result.metrics['bits_per_byte']:.3f} bits per byte held out, "
+          f"{parameters / 1e6:.1f} M parameters, {result.step} steps, {seconds:.0f} s → {out_dir}")  # fmt: skip

@@ -73,6 +73,15 @@ class Rotary(NamedTuple):
     positions: Tensor
     tables: tuple[tuple[Tensor, Tensor], ...]
 
+    def to(self, dtype: torch.dtype) -> "Rotary":
+        """The same with tables in `dtype`."""
+        return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
+
+    def first(self, count: int) -> "Rotary":
+        """Of the first `count` of the Q positions."""
+        tables = tuple((cos[:, :count], sin[:, :count]) for cos, sin in self.tables)
+        return Rotary(self.positions[:, :count], tables)
+
 
 class LayerCache(Protocol):
     """The cache interface that a layer needs: store the new keys and values, return all of them."""

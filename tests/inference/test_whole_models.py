@@ -32,8 +32,8 @@ from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import make_structure
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import train_early_exit
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
 from tests.inference.evaluate.evaluating import evaluate

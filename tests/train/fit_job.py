@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from outrider.base.wandb_config import WandbConfig
 from outrider.draft_models.losses import IGNORE
 from outrider.train.core.fit import fit
-from outrider.train.core.training import Training
+from outrider.train.core.training import Student
 from outrider.train.settings.fit import FitConfig
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 23, 8, 6, 37
@@ -28,7 +28,7 @@ class TinyLayer(GradientCheckpointingLayer):
         return hidden + self.out(torch.tanh(self.mix(hidden)))
 
 
-class TinyModel(nn.Module):
+class TinyModel(Student):
     """Frozen embedding, one trained layer, trained head."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, delay: float = 0.0) -> None:
@@ -76,7 +76,7 @@ def main(out_dir: str, changes: str, delay: str) -> None:
     dtype = torch.float32 if "precision" in json.loads(changes) else torch.float64
     model = TinyModel(dtype, float(delay))
     torch.set_num_threads(1)
-    fit(Training(model, tiny_rows(), tiny_config(**json.loads(changes))), Path(out_dir))
+    fit(model, tiny_rows(), tiny_config(**json.loads(changes)), Path(out_dir))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import trained_parameters
-from outrider.train.core.training import FitResult, Training
+from outrider.train.core.training import FitResult, Student
 from tests.forked import Fork
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import ROOT
@@ -17,7 +18,7 @@ from tests.train.jobs import ROOT
 
 def fit_tiny(
     out_dir: Path,
-    model: nn.Module | None = None,
+    model: Student | None = None,
     *,
     resume: bool = False,
     evaluate: Callable[[nn.Module, int], dict[str, float]] | None = None,
@@ -26,7 +27,8 @@ def fit_tiny(
 ) -> tuple[nn.Module, FitResult]:
     """`fit` of a new `TinyModel`, or of `model`; `changes` are to `tiny_config`."""
     model, config = model or TinyModel(), tiny_config(**changes)
-    return model, fit(Training(model, tiny_rows(), config, identity or {}, evaluate), out_dir, resume=resume)
+    measure = None if evaluate is None else partial(evaluate, model)
+    return model, fit(model, tiny_rows(), config, out_dir, identity=identity or {}, evaluate=measure, resume=resume)
 
 
 def start_tiny(out_dir: Path, *, delay: float = 0.0, **changes: Any) -> Fork:

@@ -5,8 +5,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +28,8 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core import run_dir
-from outrider.train.recipes.early_exit import EarlyExitStudent
+from outrider.train.core.driver import TrainingRun
+from outrider.train.eesd import EarlyExitStudent
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig
 from tests.forked import Fork
@@ -195,6 +198,17 @@ def kill_when(found: Callable[[], object], job: Fork, later: float = 0.0) -> Non
     job.send_signal(signal.SIGKILL)
     output = job.communicate()
     assert job.returncode == -signal.SIGKILL, output
+
+
+def evaluated_by(evaluate: Callable[[Any, int], dict[str, float]], watch: Callable[[Any], None] = id) -> Any:
+    """A patch: trainings evaluate by this function of their student and the step. watch: is called with the student."""
+    real = TrainingRun.fit
+
+    def fit(run: TrainingRun, student: Any, *given: Any, **options: Any) -> Any:
+        watch(student)
+        return real(run, student, *given, **{**options, "evaluate": partial(evaluate, student)})
+
+    return patch.object(TrainingRun, "fit", fit)
 
 
 def interrupted_at(step: int, run: Callable[[], None]) -> None:

@@ -13,7 +13,6 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from outrider.base.errors import UserError
@@ -22,27 +21,28 @@ from outrider.commands import main_of
 from outrider.train.core import sharding
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import trained_parameters
-from outrider.train.core.training import Training
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 
 
 def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> set[bool]:
     """Six steps, evaluated on the main process alone; leaves trained.safetensors. Was the model ever shared out?"""
-    rows, model = tiny_rows(), TinyModel(torch.float32)
     main, sharded = join_processes().is_main_process, set()
+
+    class Watched(TinyModel):
+        def begin_step(self, step: int) -> None:
+            sharded.add(any(map(sharding.is_shared_out, self.parameters())))
+
+    rows, model = tiny_rows(), Watched(torch.float32)
     config = tiny_config(
         steps=6, optimizer="adamw", save_every=3, eval_every=3, log_every=1, micro_batch_rows=2, precision=precision
     )
 
-    def evaluate(fitted: nn.Module, _: int) -> dict[str, float]:
-        device = next(fitted.parameters()).device
+    def evaluate(_: int) -> dict[str, float]:
+        device = next(model.parameters()).device
         batch = {key: torch.stack([row[key] for row in rows[:5]]).to(device) for key in rows[0]}
-        return {"loss": float(fitted(**batch)["loss_sum"])} if main else {}
+        return {"loss": float(model(**batch)["loss_sum"])} if main else {}
 
-    def on_step(_: int) -> None:
-        sharded.add(any(map(sharding.is_shared_out, model.parameters())))
-
-    fit(Training(model, rows, config, evaluate=evaluate, on_step=on_step), out_dir, resume=resume)
+    fit(model, rows, config, out_dir, evaluate=evaluate, resume=resume)
     if main:
         trained = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(model).items()}
         save_file(trained, out_dir / "trained.safetensors")
@@ -100,7 +100,7 @@ def main(folder: str, alone: str = "") -> None:
     for words in json.loads((out / "commands.json").read_text()):
         run_command(*words)
     try:
-        fit(Training(TinyModel(torch.float32), tiny_rows(), tiny_config()), out / "muon")
+        fit(TinyModel(torch.float32), tiny_rows(), tiny_config(), out / "muon")
     except UserError as error:
         print("refused", error)
 

@@ -35,11 +35,19 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
+from outrider.train import calibrate as calibration
+from outrider.train.calibrate import calibrate
 from outrider.train.core.training import Batch
-from outrider.train.parts.calibration_scores import brier, later_half, predict
-from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capture_splits, joined, only_tested
-from outrider.train.recipes import calibration
-from outrider.train.recipes.calibration import calibrate
+from outrider.train.parts.calibration_scores import brier_score, predict_acceptance, rounds_of_later_half
+from outrider.train.parts.capture import (
+    EXAMPLES,
+    Drafting,
+    TextToContinue,
+    capture,
+    capture_splits,
+    join_batches,
+    select_tested,
+)
 from tests import tiny
 from tests.fitted_heads import fitted_head
 from tests.refusals import refusal
@@ -75,7 +83,7 @@ def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
     path, prompt = tiny.save_target(tmp_path / "target"), tiny.random_prompt(12)
     _, stack = tiny.open_stack(path)
     draft_model, logits_of = drafting(kind, path, prompt)
-    got = capture(Drafting(partial(speculative, stack), draft_model, 30, 4), Text(prompt))
+    got = capture(Drafting(partial(speculative, stack), draft_model, 30, 4), TextToContinue(prompt))
 
     labels: list[float] = []
     positions: list[int] = []
@@ -100,10 +108,10 @@ def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> No
     _, stack = tiny.open_stack(path)
     prompt = tiny.random_prompt(12)
     draft_model, _ = drafting("early_exit", path, prompt)
-    given = Drafting(partial(speculative, stack), draft_model, 30, 4), Text(prompt)
+    given = Drafting(partial(speculative, stack), draft_model, 30, 4), TextToContinue(prompt)
     part, whole = (capture(*given, all_of_it) for all_of_it in (False, True))
     assert len(whole["label"]) > len(part["label"])
-    kept = only_tested(whole)
+    kept = select_tested(whole)
     assert all(torch.equal(kept[name], part[name]) for name in part)
     assert all((whole["position"].diff() == 1) | (whole["position"][1:] == 1))
 
@@ -112,9 +120,9 @@ def test_a_recorded_answer_that_was_cut_is_captured_as_far_as_it_goes(tmp_path: 
     path, prompt = tiny.save_target(tmp_path / "target"), tiny.random_prompt(12)
     draft_model, _ = drafting("small_lm", path, prompt)
     answer = [token for r in autoregressive(tiny.open_stack(path)[1], prompt, max_new_tokens=11) for token in r.tokens]
-    live = capture(Drafting(partial(speculative, tiny.open_stack(path)[1]), draft_model, 11, 4), Text(prompt))
+    live = capture(Drafting(partial(speculative, tiny.open_stack(path)[1]), draft_model, 11, 4), TextToContinue(prompt))
     recorded = partial(replay, session=partial(RecordedSession, vocabulary=tiny.VOCABULARY))
-    again = capture(Drafting(recorded, draft_model, 30, 4), Text(prompt, answer))
+    again = capture(Drafting(recorded, draft_model, 30, 4), TextToContinue(prompt, answer))
     assert all(torch.equal(again[name], live[name]) for name in ("position", "confidence", "label"))
 
 
@@ -124,8 +132,8 @@ class Texts:
     def __init__(self, path: Path, seconds: float = 1.0) -> None:
         self.stack, self.seconds, self.now, self.continued = tiny.open_stack(path)[1], seconds, 0.0, list[int]()
         self.draft_model, _ = drafting("early_exit", path, tiny.random_prompt(12))
-        prompts = [Text(tiny.random_prompt(12, seed)) for seed in range(26)]
-        self.every: dict[Split, list[Text]] = {"train": prompts[:20], "heldout": prompts[20:]}
+        prompts = [TextToContinue(tiny.random_prompt(12, seed)) for seed in range(26)]
+        self.every: dict[Split, list[TextToContinue]] = {"train": prompts[:20], "heldout": prompts[20:]}
 
     def decode(self, drafter: Drafter, prompt: list[int], **options: Any) -> Iterator[Round]:
         self.now += self.seconds * (1 if self.now < 30 else 2)
@@ -149,12 +157,12 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     assert (len(learned), len(heldout)) == (20, 6) if seconds == 1 else (texts.now >= 60 or len(heldout) == 6)
     assert learned == spread_order(20)[: len(learned)]
     assert all(len(batch["label"]) >= EXAMPLES for batch in found.values())
-    assert len(only_tested(found["heldout"])["label"]) < len(found["heldout"]["label"])  # whole rounds of these alone
-    assert same(only_tested(found["train"]), found["train"])
+    assert len(select_tested(found["heldout"])["label"]) < len(found["heldout"]["label"])  # whole rounds of these alone
+    assert same(select_tested(found["train"]), found["train"])
     in_order = [
         capture(Drafting(texts.decode, texts.draft_model, 40, 4), texts.every["train"][at]) for at in sorted(learned)
     ]
-    assert same(found["train"], joined(in_order))
+    assert same(found["train"], join_batches(in_order))
 
 
 def test_what_is_captured_is_kept_for_its_settings(folder: Path, tmp_path: Path) -> None:
@@ -196,9 +204,9 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     assert facts["format"] == 2
     # What is said is of the head that is stored, on the rounds that its temperatures were not fitted on.
     of_heldout = {name.partition(".")[2]: captured[name] for name in captured if name.startswith("heldout")}
-    heldout = only_tested(later_half(of_heldout))
+    heldout = select_tested(rounds_of_later_half(of_heldout))
     said = facts["heldout"]["predictors"]["head"]["brier"]
-    assert said == pytest.approx(brier(predict(head, heldout), heldout["label"]), rel=1e-4)
+    assert said == pytest.approx(brier_score(predict_acceptance(head, heldout), heldout["label"]), rel=1e-4)
     assert facts["heldout"]["tokens"] == len(heldout["label"])
 
     refusal("belongs to an earlier training", load_calibration, folder / "drafter", "0" * 64)
@@ -290,7 +298,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     """Held-out text apart from the other, as much of it as leaves room; other settings or drafters are other keys."""
     asked: list[tuple[dict[str, object], list[list[int]]]] = []
 
-    def capture(_: Path, settings: dict[str, object], texts: dict[Split, list[Text]], *__: object) -> None:
+    def capture(_: Path, settings: dict[str, object], texts: dict[Split, list[TextToContinue]], *__: object) -> None:
         asked.append((settings, [text.prompt for split in ("train", "heldout") for text in texts[split]]))
         raise KeyboardInterrupt
 

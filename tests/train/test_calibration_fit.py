@@ -5,22 +5,22 @@ import torch
 
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.losses import IGNORE
+from outrider.train.calibrate import CalibrationStudent, Examples
 from outrider.train.parts.calibration_scores import (
     CANDIDATES,
     FEWEST,
-    brier,
+    brier_score,
     expected_calibration_error,
     fit_temperatures,
-    judge,
-    later_half,
-    predict,
-    reliability,
+    predict_acceptance,
+    reliability_curve,
     rounds_of,
-    survivals,
-    temper,
+    rounds_of_later_half,
+    score_head,
+    survival_products,
+    temper_head,
 )
 from outrider.train.parts.capture import EXAMPLES
-from outrider.train.recipes.calibration import CalibrationModel, Examples
 from tests.train.jobs import synthetic
 
 
@@ -50,12 +50,13 @@ def test_temperatures_undo_what_scaled_the_logits() -> None:
     found = fit_temperatures(rounds)
     torch.testing.assert_close(found[:4], torch.full((4,), 2.5), rtol=0.2, atol=0)
     assert found[4:].tolist() == [1.0] * 6
-    products, right = survivals(rounds, found)
+    products, right = survival_products(rounds, found)
     by_hand = (rounds.logits / found[:4]).sigmoid().cumprod(1)
     torch.testing.assert_close(products.view(4000, 4), by_hand)
     assert torch.equal(right.view(4000, 4), drawn["label"].view(4000, 4))  # of a product: all tokens up to there
     before, after = (
-        expected_calibration_error(reliability(*survivals(rounds, each))) for each in (torch.ones(10), found)
+        expected_calibration_error(reliability_curve(*survival_products(rounds, each)))
+        for each in (torch.ones(10), found)
     )
     assert after < 0.02 < 0.05 < before
     assert float((CANDIDATES - 1).abs().min()) < 1e-6
@@ -63,15 +64,15 @@ def test_temperatures_undo_what_scaled_the_logits() -> None:
 
 def test_short_rounds_and_few_of_them() -> None:
     rounds = rounds_of(torch.tensor([3.0, -1.0, 2.0, 0.5]), torch.tensor([1, 2, 1, 1]), torch.tensor([1.0, 0, 0, 1]))
-    assert rounds.there.tolist() == [[True, True], [True, False], [True, False]]
+    assert rounds.exists.tolist() == [[True, True], [True, False], [True, False]]
     assert rounds.accepted.tolist() == [1, 0, 1]
     assert fit_temperatures(rounds).tolist() == [1.0] * 10
-    assert survivals(rounds, torch.ones(10))[1].tolist() == [1, 0, 0, 1]
+    assert survival_products(rounds, torch.ones(10))[1].tolist() == [1, 0, 0, 1]
 
 
 def test_a_head_is_tempered_on_one_half_and_judged_on_the_other() -> None:
     head, batch = confident(drawn_rounds(1.0, 2.5, 2000, 1))
-    found = temper(head, batch)
+    found = temper_head(head, batch)
     assert found["rounds"] == 1000
     assert found["ece_after"] < 0.6 * found["ece_before"]
     assert head.temperature[:4].tolist() == pytest.approx(found["temperature"][:4], abs=1e-3)
@@ -84,11 +85,11 @@ def test_temperatures_that_do_not_help_are_not_kept() -> None:
     for seed in range(12):
         head, batch = confident(drawn_rounds(0.5, 1.0, 260, seed))
         tokens = len(batch["label"])
-        found = temper(head, batch)
+        found = temper_head(head, batch)
         kept.append(found["kept"])
         assert (head.temperature == 1).all() or found["kept"]
         fitted += [value for value in found["temperature"] if value != 1]
-        later = later_half(batch)
+        later = rounds_of_later_half(batch)
         assert len(later["label"]) == tokens // 2
         assert torch.equal(later["label"], batch["label"][tokens // 2 :])
     assert not all(kept)
@@ -126,8 +127,8 @@ def test_rows_hold_every_example_once() -> None:
 
 def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
     captured = synthetic(200, 0)
-    model = CalibrationModel(captured, l2=100)
-    untrained = predict(model.folded(), captured)
+    model = CalibrationStudent(captured, l2=100)
+    untrained = predict_acceptance(model.folded(), captured)
     odds = captured["confidence"].logit()  # before it has learnt anything it shifts the draft's own
     torch.testing.assert_close(untrained, (odds - odds.mean() + captured["label"].mean().logit()).sigmoid())
     with torch.no_grad():
@@ -135,14 +136,14 @@ def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> No
             parameter.normal_()
     rows = Examples(captured)
     loss = sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
-    predicted = predict(model.folded(), captured)
+    predicted = predict_acceptance(model.folded(), captured)
     entropy = torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum")
     penalty = sum(weights.square().sum() for weights in (model.head.target, model.head.draft))
     torch.testing.assert_close(loss, entropy + 100 * penalty, rtol=1e-4, atol=1e-3)
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.head.parameters())
     other = captured | {"target_hidden": 70 * captured["target_hidden"] + 3}
-    scaled, rows = CalibrationModel(other, l2=100), Examples(other)
+    scaled, rows = CalibrationStudent(other, l2=100), Examples(other)
     scaled.head.load_state_dict(model.head.state_dict())
     again = sum(scaled(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
     torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-3)  # so one learning rate and one l2 fit any model
@@ -153,32 +154,32 @@ def test_the_papers_head_sees_hidden_states_alone() -> None:
     captured, gradients = synthetic(200, 0), {}
     surer = captured | {"confidence": captured["confidence"] ** 3}
     for odds in (True, False):
-        model = CalibrationModel(captured, l2=100, odds=odds)
+        model = CalibrationStudent(captured, l2=100, odds=odds)
         with torch.no_grad():
             model.head.target.normal_()
         rows = Examples(captured)
         sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows))).backward()
         gradients[odds] = {name for name, weight in model.head.named_parameters() if weight.grad is not None}
         head = model.folded()
-        assert torch.equal(predict(head, captured), predict(head, surer)) is not odds
+        assert torch.equal(predict_acceptance(head, captured), predict_acceptance(head, surer)) is not odds
     assert gradients[True] - gradients[False] == {"odds"}
     tempered, batch = confident(drawn_rounds(1.0, 2.5, 2000, 1))
-    assert not temper(tempered, batch, keep=False)["kept"]
+    assert not temper_head(tempered, batch, keep=False)["kept"]
     assert tempered.temperature.tolist() == [1.0] * 10
 
 
 def test_scores_by_hand() -> None:
     predicted, label = torch.tensor([0.05, 0.95, 0.95, 0.55]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    assert brier(predicted, label) == pytest.approx((0.05**2 + 0.05**2 + 0.95**2 + 0.45**2) / 4)
-    curve = reliability(predicted, label)
+    assert brier_score(predicted, label) == pytest.approx((0.05**2 + 0.05**2 + 0.95**2 + 0.45**2) / 4)
+    curve = reliability_curve(predicted, label)
     assert [row["count"] for row in curve] == [1, 1, 2]
     assert expected_calibration_error(curve) == pytest.approx((0.05 + 0.45 + 2 * 0.45) / 4)
-    assert reliability(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
+    assert reliability_curve(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
 
 
 def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
     train, heldout = synthetic(6000, 0), synthetic(3000, 1)
-    model, rows = CalibrationModel(train, l2=0.6), Examples(train)
+    model, rows = CalibrationStudent(train, l2=0.6), Examples(train)
     batch = {name: torch.stack([rows[i][name] for i in range(len(rows))]) for name in rows[0]}
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
 
@@ -189,9 +190,9 @@ def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
-    scores = judge(model.folded(), train, heldout)["predictors"]
+    scores = score_head(model.folded(), train, heldout)["predictors"]
     assert scores["head"]["brier"] < 0.7 * min(scores["constant"]["brier"], scores["confidence"]["brier"])
     assert scores["head"]["ece"] < 0.03
     constant = torch.full_like(heldout["label"], float(train["label"].mean()))
-    assert scores["constant"]["brier"] == pytest.approx(brier(constant, heldout["label"]))
-    assert scores["confidence"]["brier"] == pytest.approx(brier(heldout["confidence"], heldout["label"]))
+    assert scores["constant"]["brier"] == pytest.approx(brier_score(constant, heldout["label"]))
+    assert scores["confidence"]["brier"] == pytest.approx(brier_score(heldout["confidence"], heldout["label"]))

@@ -17,12 +17,12 @@ from outrider.draft_models.eagle3.model import Steps
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
-from outrider.train.parts.on_policy import kept_depths, row_generator
-from outrider.train.recipes import eagle3 as recipe
-from outrider.train.recipes.eagle3 import Eagle3Student
+from outrider.train import eagle3
+from outrider.train.eagle3 import Eagle3Student, acceptance_of_drafts, plan_memory, score_batch
+from outrider.train.parts import steps
+from outrider.train.parts.on_policy import draw_depths, row_generator
+from outrider.train.parts.steps import QueriesAt
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students import eagle3 as student_module
-from outrider.train.students.eagle3 import HeadOnTarget, SomeQueries, drafts_of, head_plan
 from tests.eagle3_heads import Facts, Row, reference
 from tests.faults import plant
 from tests.fitted_heads import hidden_of
@@ -165,7 +165,7 @@ def test_loss_and_gradients_are_those_of_drafts_place_by_place(case: Case) -> No
 
 
 def test_what_is_watched_is_of_drafts_place_by_place(case: Case) -> None:
-    sums, accepted = case.student.judged(case.batch, STEPS)
+    sums, accepted = score_batch(case.student, case.batch, STEPS)
     wanted, tokens = torch.full_like(accepted, torch.nan), torch.tensor(case.facts.draft_tokens)
     with torch.no_grad():
         for (b, place, step), logits in drafts(case, leaves(case)).items():
@@ -182,8 +182,9 @@ def test_long_and_recomputed_steps_are_the_same(case: Case, monkeypatch: pytest.
     """beside: rows side by side, as on a GPU: a step has as many positions of each row, and blocks of all rows."""
     monkeypatch.setattr(Band, "BLOCK", 5)
     if beside:
-        plant(monkeypatch, HeadOnTarget, "guesses", '== "cpu"', '== "none"')
-        plant(monkeypatch, student_module, "packed_band", '== "cpu"', '== "none"')
+        plant(monkeypatch, Eagle3Student, "unroll", '== "cpu"', '== "none"')
+        for module in (eagle3, steps):
+            plant(monkeypatch, module, "packed_band", '== "cpu"', '== "none"')
     case.student.gradient_checkpointing_enable()
     assert_same(case)
 
@@ -199,7 +200,7 @@ def test_every_objective_is_what_it_says(target: Path, objective: str, some: boo
 
 def test_depths_are_kept_at_their_shares_of_the_positions() -> None:
     """By which the weights of losses are divided; and with a depth all before it are."""
-    kept = kept_depths(0.5, 3, 0, 1, torch.arange(9000).view(30, -1)).float()
+    kept = draw_depths(0.5, 3, 0, 1, torch.arange(9000).view(30, -1)).float()
     torch.testing.assert_close(kept.mean((0, 1)), torch.tensor([1, 0.5, 0.25]), rtol=0, atol=0.02)
     assert torch.equal(kept, kept.cummin(-1).values)
 
@@ -228,22 +229,22 @@ def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: s
     text = case.batch["input_ids"][0, :7].tolist()  # the first document
     row = {name: value[:1] for name, value in case.batch.items()}
     with torch.no_grad():
-        states = case.student.states(row["input_ids"], row["positions"], row["documents"])
+        states = case.student.target_states(row["input_ids"], row["positions"], row["documents"])
         taps = states[:, :, :-1].flatten(2)
         for place in (0, 2, 3):
             wanted = torch.zeros(*row["input_ids"].shape, STEPS, dtype=torch.bool)
             wanted[:, place] = True
-            learnt = case.student.guesses(row["input_ids"], row["positions"], row["documents"], taps, wanted)
+            learnt = case.student.unroll(row["input_ids"], row["positions"], row["documents"], taps, wanted)
             drafted = hidden_of(stack, head, text[: place + 1], text[place + 1 : place + 1 + STEPS])
             for step, hidden in enumerate(drafted):
                 torch.testing.assert_close(learnt.hidden[step], hidden, rtol=1e-4, atol=1e-4)
 
 
-GUESSED = (HeadOnTarget, "guesses")
+UNROLLED = (Eagle3Student, "unroll")
 FAULTS = {  # where, and what stands there instead
-    "all steps have the first one's positions": (HeadOnTarget, "_step", "positions + step", "positions"),
-    "a document attends to the one before it": (*GUESSED, "packed_band(documents)", "packed_band(0 * documents)"),
-    "a draft continues into the next document": (recipe, "predictions", "== documents[", ">= 0 * documents["),
+    "all steps have the first one's positions": (Eagle3Student, "_run_step", "positions + step", "positions"),
+    "a document attends to the one before it": (*UNROLLED, "packed_band(documents)", "packed_band(0 * documents)"),
+    "a draft continues into the next document": (eagle3, "loss_mask_per_step", "== documents[", ">= 0 * documents["),
     "labels of the input token of step 0": (
         Eagle3Student,
         "forward",
@@ -253,14 +254,14 @@ FAULTS = {  # where, and what stands there instead
     "steps between are not attended to": (Steps, "attend", "self.now > 1", "False"),
     "keys of other positions": (Steps, "attend", "= entry\n", "= entry[0].roll(1, 2), entry[1]\n"),
     "entries between of other positions": (Steps, "_picked", "(pick, rows", "(pick.roll(1, 1), rows"),
-    "outputs of other positions": (*GUESSED, "(pick, features.", "(pick.roll(1, 1), features."),
-    "the tokens of step 0": (*GUESSED, "where + 1 + step) %", "where + 1) %"),
-    "positions that only later steps need": (*GUESSED, "(due.flip(-1).cumsum(-1).flip(-1) > 0)", "due"),
-    "the next entry is seen": (SomeQueries, "block", "keys <= self.last", "keys <= 1 + self.last"),
-    "drawn for another step": (recipe, "kept_depths", "(seed, step, row)", "(seed, 1 + step, row)"),
-    "drawn, with the weight of all": (HeadOnTarget, "__init__", "counts.sum() / shares", "counts.sum()"),
-    "drawn, with a weight that is not the inverse": (HeadOnTarget, "__init__", "/ shares,", "* shares,"),
-    "predictions in the order of steps": (*GUESSED, "(chosen)[order]", "(chosen)"),
+    "outputs of other positions": (*UNROLLED, "(picks, features.", "(picks.roll(1, 1), features."),
+    "the tokens of step 0": (*UNROLLED, "at + 1 + step) %", "at + 1) %"),
+    "positions that only later steps need": (*UNROLLED, "(loss_mask.flip(-1).cumsum(-1).flip(-1) > 0)", "loss_mask"),
+    "the next entry is seen": (QueriesAt, "block", "keys <= self.last", "keys <= 1 + self.last"),
+    "drawn for another step": (eagle3, "draw_depths", "(seed, step, row)", "(seed, 1 + step, row)"),
+    "drawn, with the weight of all": (Eagle3Student, "__init__", "weights.sum() / shares", "weights.sum()"),
+    "drawn, with a weight that is not the inverse": (Eagle3Student, "__init__", "/ shares,", "* shares,"),
+    "predictions in the order of steps": (*UNROLLED, "(rows)[order]", "(rows)"),
 }
 
 
@@ -294,7 +295,7 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
     fit = FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed)
     config: Any = SimpleNamespace(**OPTIONS, objective="", keep=1.0, fit=fit, seq_len=64, frozen_dtype="float32")
-    plan = head_plan(config, case.student.head.reading, case.student.stack.config)
+    plan = plan_memory(config, case.student.head.reading, case.student.stack.config)
     (planned,) = (one.size for one in plan.held if one.purpose.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken
 
@@ -305,5 +306,5 @@ def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:
         accepted[0, 2 + step, step] = 0.5 + 0.1 * step
     accepted[0, 1, 0] = 0.9  # the first token of a document without a second one
     wanted = 1 + 0.5 + 0.5 * 0.6 + 0.5 * 0.6 * 0.7 + 0.5 * 0.6 * 0.7 * 0.8
-    assert tau_of_rounds(drafts_of(accepted)).tolist() == [pytest.approx(wanted)]
-    assert len(tau_of_rounds(drafts_of(accepted[:, :4]))) == 0
+    assert tau_of_rounds(acceptance_of_drafts(accepted)).tolist() == [pytest.approx(wanted)]
+    assert len(tau_of_rounds(acceptance_of_drafts(accepted[:, :4]))) == 0

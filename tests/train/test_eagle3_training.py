@@ -19,8 +19,8 @@ from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, open_head, stored_tokens
 from outrider.draft_models.targets.open_target import load_config
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel, Eagle3Plugin
+from outrider.train.eagle3 import Eagle3Student, train_eagle3
 from outrider.train.parts import target_states
-from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.refusals import refusal
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
 from tests.train.jobs import FIT, heading, log, require_lossless, same, weights
@@ -178,7 +178,7 @@ def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path,
     """Not by an error, nor by a command that is refused; a finished training makes none; a given folder stays."""
     out, fit = tmp_path / "out", replace(FIT, steps=None, epochs=1.5)
     run = heading(sure, corpus, out, eval_rows=1, fit=fit, features="auto", resume=True)
-    broken = patch("outrider.train.recipes.eagle3.judge_steps", side_effect=KeyboardInterrupt)
+    broken = patch("outrider.train.eagle3.score_steps", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), broken:
         train_eagle3(run)
     kept = out / "features" / target_states.STATES_FILE

@@ -1,8 +1,10 @@
 """EESD training end to end on tiny targets: from a config to a drafter that decodes."""
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from outrider import cli
-from outrider.base.processes import join_processes
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
@@ -18,10 +19,10 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel, draft_model_of
+from outrider.train.core.driver import TrainingRun
+from outrider.train.eesd import make_evaluation, train_early_exit, with_shape
 from outrider.train.parts.heldout import Decoding, heldout_prompt
-from outrider.train.recipes.early_exit import evaluation_of, prepare, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
-from outrider.train.students.early_exit import with_shape
 from tests.refusals import refusal
 from tests.tiny import open_stack, save_target
 from tests.train import jobs
@@ -171,7 +172,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = evaluation_of(run, opened, heldout, student)(student, 1)
+    metrics = make_evaluation(run, opened, heldout, student)(1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     prompts = [heldout_prompt(heldout[i]) for i in range(3)]
@@ -182,11 +183,15 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
 def test_the_target_to_watch_with_is_there_before_training(tmp_path: Path, corpus: DataConfig) -> None:
     """An engine may patch how modules are made as soon as `fit` begins."""
     path = save_target(tmp_path / "target")
-    run, opened = distilling(path, corpus, tmp_path / "eesd", decode_prompts=1), open_target(str(path))
-    training = prepare(run, opened, None, join_processes())
-    (path / "model.safetensors").unlink()
-    assert training.evaluate is not None
-    assert training.evaluate(training.student, 1)["tau"] >= 1
+    run = distilling(path, corpus, tmp_path / "eesd", decode_prompts=1)
+
+    def fit(*_: object, evaluate: Callable[[int], dict[str, float]], **options: object) -> None:
+        (path / "model.safetensors").unlink()
+        assert evaluate(1)["tau"] >= 1
+
+    with patch.object(TrainingRun, "fit", fit):
+        train_early_exit(run)
+    assert not (path / "model.safetensors").exists()
 
 
 def test_a_heldout_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE
 from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import DIVERGENCES, IGNORE
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.train.eesd import make_evaluation, train_early_exit
 from outrider.train.parts.top_k_rows import load_top_k_rows
-from outrider.train.recipes.early_exit import evaluation_of, train_early_exit
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
 from tests.train.jobs import FIT, by_document, distilling, exit_student, save_responses
@@ -62,12 +62,12 @@ def test_every_objective_makes_the_drafter_like_the_target(tmp_path: Path, objec
     load, layers = (load_rows, None) if teacher == "online" else (load_top_k_rows, exit_layers(opened.config, 2))
     rows = load(data, opened.tokenizer, 64, "train")
     student = exit_student(opened.layers(layers, dtype=torch.float32), 2, **options)
-    evaluate = evaluation_of(run, opened, rows, student)
+    evaluate = make_evaluation(run, opened, rows, student)
 
     @torch.no_grad()
     def measured() -> tuple[float, float]:
         loss = student(**default_collate([rows[i] for i in range(len(rows))]))["loss_sum"]
-        return loss.item(), evaluate(student, 0)["tau_analytic"]
+        return loss.item(), evaluate(0)["tau_analytic"]
 
     loss, tau = measured()
     train_early_exit(run)
@@ -128,7 +128,7 @@ def test_the_analytic_tau_uses_the_best_distribution_available(
         layers = exit_layers(opened.config, 2) if cached or objective == "cross_entropy" else None
         model = opened.layers(layers, dtype=torch.float32)
         student = exit_student(model, 2, objective=objective, teacher=teacher)
-        metrics = evaluation_of(run, opened, known if cached else text, student)(student, 1)
+        metrics = make_evaluation(run, opened, known if cached else text, student)(1)
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 
 
@@ -146,6 +146,6 @@ def test_an_exit_that_nothing_decoded_with_has_the_tau_of_its_right_guesses(
     assert 1.2 < (expected := windows_mean(rows, shares)) < 4
     run = distilling(Path(opened.source), corpus, tmp_path / "out", objective="cross_entropy", parallel=parallel)
     student = exit_student(opened.layers(exit_layers(opened.config, 2), dtype=torch.float32), 2, parallel=parallel)
-    metrics = evaluation_of(run, opened, rows, student)(student, 1)
+    metrics = make_evaluation(run, opened, rows, student)(1)
     assert metrics["tau_text"] == pytest.approx(expected)
     assert "tau_analytic" not in metrics

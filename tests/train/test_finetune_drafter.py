@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.base.errors import UserError
@@ -31,13 +31,11 @@ from outrider.inference.settings.method import MethodConfig, StopConfig, Structu
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
-from outrider.train.core.driver import BEST_FOLDER, run_training
-from outrider.train.core.training import Trained, Training
+from outrider.train.core.driver import BEST_FOLDER, training_run
+from outrider.train.finetune_drafter import SmallLMStudent, drafter_config, finetune_drafter, start_lm
 from outrider.train.parts.heldout import Decoding
 from outrider.train.parts.on_policy import OnPolicy, continue_prefixes
-from outrider.train.recipes.small_lm import SmallLMStudent, finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
-from outrider.train.students.small_lm import drafter_config, start_lm
 from tests.full_disk import largest_file
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.refusals import refusal
@@ -113,17 +111,16 @@ def trained_tiny(out_dir: Path, taus: list[float], *, resume: bool = False) -> N
     """Four steps of a tiny model that has one of these τ after every second one; the best weights are saved."""
     left, model, seen = iter(taus), TinyModel(), list[dict[str, Tensor]]()
 
-    def evaluate(_: nn.Module, step: int) -> dict[str, float]:
+    def evaluate(_: int) -> dict[str, float]:
         seen.append(trained_weights(model))
         return {"tau": next(left)}
 
-    def save(trained: Trained) -> None:
-        assert trained.metrics == {"tau": max(taus)}
-        assert same(trained_weights(model), seen[taus.index(max(taus))])
-
     config = replace(FIT, steps=4, eval_every=2)
-    training = Training(model, tiny_rows(), config, {}, evaluate, save, keeps_best=True)
-    run_training(RunConfig(out_dir=str(out_dir), resume=resume), lambda _: training)
+    with training_run(RunConfig(out_dir=str(out_dir), resume=resume)) as run:
+        result = run.fit(model, tiny_rows(), config, identity={}, evaluate=evaluate, keeps_best=True)
+    assert result is not None
+    assert result.metrics == {"tau": max(taus)}
+    assert same(trained_weights(model), seen[taus.index(max(taus))])
 
 
 def test_best_weights_of_a_run_without_a_checkpoint_are_not_another_runs(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from outrider.train.core.loop import epoch_order, step_rows
 from outrider.train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
 from outrider.train.core.progress import start_wandb
 from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
-from outrider.train.core.training import Training
 from outrider.train.settings.fit import FitConfig
 from tests.full_disk import largest_file
 from tests.refusals import refusal
@@ -75,23 +73,6 @@ def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step=3"))
     assert line.startswith(f"step=3/3 loss={expected:.4f} lr=")
     assert [part.split("=")[0] for part in line.split()] == ["step", "loss", "lr", "tokens_per_s", "grad_norm", "eta"]
-
-
-def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
-    """Nobody knows how long the first one takes; the line says that it follows."""
-    taken = []
-
-    def evaluate(model, step):
-        began = time.perf_counter()
-        time.sleep(0.05)
-        taken.append(time.perf_counter() - began)
-        return {}
-
-    fit_tiny(tmp_path, steps=2, log_every=1, eval_every=1, evaluate=evaluate)
-    first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step="))
-    assert first.endswith("s+evaluation")
-    assert not last.endswith("evaluation")
-    assert log(tmp_path)[-1]["eta"] >= taken[0]
 
 
 def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
@@ -187,9 +168,9 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(tmp_path,
 
 
 def test_what_cannot_be_trained_is_said(tmp_path):
-    refusal("no rows", fit, Training(TinyModel(), [], tiny_config()), tmp_path)
+    refusal("no rows", fit, TinyModel(), [], tiny_config(), tmp_path)
     rows = [{**row, "labels": torch.full_like(row["labels"], IGNORE)} for row in tiny_rows()]
-    refusal("step 1: no supervised token in the batch", fit, Training(TinyModel(), rows, tiny_config()), tmp_path)
+    refusal("step 1: no supervised token in the batch", fit, TinyModel(), rows, tiny_config(), tmp_path)
     refusal("nothing to train", fit_tiny, tmp_path, TinyModel().requires_grad_(False), optimizer="adamw")
     refusal("gradient_checkpointing=true", fit_tiny, tmp_path, gradient_checkpointing=True)
     (tmp_path / "file").write_text("")
@@ -357,18 +338,3 @@ def test_a_schedule_scales_every_rate_for_itself():
         matrices = {id(p) for p in layer_matrices(engine.model)}
         assert rates.keys() > matrices
         assert all(rate == scale * (0.04 if p in matrices else 0.01) for p, rate in rates.items())
-
-
-def test_muon_adamw_state_survives_a_file_bit_for_bit(tmp_path):
-    first, second = TinyModel(torch.float32), TinyModel(torch.float32)
-    optimizer = build_optimizer(first, tiny_config())
-    _train_a_little(first, optimizer, seed=1)
-    torch.save(optimizer.state_dict(), tmp_path / "state")
-    second.load_state_dict(first.state_dict())
-    restored = build_optimizer(second, tiny_config())
-    restored.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    for model, either in ((first, optimizer), (second, restored)):
-        for group in either.param_groups:
-            group["lr"] *= 0.5  # a schedule must reach both parts after a restore
-        _train_a_little(model, either, seed=2)
-    torch.testing.assert_close(trained_weights(second), trained_weights(first), rtol=0, atol=0)

@@ -19,7 +19,7 @@ from outrider.train.core import run_dir
 from outrider.train.core.fit import STATE_FILE, fit, read_state
 from outrider.train.core.sharding import WEIGHTS_FILE
 from outrider.train.core.time_budget import StepBudget
-from outrider.train.core.training import FitResult, Training
+from outrider.train.core.training import FitResult, Student
 from outrider.train.settings.fit import FitConfig
 from tests.launched import launched
 from tests.refusals import refusal
@@ -171,13 +171,19 @@ def slower(seconds: float, times: float) -> Pace:
     return lambda _, now: seconds * (1 if now < 30 else times)
 
 
-class Line(nn.Module):
+class Line(Student):
     """Each forward advances its clock by `pace` of the number of the forward and the time."""
+
+    killed_at: int | None = None
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 3))
         self.pace, self.now, self.begun = pace, 0.0, list[float]()
+
+    def begin_step(self, step: int) -> None:
+        if step == self.killed_at:
+            raise KeyboardInterrupt
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.begun.append(self.now)
@@ -212,17 +218,15 @@ def timed(
 ) -> Run:
     """A run of `fit` with a clock that only steps and evaluations advance; an evaluation takes `evaluation` seconds."""
     model = Line(pace)
-
-    def on_step(step: int) -> None:
-        if step == killed_at:
-            raise KeyboardInterrupt
+    model.killed_at = killed_at
 
     def evaluate(*_: object) -> dict[str, float]:
         model.now += evaluation
         return {"score": 0.0}
 
-    training = Training(model, Points(), config, evaluate=evaluate, on_step=on_step, minutes=minutes)
-    result = fit(training, out_dir, resume=resume, clock=lambda: model.now)
+    result = fit(
+        model, Points(), config, out_dir, evaluate=evaluate, minutes=minutes, resume=resume, clock=lambda: model.now
+    )
     return Run(result, model, [line["lr"] for line in log(out_dir) if "lr" in line])
 
 
@@ -285,7 +289,7 @@ def test_with_time_enough_it_is_the_run_without_a_limit(tmp_path: Path, minutes:
     config = replace(FIT, steps=None, epochs=9)
     made = timed(tmp_path, lambda *_: 1.0, minutes, config)
     plain = Line(lambda *_: 0.0)
-    fit(Training(plain, Points(), config), tmp_path / "plain")
+    fit(plain, Points(), config, tmp_path / "plain")
     assert same(trained_weights(made.model), trained_weights(plain))
     assert made.result.steps == config.total_steps(7) == 32
 

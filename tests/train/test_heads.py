@@ -12,9 +12,9 @@ from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.train.finetune_drafter import SmallLMStudent
 from outrider.train.parts.heldout import HeldOutText
 from outrider.train.parts.on_policy import OnPolicy
-from outrider.train.recipes.small_lm import SmallLMStudent
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.train.jobs import exit_student

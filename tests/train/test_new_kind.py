@@ -5,13 +5,11 @@ A bigram model guesses a token from the one before it alone.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -30,8 +28,8 @@ from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import KINDS, register
 from outrider.inference.settings.method import MethodConfig
-from outrider.train.core.driver import run_training
-from outrider.train.core.training import Metrics, Trained, Training
+from outrider.train.core.driver import training_run
+from outrider.train.core.training import Metrics, Student
 from outrider.train.parts.heldout import Decoding
 from outrider.train.settings.fit import FitConfig
 from tests.refusals import refusal
@@ -40,7 +38,7 @@ from tests.train.jobs import FIT, interrupted_at, log, same
 WEIGHTS_FILE = "bigram.safetensors"
 
 
-class Bigram(nn.Module):
+class Bigram(Student):
     """Logits of the next token from an embedding of this one."""
 
     def __init__(self, vocabulary: int, width: int):
@@ -68,29 +66,26 @@ class BigramConfig(RunConfig):
 
 def train_bigram(config: BigramConfig) -> None:
     """The drafter is `config.out_dir` itself, with the weights of the highest τ."""
-    run_training(config, partial(prepare, config))
-
-
-def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
-    """The recipe."""
     target = open_target(config.target)
-    rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
-    heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=4)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
-        student = Bigram(target.config.vocab_size, config.width)
-    stack = target.stack(dtype=torch.float32)
-    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
-    identity = config.deciding() | {"target": target.fingerprint.weights, "data_key": rows.key}
+    with training_run(config) as run:
+        rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
+        heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=4)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
+            student = Bigram(target.config.vocab_size, config.width)
+        stack = target.stack(dtype=torch.float32)
+        decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
+        identity = config.deciding() | {"target": target.fingerprint.weights, "data_key": rows.key}
 
-    def evaluate(student: Bigram, step: int) -> Metrics:
-        return decoding(stack, BigramDraftModel(student))
+        def evaluate(step: int) -> Metrics:
+            return decoding(stack, BigramDraftModel(student))
 
-    def save(trained: Trained) -> None:
-        save_file(student.state_dict(), Path(config.out_dir) / WEIGHTS_FILE, {"step": str(trained.step)})
-        print(f"saved drafter={config.out_dir}", flush=True)
-
-    return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, keeps_best=True)
+        result = run.fit(
+            student, rows, config.fit, identity=identity, evaluate=evaluate, keeps_best=True, last_file=WEIGHTS_FILE
+        )
+        if result is not None:
+            save_file(student.state_dict(), run.out_dir / WEIGHTS_FILE, {"step": str(result.step)})
+            print(f"saved drafter={config.out_dir}", flush=True)
 
 
 class BigramDraftModel(BesideTarget):
@@ -173,16 +168,14 @@ def test_a_directory_that_is_named_twice_is_held_once(run: BigramConfig, tmp_pat
     """A calibration head's out_dir may be its drafter's, by whatever path."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "whole")
-    made: list[PartialState] = []
-
-    def stop(state: PartialState) -> Training[Bigram]:
-        made.append(state)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_training(run, stop, str(tmp_path / "link"), run.out_dir)
-    assert len(made) == 1
-    refusal(r"^checkpoint=/proc/drafter: cannot be written", run_training, run, stop, "/proc/drafter")
+    folders = (str(tmp_path / "link"), run.out_dir)
+    with training_run(run, None, *folders) as entered:
+        assert entered.out_dir == tmp_path / "whole"
+    with (
+        pytest.raises(UserError, match=r"^checkpoint=/proc/drafter: cannot be written"),
+        training_run(run, None, "/proc/drafter"),
+    ):
+        pass
 
 
 def test_it_drafts_losslessly(bigram: Kind, run: BigramConfig) -> None:

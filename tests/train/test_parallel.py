@@ -23,14 +23,12 @@ from outrider.draft_models.targets.model_files import decoder_layers, final_norm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.target import Band
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
+from outrider.train.eesd import EarlyExitStudent
+from outrider.train.finetune_drafter import drafter_config, finetune_drafter, parallel_of, plan_memory
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy, row_generator
-from outrider.train.parts.parallel import DraftBand, Parallel
-from outrider.train.recipes.early_exit import EarlyExitStudent
-from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.parts.parallel import ONE_A_PASS, DraftBand, Parallel
 from outrider.train.settings.drafters import DrafterConfig
-from outrider.train.students.early_exit import ExitOnFrozenLayers
-from outrider.train.students.small_lm import drafter_config, parallel_of, small_lm_plan
 from tests.families import save_family
 from tests.faults import plant
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, open_stack, save_target
@@ -46,7 +44,7 @@ Both = tuple[Any, Say, list[Tensor], list[Tensor]]  # a student, its drafter by 
 Rows = dict[str, Tensor]
 
 
-def lm_alone(target: Path, objective: str, drafts: Parallel | None, few: Tensor | None, cached: bool) -> Both:
+def lm_alone(target: Path, objective: str, drafts: Parallel, few: Tensor | None, cached: bool) -> Both:
     one = student(target, objective, None, drafts, few).train()
     vars(one)["teacher"], own = None if cached else one.teacher, one.stack.draft_vocabulary
 
@@ -60,11 +58,11 @@ def lm_alone(target: Path, objective: str, drafts: Parallel | None, few: Tensor 
 
 
 def exit_alone(
-    target: Path, objective: str, drafts: Parallel | None, few: Tensor | None, cached: bool, layer: int = 2,
+    target: Path, objective: str, drafts: Parallel, few: Tensor | None, cached: bool, layer: int = 2,
     depth: int = 1, train_head: bool = True,
 ) -> Both:  # fmt: skip
     """Beside transformers' own model of its layers, which is fed the masks."""
-    opened, tokens = open_target(str(target)), 0 if drafts is None else drafts.tokens
+    opened, tokens = open_target(str(target)), 0 if drafts is ONE_A_PASS else drafts.tokens
     shape: dict[str, Any] = {"exit_depth": depth, "train_head": train_head, "parallel": tokens, "objective": objective}
     first, last = [*range(layer)], opened.config.num_hidden_layers - 1
     model = opened.layers([*first, last] if cached or objective == "cross_entropy" else None, dtype=torch.float32)
@@ -73,7 +71,7 @@ def exit_alone(
     plain.set_attn_implementation("eager")
     embed, head = plain.get_input_embeddings(), plain.get_output_embeddings()
     mask = torch.randn(opened.config.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
-    if drafts is not None:
+    if drafts is not ONE_A_PASS:
         one.parallel = replace(drafts, mask=opened.config.vocab_size)
         one.drafter.mask.data.copy_(mask)
 
@@ -84,7 +82,7 @@ def exit_alone(
         return logits if few is None else logits[:, few]
 
     parts = [*decoder_layers(plain)[layer:], final_norm(plain), *([head] if train_head else [])]
-    its = [mask] * (drafts is not None) + [parameter for part in parts for parameter in part.parameters()]
+    its = [mask] * (drafts is not ONE_A_PASS) + [parameter for part in parts for parameter in part.parameters()]
     return one, say, [*one.drafter.parameters()], [] if depth > 1 or plain.config.tie_word_embeddings else its
 
 
@@ -92,7 +90,7 @@ def by_itself(one: Any, say: Say, target: Path, few: Tensor | None, rows: Rows, 
     """The sum over every supervised token and every draft from it that is kept, each by a forward of its own: the text
     of its document up to there, then masks. Its tokens are compared with what the whole target says of the text."""
     whole = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
-    loss, tokens = torch.zeros(()), 1 if one.parallel is None else DRAFTS.tokens
+    loss, tokens = torch.zeros(()), one.parallel.tokens
     each = zip(rows["input_ids"], rows["labels"], rows["documents"], strict=True)
     for row, (ids, labels, documents) in enumerate(each):
         numbers = row_generator(0, one.step, ids).random(len(ids))
@@ -142,17 +140,17 @@ DRAFTED = [
     ("mistral", "reverse_kl", DRAFTS, None, False),  # its window is shorter than the documents
     ("qwen3", "cross_entropy", DRAFTS, FEW, False),
     ("llama", "forward_kl", DRAFTS, FEW, True),
-    ("mistral", "forward_kl", None, None, False),
-    ("qwen3", "cross_entropy", None, FEW, False),
+    ("mistral", "forward_kl", ONE_A_PASS, None, False),
+    ("qwen3", "cross_entropy", ONE_A_PASS, FEW, False),
 ]
 CASES: list[tuple[Any, ...]] = [
     *((alone, *case) for alone in (lm_alone, exit_alone) for case in DRAFTED),
-    *((alone, "llama", kind, None, few, cached)
+    *((alone, "llama", kind, ONE_A_PASS, few, cached)
       for alone, few in ((lm_alone, FEW), (exit_alone, None)) for kind in DIVERGENCES for cached in (False, True)),
-    *((exit_alone, "llama", kind, None, EVERY, False) for kind in ("cross_entropy", "forward_kl", "acceptance")),
-    *((exit_alone, name, "cross_entropy", None, None, False, layer, depth)
+    *((exit_alone, "llama", kind, ONE_A_PASS, EVERY, False) for kind in ("cross_entropy", "forward_kl", "acceptance")),
+    *((exit_alone, name, "cross_entropy", ONE_A_PASS, None, False, layer, depth)
       for name in ARCHITECTURES for layer, depth in ((1, 1), (LAYERS - 1, 1), (1, 2))),
-    *((exit_alone, name, kind, None, None, False, 2, 1, own)
+    *((exit_alone, name, kind, ONE_A_PASS, None, False, 2, 1, own)
       for name in HEADS for kind in ("cross_entropy", "forward_kl") for own in (False, True)),
 ]  # fmt: skip
 
@@ -176,12 +174,12 @@ def test_the_loss_is_that_of_every_draft_alone(
         taught = packed_hidden(stack, *(rows[name] for name in ("input_ids", "positions", "documents")))
         top = stack.logits_after_norm(taught).log_softmax(-1).topk(5)
         recorded = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
-    for blocks in (512, 32) if drafts else (512,):
+    for blocks in (512, 32) if drafts is DRAFTS else (512,):
         monkeypatch.setattr(Band, "BLOCK", blocks)
         require_alone(alone(target, *case[2:]), target, few, rows, recorded)
 
 
-DRAWN, SEEN, HIDDEN = (Parallel, "rows"), (DraftBand, "block"), (ExitOnFrozenLayers, "hidden")
+DRAWN, SEEN, HIDDEN = (Parallel, "masked_rows"), (DraftBand, "block"), (EarlyExitStudent, "hidden")
 FAULTS = {  # where, and what stands there instead
     "the next token is seen": (*SEEN, "& (keys <= last)", "& (keys <= last + 1)"),
     "other drafts are seen": (*SEEN, "keys, 1] == last", "keys, 1] <= last"),
@@ -191,16 +189,16 @@ FAULTS = {  # where, and what stands there instead
     "windows end at the anchor": (*DRAWN, "anchors + depth - (window", "anchors - (window"),
     "drafts pass the document's end": (*DRAWN, "(ahead == documents", "(ahead >= documents"),
     "positions of the anchor": (*DRAWN, "anchors) + depth]", "anchors)]"),
-    "labels of the anchor": (*DRAWN, "labels.gather(1, of)", "labels.gather(1, last)"),
-    "taught what follows the anchor": (*DRAWN, "values[rows, of]", "values[rows, last]"),
+    "labels of the anchor": (*DRAWN, "labels.gather(1, source)", "labels.gather(1, last)"),
+    "taught what follows the anchor": (*DRAWN, "values[rows, source]", "values[rows, last]"),
     "depths dropped alike": (*DRAWN, "step, input_ids)[..., 1:]", "step, input_ids)[..., 1:2]"),
     "another step's drafts": (*DRAWN, "self.seed, step, input_ids", "self.seed, 0, input_ids"),
     "unsupervised anchors": (*DRAWN, "& (labels != IGNORE)[..., None]", ""),
     "masks without their vector": (EarlyExit, "embed", "* self.mask", "* 0 * self.mask"),
-    "an exit's own positions": (*HIDDEN, "self.stack.rotary(where)", "self.stack.rotary(where.clamp(max=9))"),
+    "an exit's own positions": (*HIDDEN, "stack.rotary(all_positions)", "stack.rotary(all_positions.clamp(max=9))"),
     "taught by other texts": (*HIDDEN, "trunk[:, :length].detach()", "trunk[:, :length].detach().flip(0)"),
-    "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(masked)", "set_grad_enabled(False)"),
-    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / self.predictions", "loss"),
+    "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(learns_masks)", "set_grad_enabled(False)"),
+    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / rows.predictions", "loss"),
 }
 
 
@@ -221,11 +219,11 @@ def test_a_step_draws_its_drafts_and_judging_has_none(target: Path) -> None:
         one.begin_step(step)
         losses.append(one(**rows)["loss_sum"])
     assert losses[0] == losses[2] != losses[1]
-    every = replace(DRAFTS, keep=1.0).rows(3, one.stack, **rows).labels[:, 20:] != IGNORE
+    every = replace(DRAFTS, keep=1.0).masked_rows(3, one.stack, **rows).labels[:, 20:] != IGNORE
     assert every.sum(1).tolist() == [3 + 2 + 1 + 8 + 7 + 6] * 3
     assert one.eval()(**rows)["loss_sum"] == student(target).eval()(**rows)["loss_sum"]
     one.on_policy = OnPolicy(1.0, 6, 5, None)  # whose samples are drafted from too
-    drafted, one.parallel = one.train()(**rows)["loss_sum"], None
+    drafted, one.parallel = one.train()(**rows)["loss_sum"], ONE_A_PASS
     assert (drafted - one(**rows)["loss_sum"]).abs() > 1e-3
 
 
@@ -258,7 +256,7 @@ def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:
     settings, sizes = load_config(str(target)), []
     for tokens in (0, 8):
         run = finetuning(target, corpus, Path("out"), parallel=tokens)
-        held = small_lm_plan(run, settings, drafter_config(run.drafter, settings, load_tokenizer(str(target)))).held
+        held = plan_memory(run, settings, drafter_config(run.drafter, settings, load_tokenizer(str(target)))).held
         sizes.append(sum(one.size for one in held if one.purpose.startswith("activations")))
     assert 2 < sizes[1] / sizes[0] < 4
 
@@ -272,5 +270,4 @@ def test_the_mask_is_a_token_that_no_text_has(corpus: DataConfig) -> None:
         ends |= {"added_tokens_decoder": added, "chat_template": "<user>{{ messages }}"}
         known: Any = SimpleNamespace(get_vocab=vocabulary.copy, **ends)
         found = parallel_of(run, PreTrainedConfig(vocab_size=rows), known, rows)
-        assert found is not None
         assert found.mask == mask

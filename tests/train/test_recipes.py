@@ -4,13 +4,11 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -18,18 +16,15 @@ from outrider.base.run_dirs import code_version
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE, add_report
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
-from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.settings.kinds import KINDS
 from outrider.train.core import run_dir
-from outrider.train.core.driver import run_training
-from outrider.train.core.training import Training
-from outrider.train.recipes import eagle3, early_exit, small_lm
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import train_early_exit
+from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
-from outrider.train.students.eagle3 import reading_of
-from outrider.train.students.small_lm import drafter_config
 from tests.refusals import refusal
 from tests.tiny import save_target
-from tests.train.jobs import FIT, distilling, finetuning, heading, interrupted_at, same
+from tests.train.jobs import FIT, distilling, evaluated_by, finetuning, heading, interrupted_at, same
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,6 @@ class Recipe:
     kind: str
     settings: Callable[..., Any]
     train: Callable[[Any], None]
-    prepare: Callable[[Any, PartialState], Training[Any]]
     file: str
     norm: tuple[Callable[[Any], Tensor], str]
     option: dict[str, Any]
@@ -53,27 +47,12 @@ class Recipe:
         return load_file(out_dir / self.file)
 
 
-def prepare_early_exit(config: Any, state: PartialState) -> Training[Any]:
-    return early_exit.prepare(config, open_target(config.target), config.start, state)
-
-
-def prepare_small_lm(config: Any, state: PartialState) -> Training[Any]:
-    target = open_target(config.target)
-    shape = drafter_config(config.drafter, target.config, target.tokenizer)
-    return small_lm.prepare(config, target, shape, state)
-
-
-def prepare_eagle3(config: Any, state: PartialState) -> Training[Any]:
-    target = open_target(config.target)
-    return eagle3.prepare(config, target, None, reading_of(config, None, target.config), state)
-
-
 RECIPES = {
-    "early_exit": Recipe("early_exit", distilling, early_exit.train_early_exit, prepare_early_exit, WEIGHTS_FILE,
+    "early_exit": Recipe("early_exit", distilling, train_early_exit, WEIGHTS_FILE,
                          (lambda student: student.drafter.norm.weight, "norm.weight"), {"objective": "reverse_kl"}),
-    "small_lm": Recipe("small_lm", finetuning, small_lm.finetune_drafter, prepare_small_lm, "model.safetensors",
+    "small_lm": Recipe("small_lm", finetuning, finetune_drafter, "model.safetensors",
                        (lambda student: student.stack.norm.weight, "model.norm.weight"), {"objective": "reverse_kl"}),
-    "eagle3": Recipe("eagle3", heading, eagle3.train_eagle3, prepare_eagle3, "model.safetensors",
+    "eagle3": Recipe("eagle3", heading, train_eagle3, "model.safetensors",
                      (lambda student: student.head.norm.weight, "norm.weight"), {"step_decay": 0.5}),
 }  # fmt: skip
 
@@ -94,7 +73,8 @@ def test_the_drafter_is_the_best_not_the_last(recipe: Recipe, tmp_path: Path, ta
         return {"tau": next(taus)}
 
     run = recipe.run(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1, lr=1e-2))
-    run_training(run, lambda state: replace(recipe.prepare(run, state), evaluate=evaluate))
+    with evaluated_by(evaluate):
+        recipe.train(run)
     assert torch.equal(recipe.weights(tmp_path / "out")[name], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[1], seen[3])
@@ -214,20 +194,18 @@ def test_gradient_checkpointing_changes_nothing(
     recipe, calls = RECIPES[name], list[int]()
     more = {"drafter": DrafterConfig(path=str(small)), "lora_rank": 2} if name == "small_lm" else {}
 
-    def counted(config: Any, state: PartialState) -> Training[Any]:
-        training = recipe.prepare(config, state)
-        assert name == "early_exit" or training.on_step(7) or training.student.step == 7
-        for module in training.student.modules():
+    def watch(student: Any) -> None:
+        for module in student.modules():
             trained = any(parameter.requires_grad for parameter in module.parameters())
             if trained and type(module).__name__.endswith("MLP"):
                 module.register_forward_pre_hook(lambda *_: calls.append(1))
-        return replace(training, evaluate=lambda *_: {"tau": 1.0})
 
     counts = []
     for folder, recomputed in (("kept", False), ("recomputed", True)):
         calls.clear()
         run = recipe.run(target, corpus, tmp_path / folder, fit=replace(FIT, gradient_checkpointing=recomputed), **more)
-        run_training(run, partial(counted, run))
+        with evaluated_by(lambda *_: {"tau": 1.0}, watch):
+            recipe.train(run)
         counts.append(len(calls))
     assert counts[1] == 2 * counts[0] > 0
     assert same(recipe.weights(tmp_path / "kept"), recipe.weights(tmp_path / "recomputed"))

@@ -30,11 +30,11 @@ from outrider.inference.batch.tasks import TopK
 from outrider.inference.core.decode import speculative
 from outrider.inference.engines.cpu.recorded import recorded
 from outrider.inference.loading.models import load_stack, prepare_models
+from outrider.train.calibrate import calibrate
 from outrider.train.core.training import Batch
 from outrider.train.parts import capture as capturing
-from outrider.train.parts.capture import Drafting, Text
+from outrider.train.parts.capture import Drafting, TextToContinue
 from outrider.train.parts.top_k_rows import TopKRows, load_top_k_rows
-from outrider.train.recipes.calibration import calibrate
 from outrider.train.settings.drafters import CalibrateConfig
 from tests.refusals import refusal
 from tests.tiny import LAYERS, byte_tokenizer, open_stack, save_target
@@ -90,10 +90,10 @@ def decoded_by(stack: Target, ends: set[bool]) -> Callable[..., Batch]:
     ends: whether answers end with an end token, filled in.
     """
 
-    def capture(drafting: Drafting, text: Text, whole: bool) -> Batch:
+    def capture(drafting: Drafting, text: TextToContinue, whole: bool) -> Batch:
         assert text.answer is not None
         ends.add(text.answer[-1] == END)
-        found = WITH_TARGET(replace(drafting, decode=partial(speculative, stack)), Text(text.prompt), whole)
+        found = WITH_TARGET(replace(drafting, decode=partial(speculative, stack)), TextToContinue(text.prompt), whole)
         assert found["target_hidden"].any()
         return {**found, "target_hidden": torch.zeros_like(found["target_hidden"])}
 
@@ -130,15 +130,15 @@ def test_the_head_is_that_of_the_whole_target(
         calibrate(replace(run, out_dir=str(tmp_path / "live")))
         assert stored.read_bytes() == head
         assert ends == {True, False}
-        ours, first = evidence(tmp_path / "recorded"), list[Text]()
+        ours, first = evidence(tmp_path / "recorded"), list[TextToContinue]()
         assert same(ours, evidence(tmp_path / "live"))
         assert 0 < ours["train.label"].mean() < 1
 
-        def misread(drafting: Drafting, text: Text, whole: bool) -> Batch:
+        def misread(drafting: Drafting, text: TextToContinue, whole: bool) -> Batch:
             assert text.answer is not None
             first.append(text)
             wrong = [*text.answer[:5], text.answer[5] ^ (text is first[0]), *text.answer[6:]]
-            return WITH_TARGET(drafting, Text(text.prompt, wrong), whole)
+            return WITH_TARGET(drafting, TextToContinue(text.prompt, wrong), whole)
 
         monkeypatch.setattr(capturing, "capture", misread)
         calibrate(replace(run, out_dir=str(tmp_path / "misread")))

@@ -12,10 +12,10 @@ from outrider.base.run_dirs import LOCK_FILE
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.tensor_files import TensorFiles
-from outrider.train.recipes.calibration import calibrate
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import train_early_exit
-from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.calibrate import calibrate
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import train_early_exit
+from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from tests.refusals import refusal
 from tests.tiny import VOCABULARY, byte_tokenizer, save_target

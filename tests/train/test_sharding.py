@@ -24,9 +24,9 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE
 from outrider.train.core import sharding
 from outrider.train.core.sharding import trained_parameters
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import train_early_exit
-from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import train_early_exit
+from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from tests.forked import Fork
 from tests.launched import free_port, launched

@@ -14,15 +14,15 @@ from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
-from outrider.train.parts.parallel import Parallel
-from outrider.train.recipes.small_lm import SmallLMStudent
+from outrider.train.finetune_drafter import SmallLMStudent
+from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, label_samples, row_generator
+from outrider.train.parts.parallel import ONE_A_PASS, Parallel
 from tests.refusals import refusal
 from tests.tiny import VOCABULARY, open_stack, random_prompt
 
 
 def student(
-    target: Path, objective: str = "forward_kl", on_policy: OnPolicy | None = None, parallel: Parallel | None = None,
+    target: Path, objective: str = "forward_kl", on_policy: OnPolicy | None = None, parallel: Parallel = ONE_A_PASS,
     tokens: Tensor | None = None,
 ) -> SmallLMStudent:  # fmt: skip
     """An untrained drafter beside its teacher, both of the target's own layers: two of them and all four. tokens: of
@@ -176,9 +176,9 @@ def test_a_prefix_is_the_document_up_to_a_supervised_place() -> None:
     assert seen == expected
 
 
-def test_own_labels_end_with_the_first_end_token() -> None:
+def test_labels_of_samples_end_with_the_first_end_token() -> None:
     ids = torch.tensor([[1, 2, 7, 8, 9, 7], [3, 4, 5, 6, 8, 0]])
     sampled = torch.tensor([[7, 8, 9], [4, 5, 6]])
-    labels = own_labels(ids, [2, 1], sampled, 8)
+    labels = label_samples(ids, [2, 1], sampled, 8)
     assert labels.tolist() == [[IGNORE, 7, 8, IGNORE, IGNORE, IGNORE], [4, 5, 6, IGNORE, IGNORE, IGNORE]]
-    assert own_labels(ids, [2, 1], sampled, None)[0].tolist() == [IGNORE, 7, 8, 9, IGNORE, IGNORE]
+    assert label_samples(ids, [2, 1], sampled, None)[0].tolist() == [IGNORE, 7, 8, 9, IGNORE, IGNORE]

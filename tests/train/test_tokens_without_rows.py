@@ -28,11 +28,11 @@ from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.auto_run import run_auto
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import train_early_exit
 from outrider.train.export import export_drafter
+from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.pipeline_run import plan_steps
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import train_early_exit
-from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.settings.export import ExportConfig

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.base.errors import UserError
-from outrider.base.processes import join_processes
 from outrider.base.run_dirs import LOCK_FILE
 from outrider.base.settings import differences
 from outrider.data_prep.text.rows import load_rows
@@ -20,7 +20,8 @@ from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.losses import IGNORE
 from outrider.inference.measure.statistics import LEAST_MINUTES, TIMES
 from outrider.train import toy_target as toy
-from outrider.train.parts.drafter import export
+from outrider.train.core.driver import TrainingRun
+from outrider.train.parts.drafter import export_model
 from outrider.train.settings.fit import FitConfig
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 from tests.refusals import refusal
@@ -97,7 +98,7 @@ def test_a_directory_is_whole_once_it_has_a_config(finished, tmp_path):
     """What is in the way of config.json alone lets all others be there."""
     (tmp_path / "config.json" / "in the way").mkdir(parents=True)
     model = AutoModelForCausalLM.from_pretrained(finished.out_dir)
-    refusal("cannot be written", export, model, AutoTokenizer.from_pretrained(finished.out_dir), tmp_path)
+    refusal("cannot be written", export_model, model, AutoTokenizer.from_pretrained(finished.out_dir), tmp_path)
     assert {"model.safetensors", "tokenizer.json"} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -119,7 +120,8 @@ def test_other_text_is_another_run(tmp_path):
     for word in ("one", "other"):
         file.write_text("".join(json.dumps({"text": f"{word} text, number {n}\n" * 9}) + "\n" for n in range(30)))
         data = DataConfig(source="local", path=[str(file)], heldout_fraction=0.3, cache_dir=str(tmp_path / "cache"))
-        identities.append(toy.prepare(_config(tmp_path, data=data), 0.0, join_processes()).identity)
+        with patch.object(TrainingRun, "fit", lambda *_, identity, **options: identities.append(identity)):
+            toy.train_toy_target(_config(tmp_path, data=data))
     assert [key for key, *_ in differences(*identities)] == ["data_key"]
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models import calibration
 from outrider.draft_models.early_exit import checkpoint
-from outrider.train.core.loop import own_share, step_rows
+from outrider.train.calibrate import calibrate
+from outrider.train.core.loop import share_of_process, step_rows
 from outrider.train.core.sharding import WEIGHTS_FILE
-from outrider.train.recipes.calibration import calibrate
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import train_early_exit
-from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import train_early_exit
+from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from tests.launched import launched
 from tests.train import fit_job, jobs
@@ -101,6 +101,6 @@ def do_what_is_said(folder: Path, rank: int) -> None:
 def test_processes_share_a_step_out(micro: int, processes: int) -> None:
     """Taken in turn, their micro batches are the step's rows in order: it does not matter how many there are."""
     rows = step_rows(37, 24, 0, 2)
-    shares = [own_share(rows, micro, process, processes) for process in range(processes)]
+    shares = [share_of_process(rows, micro, process, processes) for process in range(processes)]
     assert {len(share) for share in shares} == {24 // (micro * processes)}
     assert [row for turn in zip(*shares, strict=True) for batch in turn for row in batch] == rows

@@ -1,31 +1,134 @@
-"""The training driver of all commands: output directory, fit, best weights of all evaluations, saving.
-
-Everything specific to one kind of model is in its recipe (train/recipes/), which makes a `Training` from its settings.
-"""
+"""`training_run`: the frame of every training. A file of train/ enters it, builds a student, fits it and saves it."""
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
-from outrider.base.errors import UserError, reason
+from outrider.base.errors import UserError, reason, warn
 from outrider.base.files import parse_json, require_writable, write_atomically
-from outrider.base.processes import join_processes, only_run_of
+from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import RunConfig, construct
-from outrider.inference.loading.memory_plan import describe, explain_out_of_memory, planned_device
+from outrider.inference.loading.memory_plan import explain_out_of_memory
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import WEIGHTS_FILE, load_trained, trained_parameters
-from outrider.train.core.training import Metrics, Plan, Student, Trained, Training
+from outrider.train.core.training import FitResult, Metrics, Plan, Student, TrainRows
+from outrider.train.settings.fit import FitConfig
 
 BEST_FOLDER = "best"
+Value = TypeVar("Value")
+
+
+@contextmanager
+def training_run(
+    config: RunConfig, memory: Callable[[], Plan] | None = None, *drafters: str
+) -> Iterator["TrainingRun"]:
+    """A training in `config.out_dir`. Every process enters it, before it reads data or weights.
+
+    It joins the processes of a launcher, and locks out_dir and the folders of `drafters` against other runs. An
+    out-of-memory error becomes one that lists what `memory()` says is held. Raises `UserError` if a folder is in use or
+    not writable, and if out_dir holds a run and resume is off.
+    """
+    with ExitStack() as stack:
+        if memory is not None:
+            stack.enter_context(explain_out_of_memory(lambda: memory().held))
+        state = join_processes()
+        for folder in {Path(path).resolve(): path for path in (config.out_dir, *drafters)}.values():
+            option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)
+            locked = require_writable(folder, option)
+            stack.enter_context(only_run_of(state, locked, "a training", resume))
+        run_dir.require_free(Path(config.out_dir), config.resume)
+        yield TrainingRun(Path(config.out_dir), config.resume, state)
+        state.wait_for_everyone()
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """An entered `training_run`: its directory, whether it resumes an earlier run, and this process."""
+
+    out_dir: Path
+    resume: bool
+    state: PartialState
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.state.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that evaluates and saves."""
+        return self.state.is_main_process
+
+    def from_main(self, make: Callable[[], Value]) -> Value:
+        """The result of `make()`, which only the main process calls, on every process."""
+        return from_main(self.state, make)
+
+    def say(self, line: str) -> None:
+        """Print a line on the main process."""
+        if self.is_main:
+            print(line, flush=True)
+
+    def fit(
+        self,
+        student: Student,
+        rows: TrainRows,
+        config: FitConfig,
+        *,
+        identity: Mapping[str, object],
+        evaluate: Callable[[int], Metrics] | None = None,
+        saved_dtype: torch.dtype | None = None,
+        keeps_best: bool = False,
+        last_file: str | None = None,
+        minutes: float | None = None,
+    ) -> FitResult | None:
+        """Train `student` on `rows`, as `fit` does. Every process calls it.
+
+        saved_dtype: of the weights that the caller writes; evaluations then have `norms_moved`. keeps_best: the weights
+        with the highest "tau" of all evaluations are put back (see `Best`), else the last ones stay. last_file: the
+        file that the caller writes last. A finished run that has it is not saved again, since its card may contain a
+        report by now.
+        Returns None where nothing is to be saved: in such a run, and on all processes but the main one.
+        """
+        best = Best(self.out_dir / BEST_FOLDER) if keeps_best else None
+        if self.is_main and not run_dir.checkpoints(self.out_dir):
+            shutil.rmtree(self.out_dir / BEST_FOLDER, ignore_errors=True)  # of a run killed before its first checkpoint
+        norms = {} if saved_dtype is None else copies_of_norms(student, saved_dtype)
+
+        def evaluate_and_keep(step: int) -> Metrics:
+            metrics = {} if evaluate is None else evaluate(step)
+            if metrics and norms and saved_dtype is not None:
+                metrics |= norms_moved(norms, copies_of_norms(student, saved_dtype), step)
+            if best is not None and metrics:
+                best.offer(student, step, metrics)
+            return metrics
+
+        result = fit(
+            student, rows, config, self.out_dir, identity=identity, evaluate=evaluate_and_keep, minutes=minutes,
+            resume=self.resume,
+        )  # fmt: skip
+        if student.saved_part is not None:
+            sharding.make_whole(student.saved_part, frozen=True)
+        if not self.is_main:
+            return None
+        is_saved = last_file is not None and (self.out_dir / last_file).exists()
+        if is_saved and result.resumed_from == result.steps:
+            print(f"{self.out_dir}: finished already", flush=True)
+            return None
+        if best is None:
+            return result
+        step, metrics = best.restore(student)
+        return replace(result, step=step, metrics=metrics)
 
 
 class Best:
@@ -40,83 +143,43 @@ class Best:
 
     def offer(self, student: nn.Module, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the student's weights if they are better. Raises `UserError` where they cannot be written."""
-        if self.file.exists() and self._described()[1]["tau"] >= metrics["tau"]:
+        if self.file.exists() and self._read_header()[1]["tau"] >= metrics["tau"]:
             return
         weights = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(student).items()}
-        described = {"step": str(step), "metrics": json.dumps(dict(metrics))}
+        header = {"step": str(step), "metrics": json.dumps(dict(metrics))}
         require_writable(self.file.parent)
-        write_atomically(self.file, save(weights, metadata=described))
+        write_atomically(self.file, save(weights, metadata=header))
 
-    def restore(self, student: nn.Module) -> tuple[int, dict[str, float]]:
+    def restore(self, student: nn.Module) -> tuple[int, Metrics]:
         """Put the best weights back; returns their step and metrics. Raises `UserError` where they are gone."""
-        described = self._described()
+        step, metrics = self._read_header()
         load_trained(student, self.file.parent)
-        return described
+        return step, metrics
 
-    def _described(self) -> tuple[int, dict[str, float]]:
+    def _read_header(self) -> tuple[int, Metrics]:
         try:
             with safe_open(self.file, framework="pt") as stored:
-                described = stored.metadata() or {}
-            return int(described["step"]), construct(dict[str, float], parse_json(described["metrics"]))
+                header = stored.metadata() or {}
+            return int(header["step"]), construct(Metrics, parse_json(header["metrics"]))
         except (OSError, SafetensorError, KeyError, ValueError, UserError) as error:
             raise UserError(f"{self.file}: the best weights are missing or damaged ({reason(error)}); remove "
                             f"{self.file.parent.parent} and train again") from None  # fmt: skip
 
 
-def train(
-    config: RunConfig, plan: Callable[[], Plan], prepare: Callable[[PartialState], Training[Student]], *also: str
-) -> None:
-    """Run the training that `prepare` returns, in `config.out_dir`; with plan=true only print its `plan`.
+def copies_of_norms(student: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The trained norms in `dtype`, by name."""
+    trained = trained_parameters(student).items()
+    return {name: p.detach().to(dtype, copy=True) for name, p in trained if p.ndim == 1 and "norm" in name}
 
-    Every process calls it and `prepare`. Locks out_dir and those of `also` against other runs. Raises `UserError` if
-    one of them is in use or not writable, if out_dir holds a run and resume is off, if memory does not suffice (it then
-    says the plan), and whenever `prepare` and `fit` do.
+
+def norms_moved(start: Mapping[str, Tensor], trained: Mapping[str, Tensor], step: int) -> Metrics:
+    """norms_moved: the share of the trained norms that differ from their start in the dtype they are saved in.
+
+    It warns if no norm has moved: near 1, bfloat16 has steps of 0.8 %.
     """
-    if getattr(config, "plan", False):
-        planned = plan()
-        print(describe(planned.held, planned_device(), **planned.facts), flush=True)
-        return
-    with explain_out_of_memory(lambda: plan().held):
-        run_training(config, prepare, *also)
-
-
-def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[Student]], *also: str) -> None:
-    """`train` without a plan."""
-    state = join_processes()
-    with ExitStack() as held:
-        for folder in {Path(path).resolve(): path for path in (config.out_dir, *also)}.values():
-            option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)
-            held.enter_context(only_run_of(state, require_writable(folder, option), "a training", resume))
-        run_dir.require_free(Path(config.out_dir), config.resume)
-        _run(config, prepare(state), state)
-        state.wait_for_everyone()
-
-
-def _run(config: RunConfig, training: Training[Student], state: PartialState) -> None:
-    out_dir, student = Path(config.out_dir), training.student
-    best = Best(out_dir / BEST_FOLDER) if training.keeps_best else None
-    if state.is_main_process and not run_dir.checkpoints(out_dir):
-        shutil.rmtree(out_dir / BEST_FOLDER, ignore_errors=True)  # of a run that was killed before its first checkpoint
-    result = fit(replace(training, evaluate=_evaluation(training, best)), out_dir, resume=config.resume)
-    if training.saved_whole is not None:
-        sharding.make_whole(training.saved_whole, frozen=True)
-    if not state.is_main_process:
-        return
-    is_saved = training.finished is not None and (out_dir / training.finished).exists()
-    if is_saved and result.resumed_from == result.steps:
-        print(f"{out_dir}: finished already", flush=True)
-        return
-    step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
-    training.save(Trained(result, step, metrics))
-
-
-def _evaluation(training: Training[Student], best: Best | None) -> Callable[[Student, int], Metrics]:
-    """The evaluation that `fit` calls. It offers the weights to `best` if it measured anything."""
-
-    def evaluate(student: Student, step: int) -> Metrics:
-        metrics = {} if training.evaluate is None else training.evaluate(student, step)
-        if best is not None and metrics:
-            best.offer(student, step, metrics)
-        return metrics
-
-    return evaluate
+    moved = sum(not torch.equal(norm, trained[name]) for name, norm in start.items())
+    if not moved:
+        dtype = next(iter(start.values())).dtype
+        problem = f"none of the {len(start)} trained norms has moved, rounded to {dtype}"
+        warn(f"step {step}: {problem}; raise lr or train longer")
+    return {"norms_moved": moved / len(start)}

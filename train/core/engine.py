@@ -10,7 +10,6 @@ from pathlib import Path
 from accelerate import Accelerator, utils
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,6 +18,7 @@ from outrider.base.processes import join_processes
 from outrider.train.core import sharding
 from outrider.train.core.optimizers import build_optimizer
 from outrider.train.core.sharding import load_trained
+from outrider.train.core.training import Student
 from outrider.train.settings.fit import FitConfig
 
 OPTIMIZER_FILE = f"{utils.OPTIMIZER_NAME}.bin"
@@ -32,7 +32,7 @@ class Engine:
     `UserError` if the config, the launcher and the model are incompatible.
     """
 
-    def __init__(self, model: nn.Module, config: FitConfig) -> None:
+    def __init__(self, model: Student, config: FitConfig) -> None:
         mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if mixed_precision != "no":
             warn(f"mixed_precision={mixed_precision} in the launcher's config has no effect; fit.precision decides")

@@ -6,11 +6,11 @@ trained parameters; a data order that is a pure function of (seed, step); evalua
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import torch
 from accelerate import PartialState
@@ -28,11 +28,12 @@ from outrider.inference.core.rounds import Clock
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.engine import Engine
-from outrider.train.core.loop import train
+from outrider.train.core.loop import run_steps
 from outrider.train.core.progress import Report, cut_log, start_wandb
 from outrider.train.core.sharding import load_trained, save_trained
 from outrider.train.core.time_budget import StepBudget
-from outrider.train.core.training import FitResult, Training
+from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
+from outrider.train.settings.fit import FitConfig
 
 STATE_FILE = "training_state.json"
 
@@ -57,12 +58,27 @@ def read_state(checkpoint: Path) -> TrainingState:
     return read_as(TrainingState, checkpoint / STATE_FILE, "state of a training", remedy)
 
 
-def fit(training: Training[Any], out_dir: Path, *, resume: bool = False, clock: Clock = time.perf_counter) -> FitResult:
-    """Train the student of `training` in place on its rows. Every process calls it.
+def fit(
+    student: Student,
+    rows: TrainRows,
+    config: FitConfig,
+    out_dir: Path,
+    *,
+    identity: Mapping[str, object] = MappingProxyType({}),
+    evaluate: Callable[[int], Metrics] | None = None,
+    minutes: float | None = None,
+    resume: bool = False,
+    clock: Clock = time.perf_counter,
+) -> FitResult:
+    """Train `student` in place on `rows`. Every process calls it.
 
-    A resumed run must match `training.identity`, but may be longer: its learning rates are then those of the longer
-    schedule, from the next step on. Every checkpoint records the version of the code that wrote it.
-    clock: measures seconds for the time limit (see `StepBudget`).
+    identity: JSON-able, everything that determines the result besides `config`: data, model, their seeds. A resumed
+    run must match it, but may be longer: its learning rates are then those of the longer schedule, from the next step
+    on. Every checkpoint records the version of the code that wrote it.
+    evaluate: called on every process, every `eval_every` steps and at the end, with the number of steps done, while
+    the student is in eval mode, without gradients. The metrics that it returns are logged as eval_<name>.
+    minutes: the time limit for the last step; the number of steps is then at most that of `config`. clock: measures
+    seconds for it (see `StepBudget`).
 
     Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
     with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
@@ -71,75 +87,65 @@ def fit(training: Training[Any], out_dir: Path, *, resume: bool = False, clock: 
     Raises `UserError` when the loss is no longer finite, when a batch has no supervised token, and when a checkpoint
     cannot be written.
     """
-    model, rows, config, evaluate = training.student, training.rows, training.fit, training.evaluate
     if not len(rows):
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
     state = join_processes()
-    most = config.total_steps(len(rows))
+    max_steps = config.total_steps(len(rows))
     config.micro_rows(state.num_processes)  # raises before anything is written
-    limits = {"steps": most, "minutes": training.minutes}
-    run = limits | {"rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **training.identity}
-    start, longer = run_dir.open_run(out_dir, run, resume)
+    limits = {"steps": max_steps, "minutes": minutes}
+    run = limits | {"rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **identity}
+    checkpoint, longer = run_dir.open_run(out_dir, run, resume)
     run["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read
 
-    resumed_from = 0 if start is None else run_dir.step_of(start)
-    before = TrainingState(0) if start is None else read_state(start)
-    metrics = before.metrics
-    limit = TimeLimit(training.minutes, earlier=before.seconds, clock=clock)
-    budget = StepBudget(limit, most, resumed_from, None if longer else before.total)
-    if start is not None and resumed_from >= budget.total:
-        load_trained(model, start)
-        return FitResult(resumed_from, resumed_from, metrics, before.seconds)
+    earlier = TrainingState(0) if checkpoint is None else read_state(checkpoint)
+    metrics, resumed_from = earlier.metrics, earlier.step
+    limit = TimeLimit(minutes, earlier=earlier.seconds, clock=clock)
+    budget = StepBudget(limit, max_steps, resumed_from, None if longer else earlier.total)
+    if checkpoint is not None and resumed_from >= budget.total:
+        load_trained(student, checkpoint)
+        return FitResult(resumed_from, resumed_from, earlier.seconds, metrics, resumed_from, metrics)
     if longer:
         say(f"resume=true: longer than before; its learning rates go on at step {resumed_from} of {budget.total}")
-
     if config.gradient_checkpointing:
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise UserError("gradient_checkpointing=true: this model does not support it")
-        enable()
+        student.gradient_checkpointing_enable()
     if state.is_main_process:
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # left by killed runs
         cut_log(out_dir, resumed_from)
-    with _autocast(model, config.precision, state.device):
-        engine = Engine(model, config)
-        if start is not None:
-            engine.load(start)
-        where = {"out_dir": str(out_dir), "processes": state.num_processes}
-        start_wandb(engine.accelerator, config.wandb, out_dir, run | where)
-        steps = range(resumed_from, budget.total)
-        report = Report(engine.accelerator, out_dir, steps, evaluate is not None)
+
+    with _autocast(student, config.precision, state.device):
+        engine = Engine(student, config)
+        if checkpoint is not None:
+            engine.load(checkpoint)
+        described = {**run, "out_dir": str(out_dir), "processes": state.num_processes}
+        start_wandb(engine.accelerator, config.wandb, out_dir, described)
+        report = Report(engine.accelerator, out_dir, range(resumed_from, budget.total), evaluate is not None)
 
         def measure(step: int) -> None:
             nonlocal metrics
             assert evaluate is not None
-            model.eval()
-            with report.evaluating(step), torch.no_grad(), sharding.whole_model(model, engine.module):
-                metrics = evaluate(model, step)
-            model.train()
+            student.eval()
+            with report.evaluating(step), torch.no_grad(), sharding.whole_model(student, engine.module):
+                metrics = evaluate(step)
+            student.train()
             if metrics:
                 report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
 
         def save(step: int) -> None:
             reached = TrainingState(step, metrics, budget.limit.spent(), budget.total)
             with report.paused():
-                _save(engine, model, run, reached, out_dir, config.keep_checkpoints)
+                _save(engine, run, reached, out_dir, config.keep_checkpoints)
 
         with report:
-            total = train(
-                engine, rows, config, budget, report, on_step=training.on_step, evaluate=evaluate and measure, save=save
-            )
+            total = run_steps(engine, rows, config, budget, report, evaluate=evaluate and measure, save=save)
         for tracker in engine.accelerator.trackers:  # `end_training` would also destroy the process group
             tracker.finish()
         say(f"training: {budget.ended_by(config, len(rows))}")
-    sharding.make_whole(model)
-    return FitResult(total, resumed_from, metrics, budget.limit.spent())
+    sharding.make_whole(student)
+    return FitResult(total, resumed_from, budget.limit.spent(), metrics, total, metrics)
 
 
-def _save(
-    engine: Engine, model: nn.Module, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int
-) -> None:
+def _save(engine: Engine, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int) -> None:
     """Write the checkpoint of `reached`, rename it once complete, and delete all but the newest `keep`.
 
     Call it on every process. Raises `UserError` if it cannot be written; earlier checkpoints then stay unchanged.
@@ -151,7 +157,7 @@ def _save(
         shutil.rmtree(staging, ignore_errors=True)
     state.wait_for_everyone()
     try:
-        save_trained(model, staged, state.is_main_process)
+        save_trained(engine.model, staged, state.is_main_process)
         engine.save(staged)
         state.wait_for_everyone()
         if state.is_main_process:

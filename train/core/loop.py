@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -15,11 +14,9 @@ from outrider.draft_models.losses import IGNORE
 from outrider.train.core import run_dir
 from outrider.train.core.engine import Engine
 from outrider.train.core.progress import Report
+from outrider.train.core.time_budget import StepBudget
 from outrider.train.core.training import Batch, TrainRows
 from outrider.train.settings.fit import FitConfig
-
-if TYPE_CHECKING:
-    from outrider.train.core.time_budget import StepBudget
 
 
 @functools.lru_cache(maxsize=2)  # a step may take rows of two epochs
@@ -37,7 +34,7 @@ def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
     return [epoch_order(count, seed, position // count)[position % count] for position in positions]
 
 
-def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
+def share_of_process(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
     """One process's share of a step's `rows`, in micro batches of `micro` rows.
 
     The processes take micro batches in turn. len(rows) is a multiple of micro · processes.
@@ -45,20 +42,19 @@ def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> 
     return [rows[start : start + micro] for start in range(process * micro, len(rows), processes * micro)]
 
 
-def train(
+def run_steps(
     engine: Engine,
     rows: TrainRows,
     config: FitConfig,
-    budget: "StepBudget",
+    budget: StepBudget,
     report: Report,
     *,
-    on_step: Callable[[int], None] | None,
     evaluate: Callable[[int], None] | None,
     save: Callable[[int], None],
 ) -> int:
     """Do the remaining optimizer steps of `budget` and return the total number of steps; call it on every process.
 
-    on_step is called before each step with its number (from 0), evaluate and save with the number of steps done.
+    evaluate and save are called with the number of steps done.
     Raises `UserError`, on all processes at the same step, for a batch without a supervised token and for a gradient
     that is not finite.
     """
@@ -68,8 +64,7 @@ def train(
     budget.begin()
     step = budget.start
     while step < budget.total:
-        if on_step is not None:
-            on_step(step)
+        engine.model.begin_step(step)
         batches = load_share(rows, config, step, accelerator)
         supervised = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
         if accelerator.num_processes > 1:  # else it would synchronise the device
@@ -89,9 +84,9 @@ def train(
             report.add(summed, batch["labels"])
         norm = engine.clip()
         if norm is not None and not math.isfinite(norm):
-            total_loss, counted, _ = report.drain()  # sums over all processes, so all call it
+            total_loss, tokens, _ = report.drain()  # sums over all processes, so all call it
             raise UserError(
-                f"step {step + 1}: loss={total_loss / counted:.4g}, grad_norm={norm:.4g} is not finite; stopped "
+                f"step {step + 1}: loss={total_loss / tokens:.4g}, grad_norm={norm:.4g} is not finite; stopped "
                 f"there; {run_dir.describe_newest(report.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
             )
         engine.optimizer.step()
@@ -122,5 +117,5 @@ def load_share(rows: TrainRows, config: FitConfig, step: int, accelerator: Accel
     """The micro batches of this process in optimizer step `step`, on the CPU."""
     chosen = step_rows(len(rows), config.batch_rows, config.seed, step)
     micro = config.micro_rows(accelerator.num_processes)
-    shares = own_share(chosen, micro, accelerator.process_index, accelerator.num_processes)
+    shares = share_of_process(chosen, micro, accelerator.process_index, accelerator.num_processes)
     return [default_collate([rows[index] for index in share]) for share in shares]

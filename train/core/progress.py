@@ -36,8 +36,8 @@ class Report(Stage):
     def add(self, summed: Tensor, labels: Tensor) -> None:
         """Count a micro batch: its summed loss (scalar) and its labels [B, T], on the CPU."""
         counts = [int((labels != IGNORE).sum()), labels.numel()]
-        counted = torch.tensor(counts, dtype=torch.float64, device=summed.device)
-        self._sums.append(torch.cat([summed.detach().double().reshape(1), counted]))
+        count_tensor = torch.tensor(counts, dtype=torch.float64, device=summed.device)
+        self._sums.append(torch.cat([summed.detach().double().reshape(1), count_tensor]))
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""

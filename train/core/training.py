@@ -1,17 +1,44 @@
-"""`Training`: the data and functions that a recipe makes from its settings for `train.core.driver`."""
+"""What the loop trains and returns: a student, rows of text, and the result of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from outrider.inference.loading.memory_plan import Memory
-from outrider.train.settings.fit import FitConfig
+from outrider.base.errors import UserError
+from outrider.inference.loading.memory_plan import Memory, describe, planned_device
 
-Student = TypeVar("Student", bound=nn.Module)
 Metrics = dict[str, float]
 Batch = dict[str, Tensor]
+
+
+class Student(nn.Module):
+    """A module that learns. Only its parameters that require a gradient are trained, saved and restored.
+
+    `forward(**row batch)` is the training step. It returns {"loss_sum": scalar}, the loss SUMMED over the supervised
+    positions (labels != IGNORE). The loop divides it by the number of these positions in the global batch.
+    """
+
+    step = 0  # the number of optimizer steps before this one, on which what a student draws depends
+
+    def begin_step(self, step: int) -> None:
+        """Called on every process before optimizer step `step`, which counts from 0."""
+        self.step = step
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep fewer activations, and compute them again in the backward pass."""
+        raise UserError("gradient_checkpointing=true: this model does not support it")
+
+    def count_parameters(self) -> tuple[int, int]:
+        """The numbers of trained and of frozen parameters."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        return sum(size for size, trained in sizes if trained), sum(size for size, trained in sizes if not trained)
+
+    @property
+    def saved_part(self) -> nn.Module | None:
+        """The part whose frozen parameters are saved too; None: only trained parameters are saved."""
+        return None
 
 
 class TrainRows(Protocol):
@@ -23,57 +50,19 @@ class TrainRows(Protocol):
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of a run.
+    """The result of a training.
 
-    metrics: the last evaluation, by name, empty without one. seconds: since the first step, summed over the original
-    and resumed runs, evaluations and checkpoints included.
+    steps: of the whole run. resumed_from: the step it went on from; `steps` if nothing was left to do. seconds: since
+    the first step, of the original and resumed runs, evaluations and checkpoints included. last_metrics: the last
+    evaluation, empty without one. step, metrics: of the weights that the student has, the last or the best ones.
     """
 
     steps: int
-    resumed_from: int  # 0: from the beginning; as many as `steps`: nothing was left to do
-    metrics: dict[str, float]
+    resumed_from: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of a training. step, metrics: of the saved weights, which need not be the last ones."""
-
-    result: FitResult
+    last_metrics: Metrics
     step: int
     metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Training(Generic[Student]):
-    """A recipe's part of a training: data and functions.
-
-    student: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised positions (labels
-    != IGNORE). The loop divides it by the number of these positions in the global batch. Only parameters that require a
-    gradient are trained, saved and restored.
-    identity: JSON-able, everything that determines the result besides `fit`: data, model, their seeds.
-    evaluate: called on every process, every `eval_every` steps and at the end, with the student in eval mode, without
-    gradients, and with the number of steps done. The metrics it returns are logged as eval_<name>. None: not done here.
-    save: writes the trained model and prints a line. The main process calls it.
-    finished: the file that `save` writes last. A finished run with this file is not saved again, since its card may
-    contain a report by now. None: it is saved again.
-    keeps_best: the weights with the highest "tau" of all evaluations (see `Best`) are saved, not the last ones.
-    saved_whole: the part of the student whose frozen parameters are saved too.
-    on_step: called on every process before each optimizer step, with its number (from 0).
-    minutes: the time limit for the last step. The number of steps is then at most that of `fit`.
-    """
-
-    student: Student
-    rows: TrainRows
-    fit: FitConfig
-    identity: Mapping[str, object] = field(default_factory=dict)
-    evaluate: Callable[[Student, int], Metrics] | None = None
-    save: Callable[[Trained], None] = lambda trained: None
-    finished: str | None = None
-    keeps_best: bool = False
-    saved_whole: nn.Module | None = None
-    on_step: Callable[[int], None] | None = None
-    minutes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,3 +71,7 @@ class Plan:
 
     held: Sequence[Memory]
     facts: Mapping[str, object]
+
+    def show(self) -> None:
+        """Print it, for the device that the training would use here."""
+        print(describe(self.held, planned_device(), **self.facts), flush=True)

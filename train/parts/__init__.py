@@ -1,1 +1,1 @@
-"""Building blocks of recipes: rows with teacher data, held-out evaluations, plans, calibration scores."""
+"""Building blocks of trainings: rows with teacher data, held-out evaluations, plans, calibration scores."""

@@ -23,11 +23,11 @@ BINS = 10  # of predicted probability
 
 
 class Rounds(NamedTuple):
-    """Drafts, one per row. logits, there [r, d]: the head's logit of every token, and whether the token exists.
+    """Drafts, one per row. logits, exists [r, d]: the head's logit of every token, and whether the token exists.
     accepted [r]: the number of accepted tokens."""
 
     logits: Tensor
-    there: Tensor
+    exists: Tensor
     accepted: Tensor
 
     def part(self, rows: slice) -> "Rounds":
@@ -38,9 +38,9 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
     """Rounds from tokens [n] in the order of drafting: position 1 begins a round. label: 1 if accepted."""
     row = (position == 1).cumsum(0) - 1
     shape = int(row[-1]) + 1, int(position.max())
-    grid, there = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    grid[row, position - 1], there[row, position - 1] = logits.float(), True
-    return Rounds(grid, there, torch.zeros(shape[0]).index_add_(0, row, label.float()))
+    grid, exists = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    grid[row, position - 1], exists[row, position - 1] = logits.float(), True
+    return Rounds(grid, exists, torch.zeros(shape[0]).index_add_(0, row, label.float()))
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
@@ -48,11 +48,11 @@ def fit_temperatures(rounds: Rounds) -> Tensor:
     that far. Later positions share the last one."""
     temperatures, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
     for index in range(min(POSITIONS, rounds.logits.shape[1])):
-        there = rounds.there[:, index]
+        exists = rounds.exists[:, index]
         right = (rounds.accepted > index).float()
-        if (there & (rounds.accepted >= index)).sum() >= FEWEST:
+        if (exists & (rounds.accepted >= index)).sum() >= FEWEST:
             products = survival * (rounds.logits[:, index] / CANDIDATES[:, None]).sigmoid()
-            losses = [F.binary_cross_entropy(product[there], right[there]) for product in products]
+            losses = [F.binary_cross_entropy(product[exists], right[exists]) for product in products]
             temperatures[index] = CANDIDATES[int(torch.stack(losses).argmin())]
         survival = survival * (rounds.logits[:, index] / temperatures[index]).sigmoid()
     return temperatures
@@ -60,15 +60,15 @@ def fit_temperatures(rounds: Rounds) -> Tensor:
 
 def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
     """The log loss of the products up to every token of every round."""
-    return float(F.binary_cross_entropy(*survivals(rounds, temperatures)))
+    return float(F.binary_cross_entropy(*survival_products(rounds, temperatures)))
 
 
-def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def survival_products(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """The products [m] up to every token of every round, and whether all these tokens were accepted [m]."""
     positions = torch.arange(rounds.logits.shape[1])
     probabilities = (rounds.logits / temperatures[positions.clamp(max=POSITIONS - 1)]).sigmoid()
     right = (rounds.accepted[:, None] > positions).float()
-    return probabilities.cumprod(1)[rounds.there], right[rounds.there]
+    return probabilities.cumprod(1)[rounds.exists], right[rounds.exists]
 
 
 class Tempering(TypedDict):
@@ -81,24 +81,24 @@ class Tempering(TypedDict):
     kept: bool
 
 
-class Score(TypedDict):
-    """The scores of one predictor. reliability: see `reliability`."""
+class PredictorScore(TypedDict):
+    """The scores of one predictor. reliability: see `reliability_curve`."""
 
     brier: float
     ece: float
     reliability: list[dict[str, float]]
 
 
-class Scores(TypedDict):
+class HeadScores(TypedDict):
     """The scores of the head and its baselines, by name, on held-out tokens. accepted: the share of accepted tokens."""
 
     tokens: int
     accepted: float
-    predictors: dict[str, Score]
+    predictors: dict[str, PredictorScore]
 
 
 @torch.no_grad()
-def predict(head: CalibrationHead, captured: Batch) -> Tensor:
+def predict_acceptance(head: CalibrationHead, captured: Batch) -> Tensor:
     """The head's probabilities [n]."""
     return logits_of(head, captured).sigmoid()
 
@@ -110,7 +110,7 @@ def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempering:
+def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempering:
     """Fit temperatures of `head` on the first half of the rounds of `heldout`; keep them if they improve the second.
     keep=False: never.
 
@@ -121,7 +121,7 @@ def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempe
     temperatures, second = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
     none = torch.ones_like(temperatures)
     improves = keep and log_loss(second, temperatures) < log_loss(second, none)
-    curves = (reliability(*survivals(second, scales)) for scales in (none, temperatures))
+    curves = (reliability_curve(*survival_products(second, scales)) for scales in (none, temperatures))
     before, after = map(expected_calibration_error, curves)
     head.temperature.copy_(temperatures if improves else none)
     return {
@@ -133,19 +133,19 @@ def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempe
     }
 
 
-def later_half(captured: Batch) -> Batch:
-    """The rounds of `captured` that `temper` did not fit temperatures on."""
+def rounds_of_later_half(captured: Batch) -> Batch:
+    """The rounds of `captured` that `temper_head` did not fit temperatures on."""
     row = (captured["position"] == 1).cumsum(0) - 1
     is_later = row >= (int(row[-1]) + 1) // 2
     return {name: value[is_later] for name, value in captured.items()}
 
 
-def brier(predicted: Tensor, label: Tensor) -> float:
+def brier_score(predicted: Tensor, label: Tensor) -> float:
     """Mean squared difference of predicted probability and outcome; 0 is a perfect prediction."""
     return float((predicted - label).square().mean())
 
 
-def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
+def reliability_curve(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
     """For `BINS` equal bins of predicted probability: mean prediction, mean outcome, number of tokens."""
     bucket = (predicted * BINS).long().clamp(0, BINS - 1)
     rows = []
@@ -163,22 +163,26 @@ def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
     return sum(abs(row["predicted"] - row["observed"]) * row["count"] for row in curve) / total
 
 
-def judge(head: CalibrationHead, train: Batch, heldout: Batch) -> Scores:
+def score_head(head: CalibrationHead, train: Batch, heldout: Batch) -> HeadScores:
     """Brier score, ECE and reliability curve on held-out tokens: of the head, a constant, and the draft's own q."""
     label = heldout["label"]
     predictions = {
-        "head": predict(head, heldout),
+        "head": predict_acceptance(head, heldout),
         "constant": torch.full_like(label, float(train["label"].mean())),
         "confidence": heldout["confidence"],
     }
-    rows = dict[str, Score]()
+    rows = dict[str, PredictorScore]()
     for name, predicted in predictions.items():
-        curve = reliability(predicted, label)
-        rows[name] = {"brier": brier(predicted, label), "ece": expected_calibration_error(curve), "reliability": curve}
+        curve = reliability_curve(predicted, label)
+        rows[name] = {
+            "brier": brier_score(predicted, label),
+            "ece": expected_calibration_error(curve),
+            "reliability": curve,
+        }
     return {"tokens": len(label), "accepted": float(label.mean()), "predictors": rows}
 
 
-def plot_reliability(judged: Scores) -> bytes:
+def plot_reliability(judged: HeadScores) -> bytes:
     """Predicted against observed acceptance, as a PNG; marker area ∝ tokens."""
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()

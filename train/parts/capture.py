@@ -38,7 +38,7 @@ EXAMPLES = 64  # drafted tokens in one row of `fit`
 _REMEDY = "make others with outrider generate-responses temperature=0 top_k_logits=2"
 
 
-class Text(NamedTuple):
+class TextToContinue(NamedTuple):
     """Token ids to continue, and the target's recorded greedy answer to them, if any."""
 
     prompt: list[int]
@@ -90,7 +90,7 @@ class Recorder(StopRule):
         self._tokens.clear()
 
 
-def capture(drafting: Drafting, text: Text, untested: bool = False) -> Batch:
+def capture(drafting: Drafting, text: TextToContinue, untested: bool = False) -> Batch:
     """Continue `text` greedily, drafting `max_draft` tokens a round, and keep every tested token; untested: others too.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
@@ -105,11 +105,11 @@ def capture(drafting: Drafting, text: Text, untested: bool = False) -> Batch:
     drafter = ModelDrafter(drafting.draft_model(), Chain(recorder))
     for _ in drafting.decode(drafter, *sequences, max_new_tokens=most, eos=drafting.ends):
         pass
-    return joined([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])
+    return join_batches([{name: value.cpu() for name, value in example.items()} for example in recorder.examples])
 
 
 def capture_texts(
-    drafting: Drafting, texts: Sequence[Text], limit: TimeLimit, state: PartialState, untested: bool = False
+    drafting: Drafting, texts: Sequence[TextToContinue], limit: TimeLimit, state: PartialState, untested: bool = False
 ) -> Batch:
     """`capture` of all `texts`, in their order, on every process; each continues its share of them.
 
@@ -125,10 +125,10 @@ def capture_texts(
         captured[index] = capture(drafting, texts[index], untested)
         tokens += len(captured[index].get("label", ()))
     batches = {index: batch for share in gather_object([captured]) for index, batch in share.items()}
-    return joined([batches[index] for index in sorted(batches)])
+    return join_batches([batches[index] for index in sorted(batches)])
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def join_batches(batches: Sequence[Batch]) -> Batch:
     """The tokens of all `batches`; nothing where there are none."""
     nonempty = [batch for batch in batches if batch]
     return {name: torch.cat([batch[name] for batch in nonempty]) for name in nonempty[0]} if nonempty else {}
@@ -137,7 +137,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 def capture_splits(
     out_dir: Path,
     settings: Mapping[str, object],
-    texts: Mapping[Split, Sequence[Text]],
+    texts: Mapping[Split, Sequence[TextToContinue]],
     load: Callable[[], Drafting],
     limit: TimeLimit,
     state: PartialState,
@@ -170,7 +170,7 @@ def capture_splits(
             for split in texts}  # fmt: skip
 
 
-def only_tested(captured: Batch) -> Batch:
+def select_tested(captured: Batch) -> Batch:
     """The tested tokens of whole rounds: the first of each round, and every token after an accepted one."""
     position, label = captured["position"], captured["label"]
     is_tested = (position == 1) | (label.roll(1) == 1)
@@ -199,7 +199,7 @@ def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
             raise UserError(f"data.path={folder}: these answers are {faults}; {_REMEDY}")
 
 
-def recorded_text(row: Batch) -> Text | None:
+def recorded_text(row: Batch) -> TextToContinue | None:
     """The first prompt of a row (see `TopKRows`) and the answer to it; None if a token of the answer is less likely
     than the target's most likely one."""
     supervised = row["labels"] != IGNORE
@@ -208,4 +208,4 @@ def recorded_text(row: Batch) -> Text | None:
     answer, logprobs = row["labels"][span], row["top_logprobs"][span]
     likeliest = (row["top_ids"][span] == answer[:, None]) & (logprobs == logprobs[:, :1])
     greedy = bool(likeliest.any(-1).all())
-    return Text(row["input_ids"][: first + 1].tolist(), answer.tolist()) if greedy else None
+    return TextToContinue(row["input_ids"][: first + 1].tolist(), answer.tolist()) if greedy else None

@@ -2,39 +2,41 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
-from outrider.base.errors import warn
 from outrider.base.processes import say
 from outrider.base.progress import counted
 from outrider.draft_models.acceptance import (
     AcceptanceOf,
     Logits,
     acceptance_by_target,
+    acceptance_by_top_k,
     analytic_tau,
     argmax_and_acceptance,
     scatter_positions,
 )
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.open_target import OpenTarget, pick_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Masks
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import collect
 from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.loading.models import Drafters, prepare_models
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.statistics import acceptance_by_position, decode_statistics
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.interface import FixedLength
-from outrider.train.core.sharding import trained_parameters
 from outrider.train.core.training import Batch, Metrics, TrainRows
+from outrider.train.parts.top_k_rows import TOP_K
 
 WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
 
@@ -57,15 +59,18 @@ class Decoding:
         longest = min(map(context_limit, (target.config, *drafter))) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
-        begun = [heldout_prompt(rows[i])[-longest:] for i in range(min(prompts, len(rows)))]
-        return cls(begun, new_tokens, end_tokens(target))
+        prompts_of_rows = [heldout_prompt(rows[i])[-longest:] for i in range(min(prompts, len(rows)))]
+        return cls(prompts_of_rows, new_tokens, end_tokens(target))
 
-    def __call__(self, stack: LayerStack, model: DraftModel) -> Metrics:
+    def __call__(self, stack: LayerStack, model: DraftModel, drafters: Drafters = MappingProxyType({})) -> Metrics:
         """Decode with the target `stack` and drafts by `model`, `WATCHED_DRAFT` tokens a round.
 
+        drafters: by their kind, what is made ready to decode first, and the target with it.
         tau: tokens per target pass, the bonus included.
         accept_<i>: among the rounds that drafted an i-th token, the share in which it was accepted.
         """
+        if drafters:
+            prepare_models(stack, drafters)
         generations = []
         for prompt in counted(self.prompts, "decoding held-out prompts", "prompts"):
             drafter = ModelDrafter(model, Chain(FixedLength(WATCHED_DRAFT)))
@@ -73,31 +78,6 @@ class Decoding:
             generations.append(collect(rounds))
         positions = {f"accept_{row.position}": row.accepted for row in acceptance_by_position(generations)}
         return {"tau": decode_statistics(generations).tau, **positions}
-
-
-class MovedNorms:
-    """norms_moved: the share of a model's trained norms that differ from their start in the dtype they are saved in.
-
-    It warns if no norm has moved: near 1, bfloat16 has steps of 0.8 %. Without trained norms there is no metric.
-    """
-
-    def __init__(self, model: nn.Module, saved_dtype: torch.dtype):
-        self.dtype = saved_dtype
-        self.start = {name: norm.clone() for name, norm in self._norms(model).items()}
-
-    def __call__(self, model: nn.Module, step: int) -> Metrics:
-        if not self.start:
-            return {}
-        trained = self._norms(model)
-        moved = sum(not torch.equal(norm, trained[name]) for name, norm in self.start.items())
-        if not moved:
-            none = f"none of the {len(self.start)} trained norms has moved, rounded to {self.dtype}"
-            warn(f"step {step}: {none}; raise lr or train longer")
-        return {"norms_moved": moved / len(self.start)}
-
-    def _norms(self, model: nn.Module) -> dict[str, Tensor]:
-        trained = trained_parameters(model).items()
-        return {name: p.detach().to(self.dtype) for name, p in trained if p.ndim == 1 and "norm" in name}
 
 
 class HeldOutText:
@@ -120,21 +100,31 @@ class HeldOutText:
             self.acceptances.append(accept)
 
     @torch.no_grad()
-    def judge(self, logits: Logits, states_of: Callable[[Batch], tuple[Tensor, AcceptanceOf | None]]) -> Metrics:
+    def judge(
+        self,
+        logits: Logits,
+        states_of: Callable[[Batch], tuple[Tensor, Tensor | None]],
+        target_logits: Logits | None = None,
+    ) -> Metrics:
         """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
         the same against the target's argmax, if that is known. tau_analytic: the expected τ of sampling along the text
         at temperature 1, if the target's distributions are known. tau_text: τ of greedy drafts if the target had
         written the text.
 
         states_of: a drafter's states [n, d] at the supervised positions of a batch, whose `logits` are its own, and the
-        target's distributions there if they are not stored here.
+        target's there, of `target_logits`, if these are not stored here. A batch may also contain the target's top k.
         """
         guesses, accepted = list[Tensor](), list[Tensor]()
         pairs = list(zip(self.batches, self.acceptances, strict=True))
         for batch, accept in counted(pairs, "judging held-out text", "batches"):
-            states, fallback = states_of(batch)
-            choices, probabilities = argmax_and_acceptance(logits, states, accept or fallback)
+            states, target_states = states_of(batch)
             keep = batch["labels"].to(states.device) != IGNORE
+            if accept is None and target_states is not None:
+                assert target_logits is not None
+                accept = acceptance_by_target(target_logits, target_states)
+            elif accept is None and "tail" in batch:
+                accept = acceptance_by_top_k(*(batch[name].to(states.device)[keep] for name in TOP_K))
+            choices, probabilities = argmax_and_acceptance(logits, states, accept)
             guesses.append(scatter_positions(choices, keep, IGNORE))
             accepted += [] if probabilities is None else [scatter_positions(probabilities, keep, torch.nan)]
         labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
@@ -146,6 +136,11 @@ class HeldOutText:
             if shares and (tau := expected_tau(shares, self.batches)) is not None:
                 metrics[name] = tau
         return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
+
+
+def load_to_decode(target: OpenTarget, device: torch.device, dtype: str = "auto") -> LayerStack:
+    """The whole target in the dtype of this option, for decoding; on a CPU with its weights as they are stored."""
+    return target.stack(dtype=pick_dtype(dtype, target.config, device), device=device, coded=device.type == "cpu")
 
 
 def batches_of(rows: TrainRows, size: int) -> list[Batch]:

@@ -27,7 +27,7 @@ class OnPolicy:
         """Whether optimizer step `step` is one of them: a pure function of seed and step."""
         return Streams(self.seed).of("on_policy", step).random() < self.share
 
-    def continued(
+    def continue_rows(
         self, lm: PreTrainedModel, step: int, input_ids: Tensor, labels: Tensor, positions: Tensor, vocabulary: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows that `lm` samples from its first `vocabulary` tokens, one for each row [B, T]: its ids, labels on the
@@ -41,9 +41,9 @@ class OnPolicy:
         ids, sampled = continue_prefixes(lm, prefixes, numbers.to(input_ids.device), vocabulary)
         lm.train(was_training)
         lengths = [len(prefix) for prefix in prefixes]
-        where = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        documents = (where < torch.tensor(lengths, device=ids.device)[:, None] + self.tokens).long() - 1
-        return ids, own_labels(ids, lengths, sampled, self.eos), where, documents
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        documents = (positions < torch.tensor(lengths, device=ids.device)[:, None] + self.tokens).long() - 1
+        return ids, label_samples(ids, lengths, sampled, self.eos), positions, documents
 
 
 def choose_prefix(
@@ -92,7 +92,7 @@ def continue_prefixes(
     return ids, ids.gather(1, lengths[:, None] + torch.arange(count, device=ids.device))
 
 
-def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
+def label_samples(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
     """Labels [B, T] that supervise the sampled tokens, up to and including the first `eos`; shifted as in rows."""
     labels = torch.full_like(ids, IGNORE)
     ends = (sampled == (IGNORE if eos is None else eos)).long()
@@ -108,7 +108,7 @@ def row_generator(seed: int, step: int, row: Tensor) -> np.random.Generator:
     return Streams(seed).arrays("on_policy", step, content)
 
 
-def kept_depths(keep: float, depths: int, seed: int, step: int, rows: Tensor) -> Tensor:
+def draw_depths(keep: float, depths: int, seed: int, step: int, rows: Tensor) -> Tensor:
     """bool [B, T, depths]: which depths of drafts after each position of rows [B, T] are kept, j with probability
     keep ** j and all before it with it: a function of seed, step and each row's content."""
     drawn = torch.stack([torch.from_numpy(row_generator(seed, step, row).random(rows.shape[1])) for row in rows])

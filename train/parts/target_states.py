@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -29,10 +30,49 @@ from outrider.base.progress import counted
 from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.data_prep.text.rows import PackedRows
-from outrider.train.core.training import Batch
+from outrider.train.core.driver import TrainingRun
+from outrider.train.core.training import Batch, TrainRows
+from outrider.train.parts.drafter import frozen_dtype
+from outrider.train.settings.drafters import Eagle3Config
 
 STATES_FILE, MADE_FROM_FILE, DONE_FILE = "states.bin", "states.json", "states.done"
+FEATURES = "features"  # the folder in out_dir, while a training with features=auto runs
 ROWS_AT_ONCE = 8
+
+
+class ReadsTarget(Protocol):
+    """A student on a whole target. states_of: the target's states [B, T, k + 1, H_t] of a batch of rows."""
+
+    def states_of(self, batch: Batch, /) -> Tensor: ...
+
+
+Reader = TypeVar("Reader", bound=ReadsTarget)
+
+
+def add_states(
+    config: Eagle3Config,
+    rows: PackedRows,
+    row_shape: tuple[int, int, int],
+    made_from: Mapping[str, object],
+    build: Callable[[], Reader],
+    run: TrainingRun,
+) -> tuple[Reader, TrainRows]:
+    """The student that `build` makes, and `rows` with the target's states as `config.features` says, or without them:
+    then the target runs along. row_shape, made_from: see `with_states`."""
+    dtype = frozen_dtype(config.frozen_dtype, run.device)
+    made_from = {**made_from, "frozen_dtype": str(dtype)}
+    if config.features not in (None, "auto"):
+        rows_with_states = with_states(
+            rows, lambda: build().states_of, row_shape, config.features, dtype, made_from, run.state
+        )
+        return build(), rows_with_states
+    student = build()
+    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
+    is_alone = run.state.num_processes == 1 and not sharded  # one process that has all parameters of the target
+    repeats = config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows)
+    if config.features is None or not is_alone or not repeats:
+        return student, rows
+    return student, RowsInTurn(rows, student.states_of, row_shape, run.out_dir / FEATURES, dtype, made_from)
 
 
 @dataclass(frozen=True)
@@ -52,27 +92,27 @@ class RowsWithStates:
 def with_states(
     rows: PackedRows,
     load: Callable[[], Callable[[Batch], Tensor]],
-    item: tuple[int, int, int],
-    where: str,
+    row_shape: tuple[int, int, int],
+    features: str,
     dtype: torch.dtype,
     made_from: Mapping[str, object],
     state: PartialState,
 ) -> RowsWithStates:
-    """`rows` with the target's states, read from the folder `where` after computing the missing ones.
+    """`rows` with the target's states, read from the folder `features` after computing the missing ones.
 
-    dtype: theirs. load: loads the target and returns the function from a batch of rows to states. item: (T, k + 1,
+    dtype: theirs. load: loads the target and returns the function from a batch of rows to states. row_shape: (T, k + 1,
     H_t). made_from: JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space.
     """
-    folder, shape = require_writable(where, "features"), (len(rows), *item)
+    folder, shape = require_writable(features, "features"), (len(rows), *row_shape)
     blocks = -(-len(rows) // ROWS_AT_ONCE)
     identity = {**made_from, "dtype": str(dtype), "shape": list(shape)}
     size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
-        there = from_main(state, lambda: _open(folder, identity, size, blocks))
-        states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
-        if not there:
+        is_complete = from_main(state, lambda: _open(folder, identity, size, blocks))
+        states = torch.from_file(str(folder / STATES_FILE), not is_complete, math.prod(shape), dtype=dtype).view(shape)
+        if not is_complete:
             written = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
             _fill(states, written, rows, load(), state)
             state.wait_for_everyone()
@@ -84,14 +124,14 @@ def with_states(
 class RowsInTurn:
     """`PackedRows` whose items also have states, each made when it is first read, then kept in `folder` in `dtype`.
 
-    The rows alone if all states would take more than half of the free space there, or cannot be kept. item, made_from:
-    as in `with_states`. A killed run finds those that it made. Nothing is written before the first read: another run's
-    states, or a finished run's folder, are not touched by a command that is refused or has nothing to do.
+    The rows alone if all states would take more than half of the free space there, or cannot be kept. row_shape,
+    made_from: as in `with_states`. A killed run finds those that it made. Nothing is written before the first read:
+    another run's states, or a finished run's folder, are not touched by a command that is refused or has nothing to do.
     """
 
     rows: PackedRows
     states_of: Callable[[Batch], Tensor]
-    item: tuple[int, int, int]
+    row_shape: tuple[int, int, int]
     folder: Path
     dtype: torch.dtype
     made_from: Mapping[str, object]
@@ -112,10 +152,10 @@ class RowsInTurn:
     @cached_property
     def _stored(self) -> tuple[Tensor, Tensor] | None:
         """The states of all rows, and which are there, uint8 [rows]."""
-        shape, file = (len(self.rows), *self.item), require_writable(self.folder) / STATES_FILE
+        shape, file = (len(self.rows), *self.row_shape), require_writable(self.folder) / STATES_FILE
         size = math.prod(shape) * self.dtype.itemsize
-        there = file.stat().st_size if file.exists() else 0
-        if 2 * (size - there) > shutil.disk_usage(self.folder).free:
+        stored_size = file.stat().st_size if file.exists() else 0
+        if 2 * (size - stored_size) > shutil.disk_usage(self.folder).free:
             return None
         try:
             _open(self.folder, {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}, size, len(self.rows))
@@ -141,8 +181,8 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     if not changes and states.exists() and states.stat().st_size == size:
         if not written.exists():
             return True
-        there = int(torch.from_file(str(written), False, blocks, dtype=torch.uint8).sum())
-        print(f"features={folder} goes_on_after={there} of {blocks} blocks", flush=True)
+        written_blocks = int(torch.from_file(str(written), False, blocks, dtype=torch.uint8).sum())
+        print(f"features={folder} goes_on_after={written_blocks} of {blocks} blocks", flush=True)
         return False
     print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
     states.unlink(missing_ok=True)
@@ -169,8 +209,8 @@ def _fill(
 ) -> None:
     """Compute this process's share of the blocks, except those that are `written`, uint8 [blocks]."""
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
-    missing = [begin for begin in shares if not written[begin // ROWS_AT_ONCE]]
-    for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
+    missing_blocks = [begin for begin in shares if not written[begin // ROWS_AT_ONCE]]
+    for begin in counted(missing_blocks, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         states[chosen.start : chosen.stop] = states_of(default_collate([rows[index] for index in chosen])).cpu()
         written[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed

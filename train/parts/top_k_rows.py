@@ -24,6 +24,8 @@ from outrider.draft_models.targets.vocabulary import KWARGS, require_rows, with_
 from outrider.inference.batch.directory import Response, read_shard, top_k_documents
 from outrider.inference.batch.tasks import TopK
 
+TOP_K = ("top_ids", "top_logprobs", "tail")  # of a row, what of the target's distribution it has
+
 
 class TopKRows:
     """Rows like those of `data_prep.text.rows`, in memory (about 6·k bytes a token), with a distribution per label.

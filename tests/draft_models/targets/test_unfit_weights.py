@@ -35,8 +35,8 @@ from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.inference.batch.responder import load_target
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.loading.models import load_plain, load_stack
+from outrider.train.parts.initial_lm import start_lm
 from outrider.train.settings.drafters import DrafterConfig
-from outrider.train.students.small_lm import start_lm
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
 from tests.pairwise import each_value
 from tests.refusals import refusal

@@ -23,7 +23,7 @@ from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, Smal
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import Chain, make_tree
 from outrider.inference.stopping.interface import FixedLength
-from outrider.train.parts.capture import Drafting, Text, capture
+from outrider.train.parts.capture import Drafting, TextToContinue, capture
 from outrider.train.parts.heldout import Decoding
 from tests.faults import plant
 from tests.known_targets import PROMPT, Target, targets
@@ -106,7 +106,7 @@ def test_no_draft_is_deeper_than_its_pass(make: Callable[..., Target]) -> None:
     target, small = make("qwen3"), make("qwen3").small("small_lm")
     with patch.multiple(small.config, create=True, pard_token=MASK, parallel_tokens=2):
         captured = capture(
-            Drafting(partial(speculative, target.stack), lambda: draft_model_of(small), 14, 6), Text(PROMPT)
+            Drafting(partial(speculative, target.stack), lambda: draft_model_of(small), 14, 6), TextToContinue(PROMPT)
         )
         found = Decoding([PROMPT], 14, ())(target.stack, draft_model_of(small))
     assert captured["position"].max() == 2

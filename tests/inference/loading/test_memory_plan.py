@@ -23,11 +23,10 @@ from outrider.inference.loading.memory_plan import Storage, cache_bytes, pass_by
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.optimizers import build_optimizer
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
+from outrider.train.eagle3 import train_eagle3
+from outrider.train.eesd import EarlyExitStudent, empty_student, plan_memory, train_early_exit
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.early_exit import empty_exit, exit_plan
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, random_prompt, save_exit, save_target
@@ -47,7 +46,7 @@ def llama_2(size: int = 70, **changes: Any) -> LlamaConfig:
 
 def held(config: EesdConfig, target: LlamaConfig, exit_layer: int) -> dict[str, int]:
     """The bytes of a training, by purpose."""
-    parts = exit_plan(replace(config, exit_layer=exit_layer), target).held
+    parts = plan_memory(replace(config, exit_layer=exit_layer), target).held
     return {one.purpose: one.size for one in parts}
 
 
@@ -159,7 +158,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     """The plan of `config` for the target in `path` is what is read, trained and held after a step of training."""
     target, files = load_config(str(path)), open_tensors(str(path))
     config = replace(config, exit_layer=2)
-    planned, read = empty_exit(config, target)
+    planned, read = empty_student(config, target)
     layers = range(target.num_hidden_layers) if config.online else exit_layers(target, 2)
     model = load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype))
     assert files.bytes_read == 4 * read
@@ -172,7 +171,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     gradients = [p.grad for p in learned if p.grad is not None]
     moments = [m for state in optimizer.state.values() for m in state.values() if torch.is_tensor(m) and m.ndim]
     assert [p.shape for p in planned.parameters()] == [p.shape for p in student.parameters()]
-    frozen, state, *_ = (one.size for one in exit_plan(config, target).held)
+    frozen, state, *_ = (one.size for one in plan_memory(config, target).held)
     assert frozen == sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     unused = sum(p.numel() for p in learned if p.grad is None)  # biases of routers, which choose but do not weigh
     assert unused < 1e-3 * sum(p.numel() for p in learned)

@@ -13,8 +13,8 @@ from outrider.inference.evaluate.engine import measure_engine
 from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, why_not
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
+from outrider.train.eagle3 import train_eagle3
 from outrider.train.export import export_drafter
-from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.settings.export import ExportConfig
 from outrider.train.settings.fit import FitConfig

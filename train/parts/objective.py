@@ -1,0 +1,60 @@
+"""The objectives of drafters: the loss of predictions, and rows with what it compares them with."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import Tensor
+
+from outrider.data_prep.text.rows import PackedRows, load_rows
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.draft_vocabulary import draft_indices
+from outrider.draft_models.losses import (
+    PLAIN,
+    LogitRule,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_topk_divergence,
+)
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.train.parts.top_k_rows import TOP_K, TopKRows, load_top_k_rows
+from outrider.train.settings.drafters import EesdConfig, FinetuneConfig
+
+Product = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are states · matrixᵀ
+
+
+def load_taught_rows(
+    config: EesdConfig | FinetuneConfig, target: OpenTarget, split: Split, max_rows: int | None = None
+) -> PackedRows | TopKRows:
+    """The first rows of a split of `config.data`; with teacher=cached they contain the target's top k."""
+    load = load_top_k_rows if config.teacher == "cached" else load_rows
+    return load(config.data, target.tokenizer, config.seq_len, split, max_rows=max_rows)
+
+
+def draft_loss(
+    objective: str,
+    drafter: Product,
+    labels: Tensor,
+    tokens: Tensor | None,
+    vocabulary: int,
+    *,
+    rule: LogitRule,
+    target: Product | None = None,
+    target_rule: LogitRule = PLAIN,
+    top_k: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Tensor:
+    """The loss of a drafter's predictions, summed over the positions whose label is not IGNORE.
+
+    cross_entropy: on `labels` [...], token ids. Another objective is a divergence from the logits of the `target`, or
+    else from its cached top k: top_ids, top_logprobs [..., k] and tail [...] (see `TopKRows`).
+    tokens [k]: the draft vocabulary, part of the target's `vocabulary`; None: all. rule, target_rule: from products to
+    logits.
+    """
+    if objective == "cross_entropy":
+        return linear_cross_entropy(*drafter, draft_indices(labels, tokens, vocabulary), rule=rule)
+    if target is not None:
+        return linear_divergence(
+            *drafter, *target, labels, objective, rule=rule, target_rule=target_rule, tokens=tokens
+        )
+    ids, logprobs, tail = (top_k[name] for name in TOP_K)
+    ids = draft_indices(ids, tokens, vocabulary)
+    return linear_topk_divergence(*drafter, ids, logprobs, tail, labels, objective, rule=rule)

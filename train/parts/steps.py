@@ -1,0 +1,53 @@
+"""The steps of EAGLE-3's training-time test on packed rows: what each step predicts, and at which positions."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.attention import packed_band
+from outrider.draft_models.targets.target import Band
+
+NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
+
+
+def loss_mask_per_step(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
+    """bool [B, T, steps]: whether there is something to predict at a position i of packed rows [B, T] in step t: a
+    label at position i + 1 + t of its document."""
+
+    def ahead(values: Tensor, beyond: int) -> Tensor:
+        return F.pad(values, (0, steps), value=beyond).unfold(1, steps + 1, 1)[..., 1:]  # [B, T, steps]
+
+    return (ahead(labels, IGNORE) != IGNORE) & (ahead(documents, -2) == documents[..., None])
+
+
+def positions_to_run(needed: Tensor) -> Tensor | None:
+    """The flat indices [B, N] of the needed positions, bool [B, T], and of more in rows with fewer; None: all."""
+    most, length = max(1, int(needed.sum(1).max())), needed.shape[1]
+    if most > NEARLY_ALL * length:
+        return None
+    row_starts = length * torch.arange(len(needed), device=needed.device)[:, None]  # [B, 1]
+    return row_starts + needed.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesAt(Band):
+    """The mask of the queries at the positions `last` [B, N] of packed rows. A block also says where its keys end."""
+
+    last: Tensor
+
+    @classmethod
+    def of(cls, band: Band, documents: Tensor, positions: Tensor) -> Self:
+        """Those at `positions` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
+        first, (parts,) = band.first.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
+        lows, highs = first.amin(0).tolist(), positions.amax(0).tolist()
+        blocks = [(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, _ in parts]
+        return cls(first, (tuple(blocks),), last=positions)
+
+    def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
+        keys = torch.arange(start, more[0], device=self.last.device)
+        seen = (keys >= self.first[:, begin:end, None]) & (keys <= self.last[:, begin:end, None])
+        return F.pad(seen[:, None], (self.front, 0), value=True)
