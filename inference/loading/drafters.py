@@ -10,7 +10,7 @@ from outrider.draft_models.targets.open_target import position_limit
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.loading.target_setup import TargetSetup
-from outrider.inference.settings.evaluate import DraftingConfig
+from outrider.inference.settings.evaluate import Drafting
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, number
 from outrider.inference.shapes.shapes import find_shape
@@ -19,7 +19,7 @@ from outrider.inference.sizing.policy import Tuning
 Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
 
 
-def load_drafters(config: DraftingConfig, target: Any, **tensor_options: Unpack[ModelOptions]) -> Drafters:
+def load_drafters(config: Drafting, target: Any, **tensor_options: Unpack[ModelOptions]) -> Drafters:
     """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:

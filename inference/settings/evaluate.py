@@ -48,19 +48,14 @@ Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftingConfig(Settings):
-    """Methods, and the paths of drafters that can be loaded without a target."""
+class Drafting:
+    """What the settings of all commands with methods say of drafters. The options stand in each class of settings."""
 
-    table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
-    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
-    drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
-    methods: dict[str, MethodConfig] = field(default_factory=dict)
-    """the ways of decoding, by name; method=[…] chooses presets"""
+    drafters: dict[str, AnyDrafter]
+    methods: dict[str, MethodConfig]
 
-    def __post_init__(self) -> None:
-        """Check that each kind that a method uses is given, and that every given kind is known."""
-        super().__post_init__()
+    def check_drafters(self) -> None:
+        """Raise `UserError` unless each kind that a method uses is given, and every given kind is known."""
         self._check_methods()
         for kind in KINDS.values():
             using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
@@ -104,9 +99,14 @@ class DraftingConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingConfig(DraftingConfig):
+class DecodingConfig(Drafting, Settings):
     """A target, its drafters, and how they decode."""
 
+    table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
+    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
+    drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
+    methods: dict[str, MethodConfig] = field(default_factory=dict)
+    """the ways of decoding, by name; method=[…] chooses presets"""
     checkpoint: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT.name, any_kind=True))
     """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head or n-gram table"""
     small_lm: Model | None = opt(
@@ -133,6 +133,7 @@ class DecodingConfig(DraftingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_drafters()
         for kind in KINDS.values():
             once = kind != self.held or super().where(kind) in (None, self.checkpoint)
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
@@ -222,12 +223,16 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig(DraftingConfig):
+class ReplayConfig(Drafting, Settings):
     """replay: the exact τ of drafters that read tokens only, from recorded greedy answers, without a target."""
 
-    transcripts: Annotated[str, RecordFile("a file of recorded answers")] = free(
-        help="the recorded answers to `prompts`"
-    )
+    table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
+    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
+    drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
+    methods: dict[str, MethodConfig] = field(default_factory=dict)
+    """the ways of decoding, by name; method=[…] chooses presets"""
+    transcripts: Annotated[str, RecordFile("a file of recorded answers")] = free()
+    """the recorded answers to `prompts`"""
     tokenizer: Tokenizer = free()
     """the target's: a Hugging Face directory or a SentencePiece .model"""
     prompts: PromptSource = free(help="the questions, a JSONL, JSON or parquet file or a benchmark's name")
@@ -236,6 +241,10 @@ class ReplayConfig(DraftingConfig):
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     seed: int = opt(0, "of what searches draw")
     out_dir: str = free("runs/replay", "where report.md and report.json go")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_drafters()
 
     def _check_methods(self) -> None:
         for name, method in self.methods.items():

@@ -119,6 +119,16 @@ def test_where_and_how_often_a_command_runs_decides_nothing(command: str) -> Non
     assert not any(key.split(".")[-1] in ("seed", "lr", "objective", "temperature") for key in free)
 
 
+def depth(kind: type) -> int:
+    return 1 + max((depth(base) for base in kind.__bases__ if issubclass(base, Settings)), default=0)
+
+
+def test_settings_are_three_classes_deep() -> None:
+    """`Settings`, a base or mixins, the command's own; measure-engine has those of evaluate-checkpoint and more."""
+    deep = {name: depth(command.load_settings()) for name, command in LISTED.items()}
+    assert {name for name, count in deep.items() if count > 3} == {"measure_engine"}
+
+
 def settings_in(value: Any) -> Iterator[Settings]:
     """All settings in `value`, itself too."""
     if isinstance(value, Settings):
