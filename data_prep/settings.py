@@ -60,9 +60,8 @@ class PromptsConfig(RunConfig):
     target: Model | None = free(None)
     """model directory, GGUF file or Hub name of the model that writes prompts: users' turns by its chat template, or
     without one the beginnings of documents"""
-    revision: Annotated[str | None, only(file=None)] = free(
-        None, "of the target on the Hub: branch, tag or commit", debug=None
-    )
+    revision: Annotated[str | None, only(file=None)] = free(None, debug=None)
+    """of the target on the Hub: branch, tag or commit"""
     file: PromptFile | None = opt(None, "your own prompts instead, or a benchmark's by name, split the same way")
     template: Annotated[PromptTemplate, only(file=None)] = "auto"
     """auto: the tokenizer's own, or none if it has none; none: the beginnings of documents, after the BOS token"""

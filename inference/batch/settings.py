@@ -40,9 +40,8 @@ class GenerateConfig(Rehearsed, RunConfig):
     batch_size: Count = free(32, "prompts decoded together by one process", debug=8)
     smallest_batch: Count | None = free(None)
     """prompts with which a batch goes on, the others left for later, where minutes= would not hold it; null: all"""
-    shard_size: Count = free(
-        512, "prompts in one file; a killed process repeats at most shard_size + batch_size - 1", debug=8
-    )
+    shard_size: Count = free(512, debug=8)
+    """prompts in one file; a killed process repeats at most shard_size + batch_size - 1"""
     dtype: RunDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
     minutes: Positive | None = free(None, debug=None)
@@ -52,9 +51,8 @@ class GenerateConfig(Rehearsed, RunConfig):
     server_model: str | None = opt(None, "the target's name there; null: the first one that it lists", debug=None)
     concurrency: Count = free(16, "requests to the server at a time, batch_size at most", debug=DEFAULT)
     server_timeout: Positive = free(600.0, "seconds that the server may take for one request", debug=DEFAULT)
-    server_retries: NotNegative = free(
-        5, "retries of a failed request, after 1, 2, 4, … 60 s, or as the server says", debug=DEFAULT
-    )
+    server_retries: NotNegative = free(5, debug=DEFAULT)
+    """retries of a failed request, after 1, 2, 4, … 60 s, or as the server says"""
     device_map: str | None = free(None, "auto spreads a large target over all GPUs of one process", debug=None)
     plan: bool = free(False)
     """only print the number of prompts, the most tokens and memory that they take, and what ends the run; needs no

@@ -3,7 +3,7 @@
 What becomes small is said by the marks of the options (`debug=` of `outrider.base.settings.opt`).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -73,7 +73,7 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """
-    changes, replacements = dict[str, Any](), dict[str, object]()
+    changes, replacements = dict[str, object](), dict[str, object]()
     for option in fields(config):
         name, value = option.name, getattr(config, option.name)
         mark = option.metadata.get("debug")
@@ -85,17 +85,14 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
             if value is not None and not (models is None and mark.name == TARGET):
                 changes[name] = _tiny_model(mark, value, models) if models else None
                 replacements |= {} if models else mark.without
-        elif mark is None and isinstance(value, Mapping) and name == "methods":
-            changes[name] = {key: shrink(method, folder, models) for key, method in value.items()}
         elif mark is None and isinstance(value, Settings):
             changes[name] = shrink(value, folder, models)
         else:
             changes[name] = debug_value(option, value, step=models is None)
-    if isinstance(config, EvaluateConfig) and models is None:
+    if isinstance(config, EvaluateConfig):
         removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
-        changes["methods"] = {
-            name: method for name, method in changes["methods"].items() if method.source not in removed
-        }
+        methods = {name: method for name, method in config.methods.items() if models or method.source not in removed}
+        changes["methods"] = {name: shrink(method, folder, models) for name, method in methods.items()}
     return replace(config, **changes | replacements)
 
 

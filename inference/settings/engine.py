@@ -4,7 +4,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from outrider.base.errors import require
 from outrider.base.settings import Count, Url, free, only, require_default
@@ -81,7 +81,7 @@ class EngineConfig(EvaluateConfig):
     server_model: str | None = free(None, "with engine=URL: the target's name there; null: the first one that it lists")
     engine_python: Annotated[EnginePython | None, _SERVED] = free(None)
     """directory of the engine's environment, or its Python; null: the one that runs this"""
-    engine_options: Annotated[dict[str, Any], _SERVED] = free(factory=dict)
+    engine_options: Annotated[dict[str, object], _SERVED] = free(factory=dict)
     """of the engine itself, as +engine_options.NAME=VALUE"""
     concurrency: tuple[Count, ...] = free((1,), "requests to the engine at a time, one measurement for each")
     draft_tokens: tuple[Count, ...] = ()

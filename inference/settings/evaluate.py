@@ -109,21 +109,18 @@ class DecodingConfig(Drafting, Settings):
     """the ways of decoding, by name; method=[…] chooses presets"""
     checkpoint: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT.name, any_kind=True))
     """directory of a drafter of any kind: early exit, small LM, EAGLE-3 head or n-gram table"""
-    small_lm: Model | None = opt(
-        None, "causal LM, as `target`, for methods with source=small_lm", debug=TinyModel(SMALL_LM)
-    )
-    eagle3: Head | None = opt(
-        None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3", debug=TinyModel(EAGLE3.name)
-    )
+    small_lm: Model | None = opt(None, debug=TinyModel(SMALL_LM))
+    """causal LM, as `target`, for methods with source=small_lm"""
+    eagle3: Head | None = opt(None, debug=TinyModel(EAGLE3.name))
+    """EAGLE-3 head, a directory or Hub name, for methods with source=eagle3"""
     target: Model | None = opt(None, debug=TinyModel(TARGET))
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit", debug=None)
     template: PromptTemplate = "auto"
     """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; none:
     bare text. Any other template than the drafters' is refused"""
-    chat_template_kwargs: TemplateArguments = opt(
-        factory=dict, help="what the chat template reads besides, by name", debug=DEFAULT
-    )
+    chat_template_kwargs: TemplateArguments = opt(factory=dict, debug=DEFAULT)
+    """what the chat template reads besides, by name"""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     dtype: DecodeDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the

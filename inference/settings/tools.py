@@ -27,9 +27,8 @@ class ServeConfig(DecodingConfig):
     max_new_tokens: Count = opt(512, "most tokens of an answer, if the request states no limit")
     batch: Count = opt(8, "texts that are decoded at once")
     queue: Annotated[int, Ge(0)] = opt(64, "texts that may wait meanwhile; requests for more get status 429")
-    cache_bytes: Count | None = opt(
-        None, "of the KV caches of all texts, which wait for it; null: half of the free memory"
-    )
+    cache_bytes: Count | None = opt(None)
+    """of the KV caches of all texts, which wait for it; null: half of the free memory"""
     context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the models' context")
     max_bytes: Count = opt(2**22, "of a request")
     timeout: Positive = opt(600.0, "seconds that a request may take, waiting included")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
@@ -57,7 +58,7 @@ class KeyOf:
     def __get_pydantic_core_schema__(self, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(kind))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "enum": [*self.table]}
 
     def _checked(self, value: str) -> str:
@@ -72,7 +73,7 @@ class Only:
 
     options: tuple[tuple[str, tuple[object, ...]], ...]
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), READ_WITH: self.options}
 
 
@@ -135,7 +136,7 @@ def if_given(value: object) -> Callable[[object], object]:
     return lambda current: None if current is None else value
 
 
-_type_hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
+_type_hints: Callable[[object], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
 
 
 def field_types(kind: Any) -> dict[str, object]:
@@ -167,7 +168,7 @@ class Settings:
         return core_schema.no_info_after_validator_function(_check, schema)
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The JSON schema of pydantic, with the docstrings of inherited fields too."""
         shape = handler(schema)
         fields = handler.resolve_ref_schema(shape)["properties"]
@@ -204,7 +205,7 @@ class Settings:
                     for input_path in paths:
                         constraint.require(key, input_path)
 
-    def deciding(self) -> dict[str, Any]:
+    def deciding(self) -> dict[str, object]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
         deciding = {}
         for field in dataclasses.fields(self):

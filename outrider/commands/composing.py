@@ -98,8 +98,7 @@ def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
 
     groups: the groups of the command, for suggestions.
     """
-    kind: typing.Any = schema
-    path = ""
+    kind, path = typing.cast(object, schema), ""
     for part in key.split("."):
         path = f"{path}.{part}" if path else part
         if kind in (typing.Any, object):
@@ -111,7 +110,7 @@ def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
     return kind
 
 
-def _member_type(kind: typing.Any) -> object:
+def _member_type(kind: object) -> object:
     """The type of the values of a mapping; None for another type."""
     plain = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
     return typing.get_args(plain)[1] if typing.get_origin(plain) is dict else None
@@ -132,16 +131,16 @@ def _check_choice(override: Override) -> None:
     group, value = override.key_or_group, override.value()
     if override.is_delete() or (override.is_sweep_override() and not isinstance(value, ChoiceSweep)):
         return
-    choices = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
     files = sorted((CONF_DIR / group).rglob("*.yaml"))
-    known = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
-    for choice in choices:
+    choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
+    for choice in names:
         name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]
         if group == "method" and choice == name and "/" in name:
             folder, _, last = f"method/{name}".rpartition("/")
             ConfigStore.instance().store(last, settings_of(name), folder, package=f"methods.{known_as(name)}")
-        elif choice not in known:
-            hint = f"{did_you_mean(name, known) or '.'} There are {listed(known)}; see --help"
+        elif choice not in choices:
+            hint = f"{did_you_mean(name, choices) or '.'} There are {listed(choices)}; see --help"
             raise UserError(no_such_method(name) if group == "method" else f"{group}={name}: no such choice{hint}")
 
 

@@ -49,12 +49,10 @@ class DrafterTraining(Settings):
     draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all", debug=64)
     seq_len: Width = opt(2048, "tokens of a row", debug=64, step_debug=1024)
     minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`", debug=None)
-    decode_prompts: Count = opt(
-        16, "held-out prompts that give eval_tau, which chooses the drafter", debug=2, decides="decode_prompts"
-    )
-    decode_tokens: Annotated[int, Ge(2)] = opt(
-        64, "new ones of each of those prompts; the first is the prefill's", debug=8, decides="decode_prompts"
-    )
+    decode_prompts: Count = opt(16, debug=2, decides="decode_prompts")
+    """held-out prompts that give eval_tau, which chooses the drafter"""
+    decode_tokens: Annotated[int, Ge(2)] = opt(64, debug=8, decides="decode_prompts")
+    """new ones of each of those prompts; the first is the prefill's"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,15 +97,13 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
-    target: Model = free(
-        help="model directory, GGUF file or Hub name; only the layers needed are read", debug=TinyModel(TARGET)
-    )
+    target: Model = free(debug=TinyModel(TARGET))
+    """model directory, GGUF file or Hub name; only the layers needed are read"""
     start: DrafterFolder | None = opt(None, debug=TinyModel(EARLY_EXIT))
     """an early exit of this target to continue training, for example on more data; null: a new one, which begins as the
     target's last layer, norm and head"""
-    exit_layer: Annotated[Count | None, _NEW] = opt(
-        None, "N, the target layers under the exit; null: 8 % of them", debug=1
-    )
+    exit_layer: Annotated[Count | None, _NEW] = opt(None, debug=1)
+    """N, the target layers under the exit; null: 8 % of them"""
     exit_depth: Annotated[Count, _NEW] = opt(1, "transformer layers of the exit")
     train_head: Annotated[bool, _NEW] = True
     """train a head of its own; false: share the target's, recommended for a large vocabulary"""
@@ -184,9 +180,8 @@ class CalibrateConfig(Rehearsed, RunConfig):
 class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
-    path: Model | None = opt(
-        None, "model directory, GGUF file or Hub name", debug=TinyModel(SMALL_LM, without={"layers": 1, **TINY_SHAPE})
-    )
+    path: Model | None = opt(None, debug=TinyModel(SMALL_LM, without={"layers": 1, **TINY_SHAPE}))
+    """model directory, GGUF file or Hub name"""
     revision: str | None = opt(None, "of that model on the Hub", debug=None)
     layers: Count | None = opt(None, "of a new drafter, instead of `path`", debug=3)
     hidden: Count | None = opt(None, "width", debug=if_given(TINY_SHAPE["hidden"]))
@@ -262,16 +257,14 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
     """an EAGLE-3 head to continue training, a directory or Hub name; null: a new one with random weights, except that
     its logits' matrix begins as the target's"""
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
-    reading: ReadingChanges = opt(
-        factory=ReadingChanges, help="corrections of the config.json of the head in `start`", debug=DEFAULT
-    )
+    reading: ReadingChanges = opt(factory=ReadingChanges, debug=DEFAULT)
+    """corrections of the config.json of the head in `start`"""
     version: Annotated[Literal["3", "3.1"], BeforeValidator(str), _NEW] = "3.1"  # YAML reads numbers
     """3.1: norms each tap and each step's output; 3: neither, as first published"""
     taps: Annotated[tuple[NotNegative, ...], _NEW] = opt((), debug=())
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
-    intermediate: Annotated[Count | None, _NEW] = opt(
-        None, "width inside its MLP; null: the target's", debug=if_given(TINY_SHAPE["intermediate"])
-    )
+    intermediate: Annotated[Count | None, _NEW] = opt(None, debug=if_given(TINY_SHAPE["intermediate"]))
+    """width inside its MLP; null: the target's"""
     draft_vocabulary: Annotated[Count | None, _NEW] = opt(None, debug=64)
     """tokens that it predicts, the text's most frequent; null: all"""
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")

@@ -22,9 +22,8 @@ class FitConfig(Settings):
     steps: Count | None = opt(None, "optimizer steps, or:", debug=always(2))
     epochs: Positive | None = opt(None, "passes over the rows; one of the two is null", debug=None)
     batch_rows: Count = opt(64, "rows in one optimizer step, over all processes", step_debug=4)
-    micro_batch_rows: Count | None = free(
-        None, "rows in one forward of one process; null: batch_rows / processes", step_debug=4
-    )
+    micro_batch_rows: Count | None = free(None, step_debug=4)
+    """rows in one forward of one process; null: batch_rows / processes"""
     optimizer: Literal["adamw", "muon"] = opt("adamw", "muon is for the layers' matrices")
     lr: Positive = opt(1e-3, "the highest learning rate")
     muon_lr: Positive = opt(0.02, "optimizer=muon: the layers' matrices; everything else is AdamW at `lr`")

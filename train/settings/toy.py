@@ -34,12 +34,10 @@ class ToyTargetConfig(RunConfig):
     tied: bool = opt(False, "one matrix for embedding and head")
     seq_len: Width = opt(256, "tokens of a row", debug=64)
     max_positions: Count = opt(2048, "the context that the model says it has")
-    minutes: Positive | None = opt(
-        None, "the number of steps is what fits into this time here, at most `fit.steps`", debug=None
-    )
-    eval_rows: NotNegative = free(
-        200, "held-out rows of seq_len tokens that give the final bits per byte; 0: all", debug=4
-    )
+    minutes: Positive | None = opt(None, debug=None)
+    """the number of steps is what fits into this time here, at most `fit.steps`"""
+    eval_rows: NotNegative = free(200, debug=4)
+    """held-out rows of seq_len tokens that give the final bits per byte; 0: all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
