@@ -30,7 +30,7 @@ from outrider.draft_models.card import CARD_FILE, TITLE
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta, write_meta
 from outrider.draft_models.formats.save_model import save_parts
-from outrider.draft_models.formats.torch_files import read_with_digest
+from outrider.draft_models.formats.stored_tensors import read_with_digest
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.model_files import load_causal_lm

@@ -24,9 +24,10 @@ from outrider.base.progress import Stage
 from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished, require_free
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.draft_models.formats.convert import content_key, fetch_folder, find_original, write_safetensors
+from outrider.draft_models.formats.folder_model import FolderModel, Original
 from outrider.draft_models.formats.gguf_model import load_package
 from outrider.draft_models.formats.model_name import model_name, write_name
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, shrunk
 

@@ -11,7 +11,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import digest_of, read_mapping, write_atomically, write_json
 from outrider.base.words import in_shell, option
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.draft_models.formats.torch_files import read_with_digest
+from outrider.draft_models.formats.stored_tensors import read_with_digest
 from outrider.draft_models.targets.fingerprint import model_differences, model_identity
 from outrider.draft_models.targets.tensor_files import TensorFiles
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_atomically
-from outrider.draft_models.formats.torch_files import naming_unreadable, read_with_digest
+from outrider.draft_models.formats.stored_tensors import naming_unreadable, read_with_digest
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, require_tokens, widen_rows
 from outrider.draft_models.targets.settings import SMALL_LM

@@ -116,7 +116,7 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers
     for prompt in prompts:
         question, template = prompt.messages(prompt.turns[:1]), config.template if prompt.chat else "none"
         where = f"prompt {prompt.id}"
-        rendered.append(render_prompt(question, tokenizer, template, most=answers.context, where=where))
+        rendered.append(render_prompt(question, tokenizer, template, context=answers.context, where=where))
     require_fits(prompts, rendered, answers.context - answers.longest_text)
 
 

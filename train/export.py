@@ -29,7 +29,7 @@ from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, sav
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
-from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
 from outrider.draft_models.small_lm.model import load_whole_lm, pass_tokens_of

@@ -43,7 +43,7 @@ def render_prompt(
     template: str = "auto",
     option: str = "template",
     answer_ids: Sequence[Sequence[int]] = (),
-    most: int | None = None,
+    context: int | None = None,
     where: str = "prompt",
 ) -> list[int]:
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
@@ -53,7 +53,7 @@ def render_prompt(
     completion). option: its name, for errors. BOS is prepended exactly once if the tokenizer adds one; a chat template
     writes its own.
     answer_ids: the recorded ids of the answers in `turns`, in order; empty if unknown. The prompt has these ids as long
-    as its text equals the text of the same prompt and answers. most: the context, see `ids_within`.
+    as its text equals the text of the same prompt and answers. context: the context, see `ids_within`.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
     `UnusableTextError`, naming `where`, if the template refuses the turns or a token has no row in the model.
@@ -69,19 +69,19 @@ def render_prompt(
     prefixes: list[list[int]] = []
     for index, ids in zip(answers, answer_ids, strict=False):
         if ids and index:
-            before = _render_ids(messages[:index], tokenizer, template, option, most, where)
+            before = _render_ids(messages[:index], tokenizer, template, option, context, where)
             prefixes.append([*replace_prefix(before, prefixes, tokenizer), *ids])
-    rendered = replace_prefix(_render_ids(messages, tokenizer, template, option, most, where), prefixes, tokenizer)
+    rendered = replace_prefix(_render_ids(messages, tokenizer, template, option, context, where), prefixes, tokenizer)
     require_rows(rendered, tokenizer, where)
     return rendered
 
 
 def _render_ids(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, option: str = TEMPLATE,
-    most: int | None = None, where: str = "prompt",
+    context: int | None = None, where: str = "prompt",
 ) -> list[int]:  # fmt: skip
     """Token ids of messages, and of the opening of an answer if the last is the user's."""
-    ids = ids_within(render_text(messages, tokenizer, template, where, option), tokenizer, most)
+    ids = ids_within(render_text(messages, tokenizer, template, where, option), tokenizer, context)
     return prepend_bos(ids, tokenizer) if template in ("vicuna", "none") else ids
 
 
@@ -132,18 +132,18 @@ def around_question(
     return ids, after.strip().partition("\n")[0]
 
 
-def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
-    """The token ids of `text`, or more than `most` ids of its beginning if it has more than `most` tokens.
+def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[int]:
+    """The token ids of `text`, or more than `context` ids of its beginning if it has more than `context` tokens.
 
-    So the work for a text that exceeds every context is bounded. The beginning has more than twice `most` tokens: only
-    a few ids at its cut may differ from those of the whole text.
+    So the work for a text that exceeds every context is bounded. The beginning has more than twice `context` tokens:
+    only a few ids at its cut may differ from those of the whole text.
     Raises `UserError` for a lone surrogate.
     """
     require_encodable(text, "the prompt or text")
-    size = len(text) if most is None else _CHARS_A_TOKEN * most
+    size = len(text) if context is None else _CHARS_A_TOKEN * context
     while True:
         ids: list[int] = list(tokenize(tokenizer, [text[:size]])["input_ids"][0])
-        if size >= len(text) or (most is not None and len(ids) > 2 * most):
+        if size >= len(text) or (context is not None and len(ids) > 2 * context):
             return ids
         size *= 4
 

@@ -150,11 +150,11 @@ def _encode_answers(
         ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
         return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), whole=False)]
     reads, bos = list[TokenisedText](), template != "tokenizer"  # a chat template writes it
-    for answer, (prompt, alone) in zip(answers, encoded, strict=True):
+    for answer, (prompt, separate_ids) in zip(answers, encoded, strict=True):
         prompt = replace_prefix(
             prepend_bos(prompt, tokenizer) if bos else prompt, [read.ids for read in reads], tokenizer
         )
-        ids = _answer_ids(prompt, answer.text, alone, tokenizer)
+        ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
             raise UnusableTextError(
                 f"{record['id']}: {tokenizer_name(tokenizer)} writes no such answer after its prompt"
@@ -168,15 +168,17 @@ def _encode_answers(
     ]
 
 
-def _answer_ids(prompt: list[int], answer: str, alone: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `answer` after those of its prompt; [] if there are none. alone: its ids as a text of its own.
+def _answer_ids(
+    prompt: list[int], answer: str, separate_ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """The ids of `answer` after those of its prompt; [] if there are none. separate_ids: its ids as a text of its own.
 
     Some tokenizers put a space before every text, so the answer is also tokenised after a character of its own.
     """
     last, options = prompt[-8:], {"clean_up_tokenization_spaces": False}
     expected = str(tokenizer.decode(last, **options)) + answer
     for lead in ("", "\n", "."):
-        before, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], alone)
+        before, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], separate_ids)
         ids = ids[len(before) :] if ids[: len(before)] == before else []
         if tokenizer.decode([*last, *ids], **options) == expected:
             return list(ids)

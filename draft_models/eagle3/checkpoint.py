@@ -30,10 +30,11 @@ from outrider.draft_models.eagle3.dialects import (
 )
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import Reading, apply_changes, require_fitting_target
+from outrider.draft_models.formats.folder_model import require_weights
 from outrider.draft_models.formats.gguf_file import MetadataValue
 from outrider.draft_models.formats.gguf_model import tensor_names
 from outrider.draft_models.formats.gguf_write import require_gguf, write_file
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, require_weights
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.settings import Dialect, ExportDialect, ReadingChanges, WrittenDialect
 from outrider.draft_models.targets.stack import LayerStack

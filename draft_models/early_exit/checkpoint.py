@@ -32,7 +32,7 @@ from outrider.base.settings import Count, construct
 from outrider.base.words import listed
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
-from outrider.draft_models.formats.torch_files import read_with_digest
+from outrider.draft_models.formats.stored_tensors import read_with_digest
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from outrider.draft_models.targets.open_target import OpenTarget
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
-FORMAT = 2  # format 1 has no seal
+FORMAT = 2
 
 
 PassTokens = Annotated[int, Ge(2), Le(2**10)]
@@ -142,13 +142,13 @@ def read_meta(path: Path | str) -> DrafterMeta:
         raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (outrider eesd)")
     what, remedy = "drafter description", "restore it, or train the drafter again"
     values = read_mapping(file, what, remedy)
-    if values.get("format", FORMAT) not in (1, FORMAT):
+    if values.get("format", FORMAT) != FORMAT:
         raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
     try:
         meta = construct(DrafterMeta, values)
     except UserError as error:
         raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
-    if meta.format == FORMAT and meta.sealed != digest_of_meta(values):
+    if meta.sealed != digest_of_meta(values):
         raise UserError(f"{file}: altered after it was written (sealed={meta.sealed!r} is not its digest); {remedy}")
     return meta
 

@@ -22,23 +22,21 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save
 from transformers.utils import cached_file, has_file
 
-from outrider.base.errors import UserError, reason, warn
+from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
 from outrider.base.progress import Stage, counted
+from outrider.draft_models.formats.folder_model import FolderModel, Original, is_quantised
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
 from outrider.draft_models.formats.save_model import for_older_readers
-from outrider.draft_models.formats.torch_files import (
+from outrider.draft_models.formats.stored_tensors import (
     CONFIG_FILE,
     DESCRIPTIONS,
     PICKLES,
     QUANT_FILE,
     SAFETENSORS,
     TOKENIZER_FILE,
-    FolderModel,
-    Original,
     Stored,
     WeightFormat,
-    is_quantised,
 )
 
 if TYPE_CHECKING:
@@ -167,8 +165,6 @@ def write_description(original: Original) -> Path:
     if _is_complete(folder):
         return folder
     require_writable(folder.parent, CACHE_VARIABLE)
-    if (folder.parent / "known").exists():
-        warn(f"{folder.parent} holds converted models, which nothing reads any more: rm -r {folder.parent}")
     try:
         with Stage(f"describing {original.source} once"), TemporaryDirectory(dir=folder.parent) as part:
             describe_in(original, written := Path(part, folder.name))

@@ -242,15 +242,15 @@ def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
     """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
     tensor = file.tensors[ROPE_FACTORS]
-    refused = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
+    refusal = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
     if tensor.kind != 0 or tensor.shape != (head_dim // 2,):
-        raise UserError(f"{refused} (expected {head_dim // 2} values in F32); not supported")
+        raise UserError(f"{refusal} (expected {head_dim // 2} values in F32); not supported")
     stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=tensor.begin)
     if len(stored) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
     scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}
     if not np.allclose(stored, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
-        raise UserError(f"{refused} with {LLAMA3}; not supported")
+        raise UserError(f"{refusal} with {LLAMA3}; not supported")
     return scaling
 
 

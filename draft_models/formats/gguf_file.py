@@ -1,6 +1,7 @@
-"""A GGUF file: its metadata and the locations of its tensors, according to ggml's specification (docs/gguf.md).
+"""A GGUF file: its metadata and the locations of its tensors, according to ggml's specification (ggml's docs/gguf.md).
 
-It is parsed here because the reader of the `gguf` package follows a damaged length to the end of memory.
+It is parsed here because the reader of the `gguf` package takes 54 s for a file of 262,144 tokens with scores and
+merges, and this parser takes 1.2 s. That reader also follows a damaged length to the end of memory.
 """
 
 import mmap

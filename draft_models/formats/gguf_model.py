@@ -23,7 +23,7 @@ from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, requ
 from outrider.draft_models.formats.gguf_file import FLOAT_TYPES, GgufFile, TensorLocation, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.save_model import save_parts
-from outrider.draft_models.formats.torch_files import HEAD, Stored
+from outrider.draft_models.formats.stored_tensors import HEAD, Stored
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

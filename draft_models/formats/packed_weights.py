@@ -14,7 +14,7 @@ from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
-    from outrider.draft_models.formats.torch_files import Stored
+    from outrider.draft_models.formats.stored_tensors import Stored
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the code of each of eight outputs is in a word
 

@@ -20,7 +20,7 @@ from outrider.base.files import read_json, read_mapping, write_json
 from outrider.base.progress import Stage
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import description_location, locate_file
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE, PICKLES, SAFETENSORS
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, GENERATION_FILE, PICKLES, SAFETENSORS
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.coded import keep_codes
 from outrider.draft_models.targets.introspection import observe
@@ -134,7 +134,7 @@ def load_causal_lm(
         return _load_original(files, role, coded, **options)
     dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.location
-    renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
+    renamed = {"key_mapping": {f"^{re.escape(files.wrapper_prefix)}": ""}} if files.wrapper_prefix else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as folder:
         model = load_fitting(
             AutoModelForCausalLM, folder, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
@@ -154,7 +154,9 @@ def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
     names, device_map = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
-    model = _fill_weights(model, files, names, config.dtype, device_map, role, exact=bool(files.wrapped), coded=coded)
+    model = _fill_weights(
+        model, files, names, config.dtype, device_map, role, exact=bool(files.wrapper_prefix), coded=coded
+    )
     model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
     model.name_or_path = model.config.name_or_path = files.source
     return model
@@ -214,7 +216,9 @@ def load_layers(
     model = empty_layers(config, layers)
     names = _stored_names(files, spec_of(model).layers, layers)
     device_map = {"": torch.device(device)}
-    return _fill_weights(model, files, names, dtype, device_map, role, exact=bool(files.wrapped) or part, coded=coded)
+    return _fill_weights(
+        model, files, names, dtype, device_map, role, exact=bool(files.wrapper_prefix) or part, coded=coded
+    )
 
 
 def _fill_weights(

@@ -20,8 +20,9 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.base.settings import construct
 from outrider.draft_models.formats.convert import description_location, has_quantised_weights, is_loaded_as_written
+from outrider.draft_models.formats.folder_model import quantisation_of
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, QUANT_FILE, quantisation_of
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE
 from outrider.draft_models.targets.attention import leave_out_cudnn
 from outrider.draft_models.targets.file_record import FileRecord
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target

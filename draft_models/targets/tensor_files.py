@@ -18,16 +18,14 @@ from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.formats.convert import description_location, find_original, locate_file
-from outrider.draft_models.formats.torch_files import (
+from outrider.draft_models.formats.folder_model import FolderModel, Original, require_weights
+from outrider.draft_models.formats.stored_tensors import (
     CONFIG_FILE,
     SAFETENSORS,
     TYPES,
-    FolderModel,
-    Original,
     Stored,
     naming_unreadable,
     open_safetensors,
-    require_weights,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class TensorFiles:
     file_of: dict[str, str]  # tensor name → file name
     location: tuple[str, str | None]  # directory or Hub name of the files, and its revision
     headless: bool = False  # saved without the prefix
-    wrapped: str = ""  # a wrapper's prefix of all stored names
+    wrapper_prefix: str = ""  # a wrapper's prefix of all stored names
     original: Original | None = None  # the model, if it is not plain safetensors: its tensors are read from there
     bytes_read: int = field(default=0)
     tensors_read: int = field(default=0)
@@ -175,7 +173,7 @@ class TensorFiles:
         return tensors
 
     def _stored(self, name: str) -> str:
-        return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
+        return self.wrapper_prefix + (name.removeprefix(BASE_PREFIX) if self.headless else name)
 
     def _path(self, file: str, fetch: bool = True) -> str | None:
         return locate_file(*self.location, file, fetch=fetch)
@@ -207,16 +205,18 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
             "pytorch_model.bin, or a GGUF file (convert other formats with model.save_pretrained)"
         )
-    wrapped = min((match[0] for name in file_of if (match := _WRAPPED.match(name))), key=len, default="")
-    wrapped = wrapped if all(name.startswith(wrapped) for name in file_of) else ""
-    if wrapped:
-        warn_once(f"{source}: the names of its tensors begin with {wrapped!r}, which a wrapper put there; left out")
-    file_of = {name.removeprefix(wrapped): file for name, file in file_of.items()}
+    wrapper_prefix = min((match[0] for name in file_of if (match := _WRAPPED.match(name))), key=len, default="")
+    wrapper_prefix = wrapper_prefix if all(name.startswith(wrapper_prefix) for name in file_of) else ""
+    if wrapper_prefix:
+        warn_once(
+            f"{source}: the names of its tensors begin with {wrapper_prefix!r}, which a wrapper put there; left out"
+        )
+    file_of = {name.removeprefix(wrapper_prefix): file for name, file in file_of.items()}
     begins = {name.partition(".")[0] for name in file_of}
     headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
     if headless:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
-    return TensorFiles(source, revision, file_of, location, headless, wrapped, original)
+    return TensorFiles(source, revision, file_of, location, headless, wrapper_prefix, original)
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:

@@ -60,7 +60,7 @@ def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
     for key, text, ids in (("prompt", answer.prompt, answer.prompt_ids), ("text", answer.text, answer.output_ids)):
         require(not (text and ids), key, text, "a text or ids, not both")
     if answer.prompt:
-        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none", most=most))
+        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none", context=most))
     if answer.text:
         answer = replace(answer, output_ids=ids_within(answer.text, target.tokenizer, most), retokenised=True)
     for key, ids in (("prompt_ids", answer.prompt_ids), ("output_ids", answer.output_ids)):
@@ -114,7 +114,7 @@ def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], s
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         ids = render_prompt(
             prompt.messages(prompt.turns[:1]), tokenizer, config.template if prompt.chat else "none",
-            most=context_limit(target.config), where=f"prompt {prompt.id}",
+            context=context_limit(target.config), where=f"prompt {prompt.id}",
         )  # fmt: skip
         names[tuple(ids)] = prompt.id
     return names

@@ -74,8 +74,8 @@ def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state:
     options |= {"temperature": 0.9, "greedy_tokens": 0, "max_new_tokens": _LONGEST, "shard_size": 4 * config.batch_size}
     options["smallest_batch"] = 30  # texts, of which some are no prompts
     template: ChatTemplate = "tokenizer" if config.template == "auto" else config.template
-    decides = DataConfig(template=template, chat_template_kwargs=config.chat_template_kwargs)
-    settings = GenerateConfig(target=target.source, data=decides, out_dir=str(folder), **options)
+    data = DataConfig(template=template, chat_template_kwargs=config.chat_template_kwargs)
+    settings = GenerateConfig(target=target.source, data=data, out_dir=str(folder), **options)
     generate(settings, require_writable(folder), state, tasks)
 
 

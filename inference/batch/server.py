@@ -198,52 +198,64 @@ class TargetServer:
     # ------------------------------------------------------------------------------------------------ one reply
 
     def _read(self, reply: Json, prompt: list[int], count: int, *, greedy: bool) -> Answer:
+        """The answer in a reply, checked as the module's text says; at most `count` tokens after `prompt`."""
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        ids, length = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
-        if ids not in (None, prompt) or length not in (None, len(prompt)):
-            raise ReplyError("the answer to another prompt")
-        ended, tokens = choice.get("finish_reason") == "stop", choice.get("token_ids")
-        rows = read_rows(choice.get("logprobs")) if self.checked or not tokens else None
-        tokens = tokens or [row.token for row in rows or ()]
-        if self.config.top_k_logits and (not tokens or rows is None):
+        _require_prompt(choice.get("prompt_token_ids"), usage.get("prompt_tokens"), prompt)
+        rows = read_rows(choice.get("logprobs")) if self.checked or not choice.get("token_ids") else None
+        ids = list(choice.get("token_ids") or [row.token for row in rows or ()])
+        if self.config.top_k_logits and (not ids or rows is None):
             raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
-        retokenised = not tokens
-        tokens = list(tokens or self._retokenised(choice["text"], usage.get("completion_tokens"), ended))
+        tokens = ids or self._retokenise(choice, usage.get("completion_tokens"))
         if rows is not None and self.checked:
             check_rows(rows, tokens, greedy=greedy)
-        end = next((index for index, token in enumerate(tokens) if token in self.eos), None)
-        if end is not None:
-            tokens = tokens[: end + 1]
-        elif ended:
-            tokens += self._unsaid_end(choice)
-        for token in [*tokens, *(candidate for row in rows or () for candidate in row.top)]:
-            if type(token) is not int or not 0 <= token < self.vocabulary:
-                raise ReplyError(f"the token {token!r}, where the target has 0 to {self.vocabulary - 1}")
+        tokens = self._up_to_end(tokens, choice)
+        self._require_vocabulary([*tokens, *(candidate for row in rows or () for candidate in row.top)])
         if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
             raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
-        return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised)
+        return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised=not ids)
 
     def _tokenised(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _retokenised(self, text: str, count: int | None, ended: bool) -> list[int]:
+    def _retokenise(self, choice: Json, count: int | None) -> list[int]:
         """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
-        ids = self._tokenised(text)
+        text, ids = choice["text"], self._tokenised(choice["text"])
         same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-        if not same or count not in (len(ids), len(ids) + ended):
+        if not same or count not in (len(ids), len(ids) + _has_stopped(choice)):
             raise ReplyError("a text without token ids that is not tokenised so", RETOKENISED, retry=False)
         return ids
 
-    def _unsaid_end(self, choice: Json) -> list[int]:
-        """The end token of a reply that ended with one but does not list it. Without `checked`: empty if there are
-        several."""
+    def _up_to_end(self, tokens: list[int], choice: Json) -> list[int]:
+        """`tokens` up to and including the first end token, which a reply that stopped there may leave out.
+
+        Without `checked`, and if the left-out end token may be one of several, nothing is added.
+        """
+        end = next((index for index, token in enumerate(tokens) if token in self.eos), None)
+        if end is not None or not _has_stopped(choice):
+            return tokens if end is None else tokens[: end + 1]
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         ends = self.eos if stop is None else self.eos & {stop}
         if self.checked and (len(ends) != 1 or self.config.top_k_logits):
             raise ReplyError("an answer that ended without its end token", retry=False)
-        return [*ends] if len(ends) == 1 else []
+        return [*tokens, *(ends if len(ends) == 1 else ())]
+
+    def _require_vocabulary(self, tokens: Sequence[object]) -> None:
+        """Raise `ReplyError` for a token that is none of the target's."""
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocabulary:
+                raise ReplyError(f"the token {token!r}, where the target has 0 to {self.vocabulary - 1}")
+
+
+def _require_prompt(ids: list[int] | None, length: int | None, prompt: list[int]) -> None:
+    """Raise `ReplyError` if the ids or the length that a reply repeats are those of another prompt."""
+    if ids not in (None, prompt) or length not in (None, len(prompt)):
+        raise ReplyError("the answer to another prompt")
+
+
+def _has_stopped(choice: Json) -> bool:
+    return choice.get("finish_reason") == "stop"
 
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:

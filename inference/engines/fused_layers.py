@@ -72,23 +72,23 @@ class FusedLayer(nn.Module):
         self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
         self.qkv = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         signs = head_scale = None
-        self.gated = hasattr(layer, "mlp")  # else an OPT layer
+        self.is_opt = not hasattr(layer, "mlp")  # the other families have Llama's layer
         self.head_eps = 0.0
-        if self.gated:
-            self.attention_norm = RMSNorm(layer.input_layernorm)
-            self.out = attention.o_proj
-            self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
-            self.up, self.down = join_linears([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
-            self.activation = layer.mlp.act_fn
-            signs = self.attention_norm.weight.new_ones(self.head_dim)
-            signs[: self.head_dim // 2] = -1
-        else:
+        if self.is_opt:
             self.attention_norm = layer.self_attn_layer_norm
             self.out = attention.out_proj
             self.mlp_norm = layer.final_layer_norm
             self.up, self.down = layer.fc1, layer.fc2
             self.activation = layer.activation_fn
-        self.gates_by_silu = self.gated and isinstance(self.activation, SILU)
+        else:
+            self.attention_norm = RMSNorm(layer.input_layernorm)
+            self.out = attention.o_proj
+            self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
+            self.up, self.down = join_linears([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
+            self.activation = layer.mlp.act_fn
+            signs = self.attention_norm.weight.new_ones(self.head_dim)  # [D]: a rotation subtracts in its first half
+            signs[: self.head_dim // 2] = -1
+        self.gates_by_silu = not self.is_opt and isinstance(self.activation, SILU)
         if hasattr(attention, "q_norm"):
             self.head_eps = attention.q_norm.variance_epsilon
             query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
@@ -144,11 +144,11 @@ class FusedLayer(nn.Module):
         mixed, _ = grouped_attention(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
         hidden = hidden + out(mixed.reshape(batch, queries, -1))
         inner = up(mlp_norm(hidden))
-        if self.gated:
+        if self.is_opt:
+            inner = activation(inner)
+        else:
             gate, inner = inner.chunk(2, -1)
             inner = activation(gate).mul_(inner)
-        else:
-            inner = activation(inner)
         return hidden + down(inner)
 
     def _in_few_launches(

@@ -17,7 +17,7 @@ from outrider.base.progress import counted
 from outrider.base.streams import Streams
 from outrider.draft_models.formats.convert import write_safetensors
 from outrider.draft_models.formats.save_model import save_parts
-from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE
 from outrider.inference.batch.server import Json
 from outrider.inference.core.rounds import Generation
 from outrider.inference.evaluate.engine_server import EngineServer
@@ -80,7 +80,7 @@ def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, proce
         return
     expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
     require(str(setup.device) in devices, "device", str(setup.device), expected)
-    wrapped = setup.target.files.wrapped
+    wrapped = setup.target.files.wrapper_prefix
     require(not wrapped, "target", setup.target.source, f"tensors without {wrapped!r} before their names with engine=")
     require_engine(config.engine, python_in(config.engine_python))
 

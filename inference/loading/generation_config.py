@@ -18,7 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Pre
 
 from outrider.base.errors import UserError, reason
 from outrider.base.settings import construct
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE
+from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, GENERATION_FILE
 from outrider.draft_models.targets.model_files import load_generation_config
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig

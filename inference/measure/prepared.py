@@ -48,7 +48,7 @@ def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], ids: Sequen
     """The ids of `texts`, alternating user turns and answers (`ids`: theirs), rendered as `prompt` requires."""
     template, most = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
     messages, where = prompt.messages(texts), f"prompt {prompt.id}"
-    return render_prompt(messages, setup.tokenizer, template, answer_ids=ids, most=most, where=where)
+    return render_prompt(messages, setup.tokenizer, template, answer_ids=ids, context=most, where=where)
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:

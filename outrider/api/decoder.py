@@ -324,14 +324,14 @@ class Decoder:
                 require(0 <= token < most, f"{key}[{index}]", token, f"a token id of the target: 0 to {most - 1}")
             return [*prompt]
         if isinstance(prompt, str):
-            ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config), where=key)
+            ids = render_prompt([prompt], self.tokenizer, "none", context=context_limit(self.setup.config), where=key)
         else:
             talk, template = require_conversation(prompt, key), self.setup.chat_template
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
             answer_ids = [self.ids(answer, f"{key}: ids") if is_token_ids(answer) else [] for answer in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
             tokenizer = with_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
-            ids = render_prompt(turns, tokenizer, template, answer_ids=answer_ids, most=most, where=key)
+            ids = render_prompt(turns, tokenizer, template, answer_ids=answer_ids, context=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 

@@ -117,13 +117,7 @@ def read_request(
 
     Choice i has the seed + i, over all prompts. Raises `UserError`.
     """
-    try:
-        request = kind.model_validate_json(body)
-    except ValidationError as error:
-        errors = error.errors()  # of a union one for each type: that of the type it has says more
-        first = next((detail for detail in errors if not detail["type"].endswith("_type")), errors[0])
-        field = ".".join(str(part) for part in first["loc"] if part not in BRANCHES and "[" not in str(part))
-        raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
+    request = _parse(body, kind)
     if request.model not in (None, name):
         raise RefusedError(f"model={request.model!r}: this server has {name!r}", "model", status=404)
     refuse_unread_fields(request.model_extra)
@@ -132,33 +126,46 @@ def read_request(
     prompts, choices, most = request.prompts, request.n or 1, config.batch + config.queue
     if not 0 < len(prompts) * choices <= most:
         raise RefusedError(f"n={choices} texts for each of {len(prompts)} prompts: expected 1 to {most} in all", "n")
+    stops = _require_stops(request, model)
+    fields = {field: value for field in SAMPLING if (value := getattr(request, field)) is not None}
+    sampling = replace(config.sampling, **fields | ({"top_k": 0} if request.top_k == -1 else {}))
+    rule, seed = model.stop_rule(stops, sampling), seed if request.seed is None else request.seed
+    jobs = list[TextJob]()
+    for key, prompt in prompts.items():
+        ids = tuple(model.ids(prompt, key, request.chat_template_kwargs))
+        length = _answer_tokens(request, len(ids), model, config)
+        seeds = range(seed + len(jobs), seed + len(jobs) + choices)
+        speculate, top = request.speculate is not False, request.likeliest
+        jobs += [TextJob(ids, sampling, length, stops, rule, job_seed, speculate, top) for job_seed in seeds]
+    scores = sum(job.max_new_tokens * (1 + job.logprobs) for job in jobs if job.logprobs is not None)
+    if scores > MOST_SCORES:
+        raise RefusedError(f"logprobs: up to {scores} of them; expected {MOST_SCORES} at most in a request", "logprobs")
+    return request, jobs
+
+
+def _parse(body: bytes, kind: type[CompletionRequest]) -> CompletionRequest:
+    """The request in `body`. Raises `RefusedError` for the first wrong field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        errors = error.errors()  # of a union one for each type: that of the type it has says more
+        first = next((detail for detail in errors if not detail["type"].endswith("_type")), errors[0])
+        field = ".".join(str(part) for part in first["loc"] if part not in BRANCHES and "[" not in str(part))
+        raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
+
+
+def _require_stops(request: ApiRequest, model: "Decoder") -> tuple[str, ...]:
+    """The stop strings of a request. Raises `RefusedError` for these, end tokens or arguments out of bounds."""
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stops) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
-        limits = f"{MOST_STOPS} texts at most, of 1 to {LONGEST_STOP} characters"
-        raise RefusedError(
-            f"stop: {len(stops)} texts, the longest of {max(map(len, stops))}; expected {limits}", "stop"
-        )
+        longest, limits = max(map(len, stops)), f"{MOST_STOPS} texts at most, of 1 to {LONGEST_STOP} characters"
+        raise RefusedError(f"stop: {len(stops)} texts, the longest of {longest}; expected {limits}", "stop")
     if (size := len(str(request.chat_template_kwargs or ""))) > MOST_ARGUMENTS:
         limits = f"{size} characters; expected {MOST_ARGUMENTS} at most"
         raise RefusedError(f"chat_template_kwargs: {limits}", "chat_template_kwargs")
     if strange := {*(request.stop_token_ids or ())} - model.ends:
         raise RefusedError(f"stop_token_ids: {min(strange)} is no end token of the model", "stop_token_ids")
-    fields = {field: value for field in SAMPLING if (value := getattr(request, field)) is not None}
-    sampling = replace(config.sampling, **fields | ({"top_k": 0} if request.top_k == -1 else {}))
-    seed = seed if request.seed is None else request.seed
-    rule, numbered = (
-        model.stop_rule(stops, sampling),
-        enumerate(tuple(model.ids(prompt, key, request.chat_template_kwargs)) for key, prompt in prompts.items()),
-    )
-    jobs = [
-        TextJob(ids, sampling, _answer_tokens(request, len(ids), model, config), stops, rule,
-            seed + choices * number + choice, request.speculate is not False, request.likeliest)
-        for number, ids in numbered for choice in range(choices)
-    ]  # fmt: skip
-    scores = sum(job.max_new_tokens * (1 + job.logprobs) for job in jobs if job.logprobs is not None)
-    if scores > MOST_SCORES:
-        raise RefusedError(f"logprobs: up to {scores} of them; expected {MOST_SCORES} at most in a request", "logprobs")
-    return request, jobs
+    return stops
 
 
 def refuse_unread_fields(fields: Mapping[str, object] | None, where: str = "") -> None:

@@ -16,6 +16,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.early_exit import checkpoint as exports
 from outrider.draft_models.early_exit.checkpoint import (
     META_FILE,
+    digest_of_meta,
     from_pretrained,
     read_meta,
     save_pretrained,
@@ -144,21 +145,20 @@ WRONG: dict[str, tuple[object, str]] = {  # what is hand-edited, and what is sai
 
 @pytest.mark.parametrize("field", WRONG)
 def test_a_description_that_was_edited_is_refused(tmp_path: Path, field: str) -> None:
-    """By its seal; an older one, without a seal, where it does not fit weights or target, before anything is built."""
+    """By its seal; one that was sealed anew, where it does not fit weights or target, before anything is built."""
     path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
     save_exit(folder, path, 2)
     values, (value, message) = json.loads((folder / META_FILE).read_text()), WRONG[field]
     edited = {**values, field: values[field] | value if isinstance(value, dict) and value else value}
-    for sealed, said in ((values["sealed"], "altered after it was written"), (None, message)):
-        older = {"format": 1} if sealed is None else {}
-        (folder / META_FILE).write_text(json.dumps({**edited, **older}))
+    for sealed, said in ((values["sealed"], "altered after it was written"), (digest_of_meta(edited), message)):
+        (folder / META_FILE).write_text(json.dumps({**edited, "sealed": sealed}))
         if said:
             refusal(said, from_pretrained, folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
-    for harmless in ({"training": {"x": 1}}, {"made_with": {}}, {"format": 1, "sealed": ""}):
+    for harmless in ({"training": {"x": 1}}, {"made_with": {}}):
         (folder / META_FILE).write_text(json.dumps({**values, **harmless}))
         from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
     for huge in ({"exit_depth": 10**6}, {"parallel": 10**9}, {"dtype": "evil"}):
-        (folder / META_FILE).write_text(json.dumps({**values, **huge, "format": 1}))
+        (folder / META_FILE).write_text(json.dumps({**values, **huge}))
         refusal("drafter.json: damaged drafter description .*: expected", read_meta, folder)
 
 

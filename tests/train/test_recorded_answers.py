@@ -17,7 +17,7 @@ from outrider.data_prep.text.documents import encode
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.calibration import WEIGHTS_FILE
-from outrider.draft_models.formats.torch_files import Stored
+from outrider.draft_models.formats.stored_tensors import Stored
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import HEAD_FOLDER

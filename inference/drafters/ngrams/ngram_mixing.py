@@ -11,6 +11,8 @@ source and class of (N, m) it starts at its prior and adapts to the tokens of th
 step of expectation–maximisation per token; the prior counts as `strength` tokens.
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,56 +29,13 @@ from outrider.draft_models.ngrams.suffixes import (
 )
 from outrider.inference.drafters.ngrams.ngram_search import offer, tree_of
 
-# The prior λ of every source by class, in percent: 10 classes of N, from once to 512 times or more, × 7 of m. They were
-# fitted on one model's recorded answers, Vicuna-7B to MT-Bench, by three rounds of expectation–maximisation with
-# depth=30 (`git show 5a060c4:benchmarks/ngram_sources.py`, command `fit`). The last row of contexts by length is used
-# for all longer ones. A recording has no logits, so the prior of recycled rows is a chosen formula.
+# The prior λ of every source by class, in a file that says how it was fitted. The last row of contexts by length is
+# used for all longer ones. A recording has no logits, so the prior of recycled rows is a chosen formula.
 CLASSES = 70  # per source: 10 of N × 7 of m
-
-
-def _shares(*percent: str) -> np.ndarray:
-    return np.array([row.split() for row in percent], float) / 100
-
-
-CORPUS = _shares(  # contexts of 1, 2 and 3 tokens, in a table without suffixes
-    """06 09 12 14 15 16 17 13 19 24 29 33 35 36 19 27 35 27 47 56 52 25 49 45 50 60 57 66 26 41 55 62 73 74 77
-    28 46 48 57 57 81 87 45 33 46 53 74 85 90 31 43 58 59 65 94 92 39 78 61 75 71 88 95 30 57 53 77 88 83 89""",
-    """03 05 06 07 08 09 09 07 11 14 19 19 21 41 12 13 15 27 43 35 81 14 17 17 43 58 45 88 07 23 31 47 51 61 78
-    20 36 43 18 61 68 89 24 44 45 54 71 76 77 37 44 61 68 78 70 91 46 52 55 57 61 79 90 26 54 58 79 81 88 94""",
-    """03 04 06 07 08 08 09 07 10 14 16 19 20 43 12 03 15 23 33 48 61 09 12 23 36 43 55 76 03 21 35 40 24 55 79
-    20 33 46 52 62 74 84 29 40 55 61 66 76 89 31 47 58 67 60 84 93 40 54 62 74 77 78 92 39 58 62 69 90 86 94""",
-)
-BELOW_SUFFIXES = _shares(  # the same in a table with suffixes, which are earlier sources
-    """09 12 16 19 21 23 23 17 24 31 36 41 43 45 23 32 41 32 55 64 60 28 52 50 53 66 61 72 27 43 58 63 77 78 81
-    29 47 50 57 59 83 87 45 33 46 50 74 85 90 32 43 58 58 63 94 92 38 78 64 74 69 88 94 30 57 53 77 88 83 89""",
-    """03 04 06 07 08 09 09 07 10 14 18 19 21 39 11 13 14 26 41 33 80 13 16 16 42 58 46 87 06 21 29 46 47 61 77
-    15 35 40 16 60 68 88 22 43 44 51 70 77 76 35 42 59 69 79 69 90 45 50 52 53 60 80 88 25 53 55 77 80 88 93""",
-    """02 03 04 05 06 07 07 04 07 10 11 15 17 33 07 03 09 13 20 33 47 08 07 14 23 30 43 62 01 12 21 26 13 37 66
-    10 21 29 32 42 53 68 19 23 36 43 41 56 76 16 29 35 47 39 64 78 25 34 41 54 55 59 77 24 37 35 42 74 66 79""",
-)
-TEXT = _shares(  # contexts of 1, 2, … tokens of the text so far
-    """02 04 07 11 14 16 19 04 09 13 15 26 34 40 06 11 18 28 43 49 71 08 20 29 38 50 54 75 10 27 36 50 51 85 89
-    11 41 51 49 76 85 89 11 48 53 37 60 91 84 11 24 41 61 77 88 96 12 24 42 61 78 89 97 12 24 42 62 79 90 97""",
-    """01 03 07 12 17 20 24 02 06 10 18 25 39 47 03 08 19 31 36 48 63 04 15 24 49 54 57 73 04 43 35 52 78 73 80
-    05 30 30 46 59 79 88 05 13 28 48 68 82 91 05 13 29 49 69 83 93 05 13 29 49 70 84 94 05 13 29 50 70 84 94""",
-    """01 02 05 10 15 19 25 01 04 09 16 18 36 42 02 04 17 26 27 33 51 02 12 20 39 43 41 58 02 12 18 38 49 65 77
-    02 13 20 37 55 69 78 02 08 20 38 57 71 81 02 08 21 39 58 72 82 02 08 21 39 58 73 83 02 08 21 39 58 73 83""",
-    """01 02 05 09 13 15 18 01 04 07 10 19 30 30 02 06 16 28 20 29 43 02 07 26 32 31 43 48 02 08 25 31 45 55 62
-    03 12 19 33 48 59 66 03 08 19 34 50 61 69 03 08 20 35 50 62 70 03 08 20 35 51 62 70 03 08 20 35 51 63 71""",
-    """01 02 04 07 11 14 15 01 03 09 10 15 26 21 01 04 08 21 20 31 36 02 05 21 22 32 41 49 02 07 10 24 36 45 51
-    02 06 14 26 38 48 54 02 06 14 27 39 49 56 02 06 15 27 40 50 56 02 06 15 27 40 50 57 02 06 15 27 40 50 57""",
-    """01 02 04 07 11 14 15 01 03 05 08 09 26 22 01 10 04 14 19 27 35 02 08 09 22 32 41 49 02 05 16 24 36 45 51
-    02 06 14 26 38 48 54 02 06 14 27 39 49 56 02 06 15 27 40 50 56 02 06 15 27 40 50 57 02 06 15 27 40 50 57""",
-)
-SUFFIXES = _shares(  # contexts of 4, 5, … tokens of the corpus
-    """02 04 06 08 10 11 16 05 09 09 12 21 24 34 02 09 12 27 31 41 44 16 15 27 32 34 46 56 14 23 33 35 10 46 54
-    17 19 30 36 44 65 60 24 35 26 37 52 65 63 15 22 39 42 40 49 74 20 26 23 52 57 62 69 24 21 15 44 59 45 73""",
-    """01 02 04 05 06 07 08 03 05 04 07 15 17 24 04 04 11 15 27 28 31 06 08 17 21 33 32 39 05 11 22 23 05 55 52
-    10 21 25 28 46 45 64 06 15 21 42 33 57 74 16 20 22 29 48 48 77 16 19 30 49 59 67 72 19 19 23 32 52 62 77""",
-    """01 02 03 05 06 06 06 03 05 06 08 14 16 17 03 08 14 09 23 21 31 07 13 15 16 26 40 33 07 12 28 31 38 48 56
-    06 17 22 40 49 58 66 12 30 29 45 57 44 82 23 38 29 50 59 73 87 09 17 40 44 73 85 81 15 24 38 57 60 75 92""",
-    """01 02 03 05 06 06 07 03 05 05 06 14 16 16 08 03 11 10 14 20 25 05 10 16 18 26 32 37 06 19 25 26 35 41 42
-    10 20 19 41 50 21 73 15 23 29 33 45 53 66 22 29 29 56 66 82 87 10 32 49 52 58 85 90 16 18 49 63 78 86 92""",
+_PRIORS = json.loads(Path(__file__).with_name("mixture_priors.json").read_text("utf-8"))
+CORPUS, BELOW_SUFFIXES, TEXT, SUFFIXES = (
+    np.array(_PRIORS[group], float).reshape(-1, CLASSES) / 100  # [sources, CLASSES]
+    for group in ("corpus", "below_suffixes", "text", "suffixes")
 )
 
 

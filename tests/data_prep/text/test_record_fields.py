@@ -94,7 +94,7 @@ def _whole(prompt: list[int], answer: str, alone: list[int], tokenizer: Any) -> 
 @pytest.mark.parametrize(
     ("name", "where", "function", "fault"),
     [
-        ("spaced", documents, "_continued", _whole),
+        ("spaced", documents, "_answer_ids", _whole),
         ("qwen2", records, "to_messages", lambda raw, turns: messages.to_messages({}, turns)),
         ("glm4", documents, "_up_to_end", lambda answer, *_: answer),
         ("phi", documents, "_up_to_end", lambda answer, *_: answer),

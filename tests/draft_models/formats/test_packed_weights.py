@@ -140,7 +140,7 @@ def test_a_wrong_step_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     packing_of: Callable[..., Any] = packed_weights.packing_of
     method = "gptq" if fault == "zeros" else "awq"
     if fault == "zeros":
-        changed = "outrider.draft_models.formats.torch_files.packing_of"
+        changed = "outrider.draft_models.formats.folder_model.packing_of"
         monkeypatch.setattr(changed, lambda said: (one := packing_of(said)) and one._replace(from_one=False))
     else:
         monkeypatch.setattr(packed_weights, "AWQ_ORDER", tuple(range(8)))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from outrider.base.errors import UserError
 from outrider.data_prep.settings import ConvertConfig
 from outrider.data_prep.targets import convert_target
-from outrider.draft_models.formats.torch_files import open_pickled
+from outrider.draft_models.formats.stored_tensors import open_pickled
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors

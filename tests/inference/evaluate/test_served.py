@@ -322,7 +322,7 @@ def test_what_an_engine_cannot_measure_is_said_first(
     changes: dict[str, Any], device: str, taken: dict[str, Any], processes: int, named: str, config: MakeConfig
 ) -> None:
     made = in_engine(config("out", methods={"chain": METHODS["chain"]}), **{"engine": "vllm", **changes})
-    whole = SimpleNamespace(files=SimpleNamespace(wrapped=""), source="target")
+    whole = SimpleNamespace(files=SimpleNamespace(wrapper_prefix=""), source="target")
     setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(fields=taken), target=whole)
     refusal(named, require_served, made, setup, 8, processes)
 
