@@ -78,9 +78,9 @@ def check_words(name: str, words: Sequence[str]) -> None:
     """
     groups, schema = groups_of(name), COMMANDS[name].load_settings()
     for word in words:
-        if word[0] == "-":
+        if word.startswith("-"):
             _check_flag(word, [*field_types(schema), *groups])
-        elif "=" in word or word[0] == "~":
+        elif "=" in word or word.startswith("~"):
             (override,) = OverridesParser.create().parse_overrides([word])
             key = override.key_or_group
             if override.is_sweep_override() and {"-m", "--multirun"}.isdisjoint(words):
