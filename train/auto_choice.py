@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.base.errors import require
@@ -128,9 +128,8 @@ def choose_trainings(config: AutoConfig, answers: FirstAnswers, unfit: Mapping[s
         return _share_minutes(config, answers, config.train, {})
     candidates = [kind for kind in ORDER[answers.device] if kind not in unfit]
     slow_kinds = [kind for kind in TRAINABLE if kind not in ORDER[answers.device]]
-    reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow_kinds} | {
-        **unfit
-    }
+    reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow_kinds}
+    reasons |= unfit
     answering, training, _ = _WITH_TRAINING
     untimed = answers.untimed_minutes(candidates[:1])  # which the first drafter needs as well
     timed = config.minutes - untimed
@@ -138,10 +137,9 @@ def choose_trainings(config: AutoConfig, answers: FirstAnswers, unfit: Mapping[s
     most_trainings = int(training * timed / LEAST_MINUTES[answers.device]) if timed_tokens >= ENOUGH_TOKENS else 0
     for number, kind in enumerate(candidates, 1):
         if prompt_tokens < ENOUGH_TOKENS:
-            shortage = (
-                f"all prompts make {prompt_tokens:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
-            )
-            reasons[kind] = f"{shortage}: give more {'minutes' if config.prompts is None else 'prompts'}"
+            remedy = f"give more {'minutes' if config.prompts is None else 'prompts'}"
+            shortage = f"all prompts make {prompt_tokens:,.0f} tokens of answers"
+            reasons[kind] = f"{shortage}; it learns enough from {ENOUGH_TOKENS:,}: {remedy}"
         elif number > most_trainings:
             answer_minutes = ENOUGH_TOKENS / answers.tokens_per_minute / answering
             minutes = max(answer_minutes, number * LEAST_MINUTES[answers.device] / training) + untimed
@@ -178,20 +176,12 @@ def configure_pipeline(
     template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     for name in ("responses", *trainings, "trigrams"):
         steps[name] |= {f"data.{key}": value for key, value in template.items()}
-    heldout = min(0.5, _HELDOUT / answers.prompts) if answers.prompts else 0.0
     for name in trainings:
-        if heldout > DataConfig.heldout_fraction:
-            steps[name]["data.heldout_fraction"] = float(f"{heldout:.3g}")
-        if answers.device == "cuda" and name != TRAINABLE[EAGLE3.name].step:
-            steps[name] |= _ON_GPU
+        steps[name] |= _size_training(name, answers)
+    steps["prompts"] = {"file": config.prompts} if config.prompts else steps["prompts"] | template
     if config.prompts is None:
-        prompt_options = {
-            MINUTES: float(f"{_WRITING * config.minutes:.3g}"),
-            "batch_size": max(_FEWEST_PROMPTS, answers.rows),
-        }
-        steps["prompts"] |= prompt_options | template
-    else:
-        steps["prompts"] = {"file": config.prompts}
+        limit, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
+        steps["prompts"] |= {MINUTES: limit, "batch_size": rows}
     steps["responses"] |= {"batch_size": answers.rows, "shard_size": 2 * answers.rows}
     methods = [*(method for kind in choice.kinds for method in TRAINABLE[kind].methods), *_UNTRAINED]
     tokens = answers.text_tokens(choice.kinds, choice.minutes.get("report", 0.0))
@@ -201,10 +191,17 @@ def configure_pipeline(
         steps[name][MINUTES] = float(f"{limit:.3g}")
     expected = experiment.expected_minutes | {name: limit + answers.loading for name, limit in limits.items()}
     resume = config.resume or not config.debug  # the steps go on from the first answers; a rehearsal starts over
-    return PipelineConfig(
-        steps=steps, expected_minutes=expected, target=config.target, out_dir=config.out_dir, debug=config.debug,
-        resume=resume,
-    )  # fmt: skip
+    pipeline = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug)
+    return replace(pipeline, expected_minutes=expected, resume=resume)
+
+
+def _size_training(name: str, answers: FirstAnswers) -> dict[str, object]:
+    """The options of a training that follow from the machine, and from the number of answers to hold some out of."""
+    options: dict[str, object] = {}
+    heldout = min(0.5, _HELDOUT / answers.prompts) if answers.prompts else 0.0
+    if heldout > DataConfig.heldout_fraction:
+        options["data.heldout_fraction"] = float(f"{heldout:.3g}")
+    return options | (_ON_GPU if answers.device == "cuda" and name != TRAINABLE[EAGLE3.name].step else {})
 
 
 def describe_choice(choice: Choice, answers: FirstAnswers) -> str:
