@@ -40,6 +40,7 @@ from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.prepared import Peers
 from outrider.inference.measure.results import REPORT_FILE, RUN_FILE, Arm, read_results
+from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
 
 PEERS = Path(__file__).with_name("transformers_arms.py")  # whose code decides what is measured
@@ -102,20 +103,26 @@ def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig) -> Peers:
 
 def raw_of(folder: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """The measurements in `folder` and their conditions (see record_raw.py)."""
-    kept: Any = [read_json(folder / name, name, "measure in another --work") for name in (REPORT_FILE, RUN_FILE)]
-    reports = kept[0].get("reports", kept[:1])
+    run: Any = read_json(folder / RUN_FILE, "record of a run", "measure in another --work")
+    reports = read_reports(folder / REPORT_FILE, "measure in another --work")
+    first, measured_on = reports[0], reports[0].conditions
     measured = [one for _, one in sorted(read_results(folder).items()) if one.turns]
-    facts = ("target", "digests", "trained_seconds", "dtype", "machine", "made_with", "max_new_tokens")
     conditions = {
-        **{name: reports[0][name] for name in facts},
+        "target": measured_on.target,
+        "digests": measured_on.digests,
+        "trained_seconds": measured_on.trained_seconds,
+        "dtype": measured_on.dtype,
+        "machine": first.machine,
+        "made_with": first.made_with,
+        "max_new_tokens": measured_on.max_new_tokens,
         "threads": dict(Counter(one.threads for one in measured)),
-        "peers": kept[1]["settings"]["peers"],
-        "prompts_asked": reports[0]["prompts_given"],
+        "peers": run["settings"]["peers"],
+        "prompts_asked": measured_on.prompts_given,
         "prompt_files": options.prompts,
         "per_category": options.per_category,
         "note": options.note,
         "seed": seed,
-        "methods": {one["method"]: one["settings"] for one in reports},
+        "methods": {report.method: report.settings for report in reports},
     }
     return {"conditions": conditions, "prompts": [packed(turn) for one in measured for turn in one.turns]}
 

@@ -35,7 +35,7 @@ from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import PromptResult, finished_results
 from outrider.inference.measure.threads import machine_load
 from outrider.inference.report.served import EngineRun, served_row
-from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, ServedJudgement, ServedRow
+from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, ServedJudgement
 from outrider.inference.serving.proposer import chain_rounds
 from outrider.inference.settings.engine import EngineConfig, draft_length
 from outrider.inference.settings.kinds import KINDS
@@ -85,18 +85,13 @@ def serve_methods(config: EngineConfig, plan: Plan) -> dict[str, EnginePart]:
     blocks = measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)
     texts = {position: result.generations[result.reference].tokens for position, result in here.items()}
     served = Served(blocks, here, None if config.sampling.temperature > 0 else texts)
-    rows = {name: _rows(config, plan.setup, served, name, method) for name, method in methods.items()}
-    judgements = judge_served(config, plan.setup, served, plan.out_dir)
-    return {name: EnginePart(rows[name], judgements.get(name)) for name in methods}
-
-
-def _rows(
-    config: EngineConfig, setup: TargetSetup, served: Served, name: str, method: MethodConfig
-) -> tuple[ServedRow, ...]:
-    """The figures of a method at every concurrency."""
-    streams = Streams(config.seed).within("served")
-    runs = {count: _run_of(config, setup, served, name, method, count) for count in config.concurrency}
-    return tuple(served_row(run, streams.within(name, count)) for count, run in runs.items())
+    judgements, streams = judge_served(config, plan.setup, served, plan.out_dir), Streams(config.seed).within("served")
+    parts = {}
+    for name, method in methods.items():
+        runs = (_run_of(config, plan.setup, served, name, method, count) for count in config.concurrency)
+        rows = tuple(served_row(run, streams.within(name, run.concurrency)) for run in runs)
+        parts[name] = EnginePart(rows, judgements.get(name))
+    return parts
 
 
 def _run_of(

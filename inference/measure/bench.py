@@ -175,7 +175,7 @@ def measure_talks(
 
     The first talk's index and the turn determine which arm runs first, in any process.
     """
-    index, sampled = talks[0].position // config.batch, config.sampling.temperature > 0
+    index = talks[0].position // config.batch
     group = None if bench.batch is None else f"{index} {talks[0].prompt.id}"
     context = context_length(setup, models.drafters)
     for number in range(max(len(talk.prompt.turns) for talk in talks)):
@@ -187,20 +187,36 @@ def measure_talks(
             bench.arms, queries, repeats=config.repeats, turn=index + number, seed=config.seed,
             profilers=bench.profilers, batch=bench.batch, alone=bench.alone,
         )  # fmt: skip
-        names = (AUTOREGRESSIVE, *config.methods)
-        differs = not sampled and not all(result.identical(name) for result in results for name in names)
-        if bench.judge is not None and (differs or index in bench.judged):
-            streams = [Streams(config.seed, turn.prompt_id) for turn in queries]
-            with Stage(f"judging prompt {queries[0].prompt_id}"):
-                deviations = measure_deviations(models.plain, results, bench.judge, streams, bench.batch)
-            results = [replace(result, deviations=by_arm) for result, by_arm in zip(results, deviations, strict=True)]
-        positions = {talk.position for talk, _ in turns} & bench.display_positions
-        if number == 0 and positions:
-            streams = [Streams(config.seed, turn.prompt_id, 0) for turn in queries]
-            rounds = show_rounds(bench.show, config.methods, [turn.prompt for turn in queries], streams, bench.batch)
-            results = [
-                replace(result, shown=by_method) if talk.position in positions else result
-                for result, by_method, (talk, _) in zip(results, rounds, turns, strict=True)
-            ]
+        results = with_deviations(config, models, bench, index, results)
+        displayed = [number == 0 and talk.position in bench.display_positions for talk, _ in turns]
+        results = with_rounds(config, bench, displayed, results)
         for (talk, _), result in zip(turns, results, strict=True):
             talk.results.append(result)
+
+
+def with_deviations(
+    config: EvaluateConfig, models: Models, bench: Bench, index: int, results: list[PromptResult]
+) -> list[PromptResult]:
+    """`results` with the deviations of all arms, if a text differs or the group with this index is to be judged."""
+    names, sampled = (AUTOREGRESSIVE, *config.methods), config.sampling.temperature > 0
+    differs = not sampled and not all(result.identical(name) for result in results for name in names)
+    if bench.judge is None or not (differs or index in bench.judged):
+        return results
+    streams = [Streams(config.seed, result.prompt_id) for result in results]
+    with Stage(f"judging prompt {results[0].prompt_id}"):
+        deviations = measure_deviations(models.plain, results, bench.judge, streams, bench.batch)
+    return [replace(result, deviations=by_arm) for result, by_arm in zip(results, deviations, strict=True)]
+
+
+def with_rounds(
+    config: EvaluateConfig, bench: Bench, displayed: Sequence[bool], results: list[PromptResult]
+) -> list[PromptResult]:
+    """`results` with recorded rounds where they are `displayed`; the group is decoded again as it was."""
+    if not any(displayed):
+        return results
+    streams = [Streams(config.seed, result.prompt_id, 0) for result in results]
+    rounds = show_rounds(bench.show, config.methods, [result.prompt for result in results], streams, bench.batch)
+    return [
+        replace(result, shown=by_method) if is_displayed else result
+        for result, by_method, is_displayed in zip(results, rounds, displayed, strict=True)
+    ]

@@ -125,22 +125,13 @@ def measure_costs(
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
-    plain_seconds: list[float] = []
-    for number, r in enumerate(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens))):
-        plain_seconds += [r.seconds] if number else []  # without the prefill
-        if len(plain_seconds) >= FEWEST and sum(plain_seconds) > SLOW:
-            break
-    plain = typical(plain_seconds)
+    plain = _plain_seconds(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))
     beside = plain - typical(passes.laps or [0.0])  # seconds that are no pass
-    probe: _Probe | _SizesInTurn
-    if shaped := KINDS[method.source].shaped:
-        explicit = probes(method)
-        structures = [
-            cast(ModelDrafter, make(config, streams.within("probe", i))).structure for i, config in enumerate(explicit)
-        ]
-        probe = _Probe(structures)
-    else:
-        explicit, probe = [method], _SizesInTurn()
+    shaped = KINDS[method.source].shaped
+    explicit = probes(method) if shaped else [method]
+    drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(explicit))
+    structures = (cast(ModelDrafter, drafter).structure for drafter in drafters_of_probes)
+    probe = _Probe([*structures]) if shaped else _SizesInTurn()
 
     def generate() -> Iterator[Round]:
         return decode(speculative, probe.into(make(explicit[-1], streams)), tokens=new_tokens)
@@ -153,6 +144,16 @@ def measure_costs(
     once = typical(probe.once) - step[1] if probe.once else 0.0
     costs = Costs(step, verify, typical(rests) + max(0.0, once), plain, unshared)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
+
+
+def _plain_seconds(rounds: Iterator[Round]) -> float:
+    """The typical seconds of a round of plain decoding, without the prefill."""
+    seconds: list[float] = []
+    for number, r in enumerate(rounds):
+        seconds += [r.seconds] if number else []
+        if len(seconds) >= FEWEST and sum(seconds) > SLOW:
+            break
+    return typical(seconds)
 
 
 def _rounds_of(

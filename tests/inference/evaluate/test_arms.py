@@ -1,9 +1,8 @@
 """Arms taking turns on a prompt: what is timed."""
 
 import itertools
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,6 @@ from outrider.inference.settings.method import (
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.train.pipeline_run import run_pipeline
 from outrider.train.settings.pipeline import PipelineConfig
-from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
 from tests.tiny import random_prompt, save_target
@@ -173,16 +171,6 @@ def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytes
     first = out.tokens[4]
     stopped = transformers_generate(model, random_prompt(9), TextSettings(12, [first]))
     assert stopped.tokens == out.tokens[: out.tokens.index(first) + 1]
-
-
-@pytest.mark.slow
-def test_the_report_says_how_many(tmp_path: Path, config: Callable[..., EvaluateConfig]) -> None:
-    """The number is chosen once, and all arms of all prompts use it."""
-    made = config("out", threads=2)
-    evaluate(made, QUESTIONS[:2])
-    report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
-    assert report["threads"] == {"2": report["prompts"]}
-    assert "(2 threads)" in (Path(made.out_dir) / "report.md").read_text()
 
 
 def test_a_process_that_waits_for_its_cores_is_seen() -> None:

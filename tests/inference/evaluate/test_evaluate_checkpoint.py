@@ -75,6 +75,7 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
         assert report["tau"] > 1.5
         assert set(report["by_category"]) == {"writing", "math"}
         assert (report["prompts"], report["turns"], report["skipped"]) == (2, 4, [])
+        assert report["threads"] == {"1": 2}  # of all prompts
     assert printed.splitlines()[-1] == "report: out/report.html"
     lines = [line for line in printed.splitlines() if line.startswith("result method=eesd_fixed ")]
     counts = [dict(word.split("=", 1) for word in shlex.split(line)[1:]) for line in lines]

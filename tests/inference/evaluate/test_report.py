@@ -95,10 +95,7 @@ def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> 
     assert interval == pytest.approx(medians.tolist())
     alone = bootstrap_median(values, default_rng(seed), draws=200, units=[str(place) for place in range(len(values))])
     assert alone == bootstrap_median(values, default_rng(seed), draws=200)
-
-
-def test_an_interval_is_of_enough_draws() -> None:
-    """Of nine, the resampled median is the smallest with probability 0.1 %, one of the two smallest with 3 %."""
+    # Of nine, the resampled median is the smallest with probability 0.1 %, one of the two smallest with 3 %.
     assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], default_rng(0)) == (5.0, (2.0, 8.0))
 
 
