@@ -28,7 +28,7 @@ from tests.train.jobs import FIT, distilling, evaluated_by, finetuning, heading,
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingCase:
     """settings: of four steps, with the changes given. file: the drafter's weights. norm: a trained one of a student,
     and its name in `file`. option: another value of one that decides."""
 
@@ -47,12 +47,12 @@ class Recipe:
         return load_file(out_dir / self.file)
 
 
-RECIPES = {
-    "early_exit": Recipe("early_exit", distilling, train_early_exit, WEIGHTS_FILE,
+TRAININGS = {
+    "early_exit": TrainingCase("early_exit", distilling, train_early_exit, WEIGHTS_FILE,
                          (lambda student: student.drafter.norm.weight, "norm.weight"), {"objective": "reverse_kl"}),
-    "small_lm": Recipe("small_lm", finetuning, finetune_drafter, "model.safetensors",
+    "small_lm": TrainingCase("small_lm", finetuning, finetune_drafter, "model.safetensors",
                        (lambda student: student.stack.norm.weight, "model.norm.weight"), {"objective": "reverse_kl"}),
-    "eagle3": Recipe("eagle3", heading, train_eagle3, "model.safetensors",
+    "eagle3": TrainingCase("eagle3", heading, train_eagle3, "model.safetensors",
                      (lambda student: student.head.norm.weight, "norm.weight"), {"step_decay": 0.5}),
 }  # fmt: skip
 
@@ -60,32 +60,36 @@ RECIPES = {
 RECORDS = {"small_lm": "finetune_drafter.json", "eagle3": "eagle3.json"}
 
 
-@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
-def recipe(request: pytest.FixtureRequest) -> Recipe:
+@pytest.fixture(params=TRAININGS.values(), ids=TRAININGS)
+def training(request: pytest.FixtureRequest) -> TrainingCase:
     return request.param
 
 
-def test_the_drafter_is_the_best_not_the_last(recipe: Recipe, tmp_path: Path, target: Path, corpus: DataConfig) -> None:
-    taus, seen, (norm, name) = iter([1.5, 2.5, 2.5, 2.0]), list[Tensor](), recipe.norm
+def test_the_drafter_is_the_best_not_the_last(
+    training: TrainingCase, tmp_path: Path, target: Path, corpus: DataConfig
+) -> None:
+    taus, seen, (norm, name) = iter([1.5, 2.5, 2.5, 2.0]), list[Tensor](), training.norm
 
     def evaluate(student: nn.Module, _: int) -> dict[str, float]:
         seen.append(norm(student).detach().clone())
         return {"tau": next(taus)}
 
-    run = recipe.run(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1, lr=1e-2))
+    run = training.run(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1, lr=1e-2))
     with evaluated_by(evaluate):
-        recipe.train(run)
-    assert torch.equal(recipe.weights(tmp_path / "out")[name], seen[1])
+        training.train(run)
+    assert torch.equal(training.weights(tmp_path / "out")[name], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[1], seen[3])
-    if recipe.kind == "early_exit":
+    if training.kind == "early_exit":
         record = read_meta(tmp_path / "out").training
     else:
-        record = json.loads((tmp_path / "out" / RECORDS[recipe.kind]).read_text())
+        record = json.loads((tmp_path / "out" / RECORDS[training.kind]).read_text())
         assert record["last_metrics"]["tau"] == 2.0
     assert (record["steps"], record["step"], record["metrics"]["tau"]) == (4, 2, 2.5)
     for change in ({"decode_tokens": 9}, {"fit": replace(run.fit, eval_every=2)}):  # which choose them
-        refusal(r"decode_tokens=9 \(was 8\)|eval_every=2 \(was 1\)", recipe.train, replace(run, **change, resume=True))
+        refusal(
+            r"decode_tokens=9 \(was 8\)|eval_every=2 \(was 1\)", training.train, replace(run, **change, resume=True)
+        )
 
 
 RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})]
@@ -98,100 +102,102 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:
     """The best weights are those after the stop or before it; another version of the code goes on."""
-    recipe = RECIPES[name]
+    training = TRAININGS[name]
     more = more | ({"drafter": DrafterConfig(path=str(small))} if "lora_rank" in more else {})
     fit = replace(FIT, steps=8, save_every=2, eval_every=3)
-    stopped, whole = (recipe.run(target, corpus, tmp_path / name, fit=fit, **more) for name in ("stopped", "whole"))
+    stopped, whole = (training.run(target, corpus, tmp_path / name, fit=fit, **more) for name in ("stopped", "whole"))
     with pytest.raises(KeyboardInterrupt):
-        interrupted_at(6, lambda: recipe.train(stopped))
-    assert not (tmp_path / "stopped" / recipe.file).exists()
+        interrupted_at(6, lambda: training.train(stopped))
+    assert not (tmp_path / "stopped" / training.file).exists()
     record = tmp_path / "stopped" / "checkpoint-4" / run_dir.RUN_FILE
     before = json.loads(record.read_text())
     assert before["code"] == code_version()
     record.write_text(json.dumps({**before, "code": ["0.1+abc", "of an earlier version"]}))
-    recipe.train(replace(stopped, resume=True))
-    recipe.train(whole)
-    assert same(recipe.weights(tmp_path / "stopped"), recipe.weights(tmp_path / "whole"))
+    training.train(replace(stopped, resume=True))
+    training.train(whole)
+    assert same(training.weights(tmp_path / "stopped"), training.weights(tmp_path / "whole"))
     assert same(*(load_file(tmp_path / out / "checkpoint-8" / "model.safetensors") for out in ("stopped", "whole")))
     assert json.loads((tmp_path / "stopped" / "checkpoint-8" / run_dir.RUN_FILE).read_text()) == before
 
 
 def test_a_finished_drafter_is_left_alone(
-    recipe: Recipe, tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture[str]
+    training: TrainingCase, tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With time for all its steps it has the weights of a run without a limit; where it was not saved, it is."""
-    run, timed = (recipe.run(target, corpus, tmp_path / str(minutes), minutes=minutes) for minutes in (None, 1000.0))
-    recipe.train(run)
-    recipe.train(timed)
+    run, timed = (training.run(target, corpus, tmp_path / str(minutes), minutes=minutes) for minutes in (None, 1000.0))
+    training.train(run)
+    training.train(timed)
     out = Path(timed.out_dir)
-    before = recipe.weights(out)
-    assert same(before, recipe.weights(Path(run.out_dir)))
-    assert KINDS[recipe.kind].load_plugin().training_record(str(out)).seconds > 0
+    before = training.weights(out)
+    assert same(before, training.weights(Path(run.out_dir)))
+    assert KINDS[training.kind].load_plugin().training_record(str(out)).seconds > 0
     add_report(out, "# Measured since\n")
-    recipe.train(replace(timed, resume=True))
+    training.train(replace(timed, resume=True))
     assert capsys.readouterr().out.endswith(f"{out}: finished already\n")
     card = (out / CARD_FILE).read_text()
     assert "Measured since" in card
     assert any(word.endswith(f"={out}") for word in card.split())  # as it was given
     for file in out.iterdir():
-        if file.is_file() and file.name not in ("log.jsonl", recipe.file):
+        if file.is_file() and file.name not in ("log.jsonl", training.file):
             file.unlink()
-    recipe.train(replace(timed, resume=True))
-    assert same(before, recipe.weights(out))
+    training.train(replace(timed, resume=True))
+    assert same(before, training.weights(out))
     assert "Measured since" not in (out / CARD_FILE).read_text()
 
 
 def test_a_limit_of_next_to_nothing_is_a_step(
-    recipe: Recipe, tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture[str]
+    training: TrainingCase, tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = recipe.run(target, corpus, tmp_path / "out", minutes=1e-9)
-    recipe.train(run)
+    run = training.run(target, corpus, tmp_path / "out", minutes=1e-9)
+    training.train(run)
     assert "step=1/1 loss=" in capsys.readouterr().out
-    recipe.train(replace(run, resume=True))
+    training.train(replace(run, resume=True))
     assert "finished already" in capsys.readouterr().out
-    recipe.train(replace(run, resume=True, minutes=1.0))
+    training.train(replace(run, resume=True, minutes=1.0))
     assert f"longer than before; its learning rates go on at step 1 of {run.fit.steps}" in capsys.readouterr().out
-    refusal(r"minutes=1e-09 \(was 1\.0\)", recipe.train, replace(run, resume=True, minutes=1e-9))
+    refusal(r"minutes=1e-09 \(was 1\.0\)", training.train, replace(run, resume=True, minutes=1e-9))
 
 
 def test_resume_with_other_settings_text_or_target_is_refused(
-    recipe: Recipe, tmp_path: Path, target: Path, corpus: DataConfig
+    training: TrainingCase, tmp_path: Path, target: Path, corpus: DataConfig
 ) -> None:
     path = shutil.copytree(target, tmp_path / "target")
-    run = recipe.run(path, corpus, tmp_path / "out", fit=replace(FIT, steps=1, save_every=None))
-    recipe.train(run)
+    run = training.run(path, corpus, tmp_path / "out", fit=replace(FIT, steps=1, save_every=None))
+    training.train(run)
     text = tmp_path / "text.jsonl"
     text.write_text(Path(corpus.path[0]).read_text().replace("quick", "quiet"))
     other = save_target(tmp_path / "other", seed=1, kv_heads=2)
     described = (path / "config.json").read_text()
-    (name,) = recipe.option
+    (name,) = training.option
     for changes, message in (
-        (recipe.option, rf"{name}="),
+        (training.option, rf"{name}="),
         ({"data": replace(corpus, path=str(text))}, "data_key="),
         ({"target": str(other)}, r"target\.(weights|tensors)"),
     ):
-        refusal(message, recipe.train, replace(run, **changes, resume=True))
+        refusal(message, training.train, replace(run, **changes, resume=True))
     (path / "config.json").write_text(described.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    refusal(r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)", recipe.train, replace(run, resume=True))
+    refusal(r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)", training.train, replace(run, resume=True))
 
 
 @pytest.mark.parametrize(("name", "more"), RUNS)
 def test_accumulation_equals_one_batch(
     tmp_path: Path, target: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:
-    recipe = RECIPES[name]
+    training = TRAININGS[name]
     for rows in (None, 1):
-        recipe.train(recipe.run(target, corpus, tmp_path / str(rows), fit=replace(FIT, micro_batch_rows=rows), **more))
-    one, parts = (recipe.weights(tmp_path / str(rows)) for rows in (None, 1))
+        training.train(
+            training.run(target, corpus, tmp_path / str(rows), fit=replace(FIT, micro_batch_rows=rows), **more)
+        )
+    one, parts = (training.weights(tmp_path / str(rows)) for rows in (None, 1))
     torch.testing.assert_close(parts, one, rtol=1e-4, atol=3e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", TRAININGS)
 def test_gradient_checkpointing_changes_nothing(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str
 ) -> None:
     """Of adapters too, whose layers' inputs need no gradient. Each trained layer runs again in the backward pass."""
-    recipe, calls = RECIPES[name], list[int]()
+    training, calls = TRAININGS[name], list[int]()
     more = {"drafter": DrafterConfig(path=str(small)), "lora_rank": 2} if name == "small_lm" else {}
 
     def watch(student: Any) -> None:
@@ -203,9 +209,11 @@ def test_gradient_checkpointing_changes_nothing(
     counts = []
     for folder, recomputed in (("kept", False), ("recomputed", True)):
         calls.clear()
-        run = recipe.run(target, corpus, tmp_path / folder, fit=replace(FIT, gradient_checkpointing=recomputed), **more)
+        run = training.run(
+            target, corpus, tmp_path / folder, fit=replace(FIT, gradient_checkpointing=recomputed), **more
+        )
         with evaluated_by(lambda *_: {"tau": 1.0}, watch):
-            recipe.train(run)
+            training.train(run)
         counts.append(len(calls))
     assert counts[1] == 2 * counts[0] > 0
-    assert same(recipe.weights(tmp_path / "kept"), recipe.weights(tmp_path / "recomputed"))
+    assert same(training.weights(tmp_path / "kept"), training.weights(tmp_path / "recomputed"))
