@@ -100,7 +100,7 @@ def train_eagle3(config: Eagle3Config) -> None:
         )  # fmt: skip
         if result is not None:
             made_here = stored is None or stored.made_here  # another trainer's head has to be examined (doctor=true)
-            save(config, target.config, student.head, made_here, identity, result)
+            save_drafter(config, target.config, student.head, made_here, identity, result)
 
 
 # --- the head, and what the target hands it
@@ -363,7 +363,7 @@ def acceptance_of_drafts(accepted: Tensor) -> Tensor:
 # --- what is saved, and the memory
 
 
-def save(
+def save_drafter(
     config: Eagle3Config,
     target: PreTrainedConfig,
     trained_head: Eagle3,

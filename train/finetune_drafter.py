@@ -104,7 +104,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
             keeps_best=True, last_file=small_lm.TRAINING_FILE, minutes=config.minutes,
         )  # fmt: skip
         if result is not None:
-            save(config, target, student, identity, result)
+            save_drafter(config, target, student, identity, result)
 
 
 # --- the target, and the mask of several tokens in one pass
@@ -280,7 +280,7 @@ def make_evaluation(
     return evaluate
 
 
-def save(
+def save_drafter(
     config: FinetuneConfig,
     target: OpenTarget,
     student: SmallLMStudent,

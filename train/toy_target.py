@@ -63,7 +63,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
             minutes=config.minutes,
         )  # fmt: skip
         if result is not None:
-            save(config, student.lm, tokenizer, result, time.perf_counter() - began)
+            save_target(config, student.lm, tokenizer, result, time.perf_counter() - began)
 
 
 def read_texts(config: ToyTargetConfig) -> Iterator[str]:
@@ -164,7 +164,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     return sizes
 
 
-def save(
+def save_target(
     config: ToyTargetConfig,
     lm: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
