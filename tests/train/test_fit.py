@@ -19,7 +19,7 @@ from outrider.base.wandb_config import WandbConfig
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.train.core import run_dir
-from outrider.train.core.engine import Engine
+from outrider.train.core.engine import TrainingEngine
 from outrider.train.core.fit import fit
 from outrider.train.core.loop import epoch_order, step_rows
 from outrider.train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
@@ -331,7 +331,7 @@ def test_muon_in_float32_is_the_polynomial_of_the_singular_values(shape):
 
 def test_a_schedule_scales_every_rate_for_itself():
     config = tiny_config(lr=0.01, muon_lr=0.04)
-    engine = Engine(TinyModel(), config)
+    engine = TrainingEngine(TinyModel(), config)
     for scale in (0.5, 0.25):
         engine.set_rates(scale)
         rates = {id(p): group["lr"] for group in engine.optimizer.param_groups for p in group["params"]}

@@ -95,12 +95,12 @@ class TrainingRun:
         """Train `student` on `rows`, as `fit` does. Every process calls it.
 
         saved_dtype: of the weights that the caller writes; evaluations then have `norms_moved`. keeps_best: the weights
-        with the highest "tau" of all evaluations are put back (see `Best`), else the last ones stay. last_file: the
-        file that the caller writes last. A finished run that has it is not saved again, since its card may contain a
-        report by now.
+        with the highest "tau" of all evaluations are put back (see `BestWeights`), else the last ones stay.
+        last_file: the file that the caller writes last. A finished run that has it is not saved again, since its card
+        may contain a report by now.
         Returns None where nothing is to be saved: in such a run, and on all processes but the main one.
         """
-        best = Best(self.out_dir / BEST_FOLDER) if keeps_best else None
+        best = BestWeights(self.out_dir / BEST_FOLDER) if keeps_best else None
         if self.is_main and not run_dir.checkpoints(self.out_dir):
             shutil.rmtree(self.out_dir / BEST_FOLDER, ignore_errors=True)  # of a run killed before its first checkpoint
         norms = {} if saved_dtype is None else copies_of_norms(student, saved_dtype)
@@ -131,7 +131,7 @@ class TrainingRun:
         return replace(result, step=step, metrics=metrics)
 
 
-class Best:
+class BestWeights:
     """The trained weights with the highest τ so far, in one file that is the old one or all of the new.
 
     A killed run finds them again. Evaluations are a function of the step, so those that a resumed run repeats change

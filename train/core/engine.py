@@ -24,7 +24,7 @@ from outrider.train.settings.fit import FitConfig
 OPTIMIZER_FILE = f"{utils.OPTIMIZER_NAME}.bin"
 
 
-class Engine:
+class TrainingEngine:
     """A model prepared for training, with its optimizer.
 
     module: the wrapped model, to call and to accumulate over instead of `model`. optimizer: its `step` applies the

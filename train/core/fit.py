@@ -27,9 +27,9 @@ from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.inference.core.rounds import Clock
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.core import run_dir, sharding
-from outrider.train.core.engine import Engine
+from outrider.train.core.engine import TrainingEngine
 from outrider.train.core.loop import run_steps
-from outrider.train.core.progress import Report, cut_log, start_wandb
+from outrider.train.core.progress import TrainingLog, cut_log, start_wandb
 from outrider.train.core.sharding import load_trained, save_trained
 from outrider.train.core.time_budget import StepBudget
 from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
@@ -114,12 +114,12 @@ def fit(
         cut_log(out_dir, resumed_from)
 
     with _autocast(student, config.precision, state.device):
-        engine = Engine(student, config)
+        engine = TrainingEngine(student, config)
         if checkpoint is not None:
             engine.load(checkpoint)
         described = {**run, "out_dir": str(out_dir), "processes": state.num_processes}
         start_wandb(engine.accelerator, config.wandb, out_dir, described)
-        report = Report(engine.accelerator, out_dir, range(resumed_from, budget.total), evaluate is not None)
+        report = TrainingLog(engine.accelerator, out_dir, range(resumed_from, budget.total), evaluate is not None)
 
         def measure(step: int) -> None:
             nonlocal metrics
@@ -145,7 +145,7 @@ def fit(
     return FitResult(total, resumed_from, budget.limit.spent(), metrics, total, metrics)
 
 
-def _save(engine: Engine, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int) -> None:
+def _save(engine: TrainingEngine, run: Mapping[str, object], reached: TrainingState, out_dir: Path, keep: int) -> None:
     """Write the checkpoint of `reached`, rename it once complete, and delete all but the newest `keep`.
 
     Call it on every process. Raises `UserError` if it cannot be written; earlier checkpoints then stay unchanged.

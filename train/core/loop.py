@@ -12,8 +12,8 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.losses import IGNORE
 from outrider.train.core import run_dir
-from outrider.train.core.engine import Engine
-from outrider.train.core.progress import Report
+from outrider.train.core.engine import TrainingEngine
+from outrider.train.core.progress import TrainingLog
 from outrider.train.core.time_budget import StepBudget
 from outrider.train.core.training import Batch, TrainRows
 from outrider.train.settings.fit import FitConfig
@@ -43,11 +43,11 @@ def share_of_process(rows: Sequence[int], micro: int, process: int, processes: i
 
 
 def run_steps(
-    engine: Engine,
+    engine: TrainingEngine,
     rows: TrainRows,
     config: FitConfig,
     budget: StepBudget,
-    report: Report,
+    report: TrainingLog,
     *,
     evaluate: Callable[[int], None] | None,
     save: Callable[[int], None],

@@ -20,7 +20,7 @@ LOG_FILE = "log.jsonl"
 FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
 
 
-class Report(Stage):
+class TrainingLog(Stage):
     """The stage of `steps`, and their metrics over all processes: printed by the main process, and sent to log.jsonl
     and W&B.
 
