@@ -18,7 +18,7 @@ from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.losses import IGNORE
-from outrider.inference.measure.statistics import LEAST_MINUTES, TIMES
+from outrider.inference.measure.statistics import LEAST, TIMES
 from outrider.train import toy_target as toy
 from outrider.train.core.driver import TrainingRun
 from outrider.train.parts.drafter import export_model
@@ -56,7 +56,7 @@ def test_it_is_an_ordinary_directory(finished):
     assert model.dtype == torch.float32
     assert model_name(finished.out_dir) == "toy-0M"
     unique = model.generation_config.no_repeat_ngram_size
-    assert all(period + unique - 1 < max(TIMES * period, LEAST_MINUTES) for period in range(1, 99))  # no text is a loop
+    assert all(period + unique - 1 < max(TIMES * period, LEAST) for period in range(1, 99))  # no text is a loop
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.bos_token_id == tokenizer.bos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
