@@ -51,9 +51,6 @@ def write_raw(path: Path, name: str, raw: Json) -> None:
     write_atomically(path, gzip.compress(json.dumps({**read_raw(path), name: raw}).encode(), mtime=0))
 
 
-# ---------------------------------------------------------------------------------------------------------- one prompt
-
-
 def packed(result: PromptResult) -> Json:
     """A prompt's result, JSON-able, without its texts."""
     arms = {
@@ -84,9 +81,6 @@ def unpacked(raw: Json) -> PromptResult:
         raw["reference"], deviations={name: construct(Deviation, one) for name, one in raw["deviations"].items()},
         group=raw["unit"],
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------- all prompts
 
 
 def entry_of(raw: Json) -> Json:
@@ -134,9 +128,6 @@ def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Json:
         "speedup": to_json(speedups_over_baselines(results, arm, streams)),
         "end_to_end": to_json(speedups_over_baselines(results, arm, streams, end_to_end)),
     }
-
-
-# ------------------------------------------------------------------------------------------------------------- requests
 
 
 def of_requests(turns: Sequence[Mapping[str, Any]]) -> Json:

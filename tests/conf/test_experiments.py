@@ -185,7 +185,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = {"talk": {"messages": says}, "asked": {"turns": ["hi"]}, "odd": {"messages": 3}}
     for name, line in lines.items():
         (folder / f"{name}.jsonl").write_text(json.dumps(line))
-    (folder / "nothing.jsonl").write_text('{"messages": []}')
+    (folder / "nothing.jsonl").write_text('{"text": " "}')
     return folder
 
 

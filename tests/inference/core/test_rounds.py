@@ -17,6 +17,7 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
@@ -70,6 +71,7 @@ def assert_starts_with(cache: KVCache, fresh: KVCache) -> None:
 
 def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSession, text: list[int]) -> None:
     """Session and drafter stand as if `text` had just been their prompt, but for what waits for the next extension."""
+    source = source.model if isinstance(source, OnePass) else source
     fresh = TargetSession(target.stack, source.split, len(text) + 1)
     fresh.aux_layers = source.aux_layers
     fresh.feed(torch.tensor(text), chain_parents(0, len(text)))
