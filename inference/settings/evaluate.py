@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from outrider.inference.drafters.plugin import AnyPlugin, TrainingRecord
 
 Runtime = Literal["auto", "eager", "graphed"]
-RUNTIMES = get_args(Runtime)
 
 
 class Drafting:
