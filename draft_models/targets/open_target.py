@@ -161,7 +161,7 @@ def load_proven(
         return model
     if files.original is not None and not files.original.by_transformers:
         files.original.prove_decoding()
-    elif files.complete:
+    elif files.paths() is not None:  # all are on this machine
         full_model, part = empty_model(config), None
         if dtype.itemsize * sum(weight.numel() for weight in full_model.parameters()) > LARGEST_COPY:
             load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)

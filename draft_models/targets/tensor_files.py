@@ -93,11 +93,6 @@ class TensorFiles:
 
         return {name: replace(tensor, read=partial(read, name, tensor)) for name, tensor in self.stored(names)}
 
-    @property
-    def complete(self) -> bool:
-        """Whether all its files are on this machine."""
-        return self.paths() is not None
-
     def paths(self) -> list[Path] | None:
         """The files of its weights and its descriptions; None if some weights are not on this machine."""
         if self.original is not None:

@@ -42,8 +42,8 @@ def write_prompts(config: PromptsConfig) -> None:
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "prompts", config.resume):
         file, identity = None if config.file is None else prompt_file(config.file, "file"), config.deciding()
-        if file is not None:  # per_object: an option of earlier versions, at its default
-            identity |= {"file": hashlib.sha256(file.read_bytes()).hexdigest(), "per_object": 4}
+        if file is not None:
+            identity["file"] = hashlib.sha256(file.read_bytes()).hexdigest()
         else:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
-from outrider.data_prep.targets import FETCHED_FILE, ORIGINS, RECORD_FILE, SOURCE_FOLDER, convert_target, fetch_target
+from outrider.data_prep.targets import FETCHED_FILE, RECORD_FILE, SMOLLM2, SOURCE_FOLDER, convert_target, fetch_target
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
@@ -24,8 +24,7 @@ from tests.refusals import refusal
 from tests.tiny import random_prompt, reference_generate
 
 MEGABYTE = 1e-3  # in the gigabytes of `shard_gb`
-ORIGIN = ORIGINS["smollm2_135m"]
-WHEEL = f"{ORIGIN.package.replace('-', '_')}-{ORIGIN.version}-py3-none-any.whl"
+WHEEL = f"{SMOLLM2['package'].replace('-', '_')}-{SMOLLM2['version']}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +121,7 @@ def test_a_finished_conversion_stays(
 def make_wheel(path: Path, files: dict[str, bytes], said: int | None = None) -> Path:
     """A wheel of `files`; said: the size that it says the first has, in place of its own."""
     info = f"{WHEEL.removesuffix('-py3-none-any.whl')}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {ORIGIN.package}\nVersion: {ORIGIN.version}\n".encode()
+    metadata = f"Metadata-Version: 2.1\nName: {SMOLLM2['package']}\nVersion: {SMOLLM2['version']}\n".encode()
     about = {f"{info}/METADATA": metadata, f"{info}/WHEEL": b"Wheel-Version: 1.0\n", f"{info}/RECORD": b""}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in {**files, **about}.items():

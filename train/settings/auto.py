@@ -30,7 +30,7 @@ TRAINABLE: Mapping[str, Trainable] = {
     EAGLE3.name: Trainable(EAGLE3.name, ("eagle3/survival", "eagle3/opt_tree_auto")),
 }
 NAME = "{target}"  # in out_dir: the target's name
-PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`
+PACKAGED = "smollm2_135m"  # `data_prep.targets.SMOLLM2`
 
 
 @dataclass(frozen=True, kw_only=True)

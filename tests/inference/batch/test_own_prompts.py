@@ -125,7 +125,7 @@ def test_what_gives_no_prompts_is_refused(config, tmp_path, monkeypatch, capsys)
         refusal(r"target=.*or file=", PromptsConfig, **options)
     refusal("expected at least 10", write_prompts, replace(config, count=9))
     (file := Path("p.txt")).write_text("prompt")
-    made_of = {"file": hashlib.sha256(b"prompt").hexdigest(), "heldout_fraction": 0.1, "per_object": 4}
+    made_of = {"file": hashlib.sha256(b"prompt").hexdigest(), "heldout_fraction": 0.1}
     made_of |= {"chat_template_kwargs": {}, "count": 10000, "dtype": "auto", "seed": 0, "template": "auto"}
     (file.parent / "prompts.json").write_text(json.dumps({"made_of": made_of}))
     write_prompts(PromptsConfig(file=str(file), out_dir=str(file.parent), resume=True))
