@@ -38,7 +38,14 @@ from outrider.inference.drafters.model_plugin import ModelDrafterPlugin
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.loading.chat_templates import templates_of
 from outrider.inference.loading.drafters import position_limits
-from outrider.inference.loading.memory_plan import Storage, drafter_memory, dtype_name, planned_device, target_memory
+from outrider.inference.loading.memory_plan import (
+    Plan,
+    Storage,
+    drafter_memory,
+    dtype_name,
+    planned_device,
+    target_memory,
+)
 from outrider.inference.loading.models import load_stack, prepare_models
 from outrider.inference.loading.target_setup import end_tokens, open_target_of
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
@@ -47,7 +54,7 @@ from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.driver import training_run
-from outrider.train.core.training import Batch, Metrics, Plan, Student
+from outrider.train.core.training import Batch, Metrics, Student
 from outrider.train.parts.calibration_scores import (
     brier_score,
     plot_reliability,

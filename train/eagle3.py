@@ -42,8 +42,9 @@ from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
+from outrider.inference.loading.memory_plan import Plan
 from outrider.train.core.driver import training_run
-from outrider.train.core.training import Batch, FitResult, Metrics, Plan, Student
+from outrider.train.core.training import Batch, FitResult, Metrics, Student
 from outrider.train.parts.drafter import (
     frozen_dtype,
     pick_tokens,

@@ -31,8 +31,9 @@ from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from outrider.inference.drafters.early_exit import KIND
 from outrider.inference.drafters.early_exit.drafter import draft_model_of
+from outrider.inference.loading.memory_plan import Plan
 from outrider.train.core.driver import training_run
-from outrider.train.core.training import Batch, FitResult, Metrics, Plan, Student, TrainRows
+from outrider.train.core.training import Batch, FitResult, Metrics, Student, TrainRows
 from outrider.train.parts.drafter import (
     frozen_dtype,
     pick_tokens,

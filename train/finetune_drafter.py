@@ -40,11 +40,11 @@ from outrider.draft_models.targets.open_target import (
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
-from outrider.inference.loading.memory_plan import Storage, planned_device, target_memory
+from outrider.inference.loading.memory_plan import Plan, Storage, planned_device, target_memory
 from outrider.inference.loading.models import prepare_models
 from outrider.train.core.driver import TrainingRun, training_run
 from outrider.train.core.sharding import is_shared_out
-from outrider.train.core.training import FitResult, Metrics, Plan, Student, TrainRows
+from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
 from outrider.train.parts.drafter import (
     export_model,
     pick_tokens,

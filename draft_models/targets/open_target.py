@@ -18,6 +18,7 @@ from transformers import (
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
+from outrider.base.machine import fast_dtype
 from outrider.base.settings import construct
 from outrider.draft_models.formats.convert import description_location, has_quantised_weights, is_loaded_as_written
 from outrider.draft_models.formats.folder_model import quantisation_of
@@ -222,11 +223,6 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
     return device
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16; or float32 on a CPU without bfloat16 instructions, which would be several times slower in bfloat16."""
-    return torch.bfloat16 if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:

@@ -197,7 +197,7 @@ def _begin(
     target, revision = _weights_for_engines(setup, folder)
     job = {
         "engine": config.engine, "target": target, "revision": revision, "dtype": setup.floats,
-        "device": setup.device.type, "context": min(longest + 64, context_length(setup, {})), "draft": draft,
+        "device": setup.device.type, "context": min(longest + 64, context_length(setup.config, {})), "draft": draft,
         "options": config.engine_options, "work": str(folder.resolve()), "most": max(config.concurrency),
     }  # fmt: skip
     return start_engine(python_in(config.engine_python), job, folder / f"{name}.log", variables)

@@ -76,7 +76,7 @@ def make_plan(
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = dict(load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device))
-    context, new = context_length(setup, drafters), config.max_new_tokens
+    context, new = context_length(setup.config, drafters), config.max_new_tokens
     require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
     longest = max(config.doctor_lengths, default=0)
     require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")

@@ -2,24 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
+
+from transformers import PreTrainedConfig
 
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import position_limit
 from outrider.inference.core.drafter import Drafter
-from outrider.inference.drafters.plugin import ModelOptions
-from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.settings.evaluate import Drafting
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, number
 from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
 
+if TYPE_CHECKING:
+    from outrider.inference.drafters.plugin import ModelOptions
+
 Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
 
 
-def load_drafters(config: Drafting, target: Any, **tensor_options: Unpack[ModelOptions]) -> Drafters:
+def load_drafters(config: Drafting, target: Any, **tensor_options: "Unpack[ModelOptions]") -> Drafters:
     """The models whose paths `config` gives, by kind, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:
@@ -32,9 +35,9 @@ def load_drafters(config: Drafting, target: Any, **tensor_options: Unpack[ModelO
     return {name: model for name, model in drafters.items() if model is not None}
 
 
-def context_length(setup: TargetSetup, drafters: Drafters) -> int:
+def context_length(target: PreTrainedConfig, drafters: Drafters) -> int:
     """The context length that the target and all its draft models support."""
-    return min([context_limit(setup.config), *position_limits(drafters)])
+    return min([context_limit(target), *position_limits(drafters)])
 
 
 def position_limits(drafters: Drafters) -> list[int]:

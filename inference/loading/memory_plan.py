@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -148,6 +148,18 @@ def describe(parts: Sequence[Memory], device: object, **facts: object) -> str:
     head = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
     lines = [f"{head} device_gb={sum(part.size for part in parts) / GB:.2f} device={device}"]
     return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in parts)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of each device in a training, computed without weights. facts: printed above it."""
+
+    held: Sequence[Memory]
+    facts: Mapping[str, object]
+
+    def show(self) -> None:
+        """Print it, for the device that the training would use here."""
+        print(describe(self.held, planned_device(), **self.facts), flush=True)
 
 
 @contextmanager

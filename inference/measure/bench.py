@@ -177,7 +177,7 @@ def measure_talks(
     """
     index = talks[0].position // config.batch
     group = None if bench.batch is None else f"{index} {talks[0].prompt.id}"
-    context = context_length(setup, models.drafters)
+    context = context_length(setup.config, models.drafters)
     for number in range(max(len(talk.prompt.turns) for talk in talks)):
         turns = [(talk, turn) for talk in talks if (turn := talk.ask(number, config, setup, context)) is not None]
         if not turns:

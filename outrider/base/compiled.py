@@ -20,11 +20,6 @@ Function = TypeVar("Function", bound=Callable[..., object])
 _settings = vars(numba.config)
 LONG = 0.5  # seconds of compiling that are reported
 _TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
-_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
-_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
-_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
-_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
-_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
 
 
 def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:

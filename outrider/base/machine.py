@@ -24,6 +24,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16; or float32 on a CPU without bfloat16 instructions, which would be several times slower in bfloat16."""
+    return torch.bfloat16 if device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()

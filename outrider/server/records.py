@@ -178,7 +178,7 @@ def refuse_unread_fields(fields: Mapping[str, object] | None, where: str = "") -
 
 def context_tokens(model: "Decoder", config: ServeConfig) -> int:
     """How many tokens a prompt and its answer may have together, for the target and its drafters."""
-    limit = context_length(model.setup, model.drafters)
+    limit = context_length(model.setup.config, model.drafters)
     return min(limit, config.context or limit)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from outrider.base.errors import UserError
+from outrider.base.machine import fast_dtype
 from outrider.base.wandb_config import WandbConfig
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.train.core import run_dir
 from outrider.train.core.engine import TrainingEngine
 from outrider.train.core.fit import fit

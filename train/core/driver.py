@@ -18,11 +18,11 @@ from outrider.base.errors import UserError, reason, warn
 from outrider.base.files import parse_json, require_writable, write_atomically
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import RunConfig, construct
-from outrider.inference.loading.memory_plan import explain_out_of_memory
+from outrider.inference.loading.memory_plan import Plan, explain_out_of_memory
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import WEIGHTS_FILE, load_trained, trained_parameters
-from outrider.train.core.training import FitResult, Metrics, Plan, Student, TrainRows
+from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
 from outrider.train.settings.fit import FitConfig
 
 BEST_FOLDER = "best"

@@ -19,11 +19,11 @@ from torch import nn
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
+from outrider.base.machine import fast_dtype
 from outrider.base.processes import join_processes, say
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import read_as
 from outrider.data_prep.text.records import HELDOUT_BY
-from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.inference.core.rounds import Clock
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train.core import run_dir, sharding

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.open_target import fast_dtype
+from outrider.base.machine import fast_dtype
 from outrider.train.settings.fit import FitConfig
 
 

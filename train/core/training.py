@@ -1,13 +1,11 @@
 """What the loop trains and returns: a student, rows of text, and the result of a run."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from outrider.base.errors import UserError
-from outrider.inference.loading.memory_plan import Memory, describe, planned_device
 
 Metrics = dict[str, float]
 Batch = dict[str, Tensor]
@@ -63,15 +61,3 @@ class FitResult:
     last_metrics: Metrics
     step: int
     metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The memory of each device in a training, computed without weights. facts: printed above it."""
-
-    held: Sequence[Memory]
-    facts: Mapping[str, object]
-
-    def show(self) -> None:
-        """Print it, for the device that the training would use here."""
-        print(describe(self.held, planned_device(), **self.facts), flush=True)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrai
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
+from outrider.base.machine import fast_dtype
 from outrider.base.processes import say
 from outrider.draft_models.card import write_card
 from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
@@ -19,7 +20,7 @@ from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.formats.save_model import save_parts
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
-from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype, special_tokens
+from outrider.draft_models.targets.open_target import OpenTarget, special_tokens
 from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.train.core import run_dir
