@@ -204,9 +204,6 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ replaying
-
-
 def replays(method: MethodConfig, sampling: SamplingConfig) -> bool:
     """Whether drafts and their acceptance depend on the text alone.
 
@@ -288,9 +285,6 @@ def states_of(
     session.prefill(text)
     aux = session.extras[0] if aux_layers else session.states[None, :, :0]
     return session.states, aux, session.content()
-
-
-# -------------------------------------------------------------------------------------------------------------- keeping
 
 
 def key_of(row: Row) -> str:
