@@ -18,14 +18,7 @@ from outrider.base.settings import construct
 from outrider.inference.doctor.scores import Findings, describe_findings, refuse_reading
 from outrider.inference.evaluate.planning import Plan
 from outrider.inference.loading.models import Models, load_models
-from outrider.inference.measure.bench import (
-    Bench,
-    Talk,
-    make_bench,
-    measure_talks,
-    peak_memory,
-    prepare_methods,
-)
+from outrider.inference.measure.bench import Bench, Talk, make_bench, measure_talks, peak_memory, prepare_methods
 from outrider.inference.measure.prepared import Prepared
 from outrider.inference.measure.results import (
     Measured,

@@ -17,17 +17,9 @@ from outrider.inference.report.building import build_report
 from outrider.inference.report.conditions import describe_conditions
 from outrider.inference.report.page import make_page
 from outrider.inference.report.sentences import OWN_RUN, measure_again
-from outrider.inference.report.types import MethodReport, ServedJudgement, ServedRow
+from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport, ServedJudgement, ServedRow
 from outrider.inference.report.writing import log_reports, markdown, result_lines, write_reports
 from outrider.inference.settings.kinds import KINDS
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The reports of all methods, and the results of all turns that they were made from."""
-
-    reports: Sequence[MethodReport]
-    results: Sequence[PromptResult]
 
 
 @dataclass(frozen=True)
@@ -38,8 +30,10 @@ class EnginePart:
     served_judgement: Mapping[str, ServedJudgement] | None = None
 
 
-def judge(plan: Plan, prepared: Prepared, engine: Mapping[str, EnginePart]) -> Judged:
-    """The reports, from the results in `plan.out_dir`. engine: by method."""
+def judge(
+    plan: Plan, prepared: Prepared, engine: Mapping[str, EnginePart]
+) -> tuple[list[MethodReport], list[PromptResult]]:
+    """The reports of all methods, and the results of all turns in `plan.out_dir`, their source. engine: by method."""
     config = plan.config
     measured = finished_results(plan.out_dir, config.batch)
     results = [result for prompt in measured for result in prompt.turns]
@@ -49,12 +43,12 @@ def judge(plan: Plan, prepared: Prepared, engine: Mapping[str, EnginePart]) -> J
         for name, method in prepared.methods.items()
     ]
     parts = {name: vars(part) for name, part in engine.items()}
-    return Judged([replace(report, **parts.get(report.method, {})) for report in reports], results)
+    return [replace(report, **parts.get(report.method, {})) for report in reports], results
 
 
-def write(plan: Plan, judged: Judged, command: Sequence[str]) -> None:
+def write(plan: Plan, reports: Sequence[MethodReport], results: Sequence[PromptResult], command: Sequence[str]) -> None:
     """Write the report to `plan.out_dir`, to the console, to the drafters' cards, and to Weights & Biases."""
-    config, tokenizer, reports, results = plan.config, plan.setup.tokenizer, judged.reports, judged.results
+    config, tokenizer = plan.config, plan.setup.tokenizer
     texts = {
         (r.prompt_id, arm): str(tokenizer.decode(list(g.tokens), skip_special_tokens=True))
         for r in results
@@ -75,9 +69,9 @@ def write(plan: Plan, judged: Judged, command: Sequence[str]) -> None:
 
 def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
     """The methods that were not lossless; `OWN_RUN` in their place if plain decoding was not."""
-    if reports[0].target_differs:
+    if reports[0].verdict == TARGET_DIFFERS:
         return [OWN_RUN]
-    return [report.method for report in reports if not report.is_lossless or report.served_faults]
+    return [report.method for report in reports if report.verdict == NOT_LOSSLESS or report.served_faults]
 
 
 def write_report(
@@ -92,9 +86,9 @@ def write_report(
     """
 
     def judge_and_write() -> list[str]:
-        judged = judge(plan, prepared, engine)
-        write(plan, judged, command)
-        return wrong_methods(judged.reports)
+        reports, results = judge(plan, prepared, engine)
+        write(plan, reports, results, command)
+        return wrong_methods(reports)
 
     with Stage("writing the report"):
         return from_main(plan.processes, judge_and_write)

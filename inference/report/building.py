@@ -31,6 +31,9 @@ from outrider.inference.measure.statistics import (
     verdict,
 )
 from outrider.inference.report.types import (
+    HALF_NAMES,
+    NOT_LOSSLESS,
+    TARGET_DIFFERS,
     AutoSizes,
     Conditions,
     Figures,
@@ -40,8 +43,6 @@ from outrider.inference.report.types import (
 )
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.sizing.policy import Tuning
-
-EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
 
 
 def build_report(
@@ -60,8 +61,8 @@ def build_report(
     arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
     streams = Streams(seed).within(method, "bootstrap")
     figures = make_figures(results, method, streams)
-    exact = conditions.computes_in in EXACT
-    lossless = compare_texts(results, method, sampled=conditions.temperature > 0, exact=exact)
+    excusing = conditions.computes_in in HALF_NAMES
+    lossless = compare_texts(results, method, sampled=conditions.temperature > 0, excusing=excusing)
     groups = {name: [r for r in results if r.category == name] for name in sorted({r.category for r in results})}
     return MethodReport(
         method=method,
@@ -95,11 +96,17 @@ def build_report(
 
 
 def method_verdict(method: str, lossless: Lossless, figures: Figures, conditions: Conditions) -> str:
-    """ "target differs", "not lossless", or the verdict on the speed-up on texts that do not loop."""
-    if lossless.target_differs(conditions.computes_in):
-        return "target differs"
-    if not lossless.is_right(method):
-        return "not lossless"
+    """The verdict on the texts, if one is not the reference's and no rounding tie, or a fault was found; else on speed.
+
+    If plain decoding by this runtime is itself not lossless, no method is to blame. The speed-up is that on texts that
+    do not loop.
+    """
+    judgement, of_plain = lossless.judged[method], lossless.judged[AUTOREGRESSIVE]
+    same = lossless.autoregressive_identical == lossless.checked
+    if not (same or (of_plain and conditions.computes_in in HALF_NAMES)) or (of_plain and of_plain.faults):
+        return TARGET_DIFFERS
+    if lossless.identical + lossless.excused_ties != lossless.checked or (judgement and judgement.faults):
+        return NOT_LOSSLESS
     return verdict(figures.speedup_without_loops, conditions.load.busy)
 
 
@@ -124,10 +131,10 @@ def generate_speed(results: Sequence[PromptResult], streams: Streams) -> Generat
     return GenerateSpeed(*ratios)
 
 
-def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False) -> Lossless:
+def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool, excusing: bool) -> Lossless:
     """The texts compared, and the judgements of the method and of plain decoding.
 
-    sampled: no text is compared. exact: no difference is excused as a tie.
+    sampled: no text is compared. excusing: a difference may be a rounding tie, as in half precision.
     """
     checked = [] if sampled else results
     arms = (method, AUTOREGRESSIVE)
@@ -136,7 +143,7 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
 
     def ties(arm: str) -> int:
         judgement = judgements[arm]
-        judged_right = judgement is not None and not judgement.faults and not exact
+        judged_right = judgement is not None and not judgement.faults and excusing
         return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
 
     return Lossless(

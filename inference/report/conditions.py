@@ -33,6 +33,7 @@ from outrider.inference.settings.kinds import KINDS
 CHARACTERS = 8_000_000  # limit on the training text searched, for a search of seconds
 
 Run = tuple[str, ...]
+TrainingText = Mapping[str, object] | None  # of a training text; None: no record
 
 
 def describe_conditions(
@@ -45,6 +46,8 @@ def describe_conditions(
 ) -> Conditions:
     """The conditions of a run. measured: its prompts, in order; identity: see `identity_of` in `evaluate.planning`."""
     results = [result for prompt in measured for result in prompt.turns]
+    records = config.training_records()
+    texts = {kind: record.data for kind, record in records.items()}
     threads = Counter(prompt.threads for prompt in measured if prompt.threads)
     return Conditions(
         target=setup.target.source,
@@ -62,7 +65,7 @@ def describe_conditions(
         peak_memory_bytes=max((prompt.peak_bytes for prompt in measured), default=0),
         load=machine_load((m.cpu_share for m in measured), (m.load for m in measured), os.cpu_count() or 1),
         minutes=config.minutes,
-        trained_seconds=trained_seconds(config),
+        trained_seconds={kind: record.seconds for kind, record in records.items() if record.seconds is not None},
         max_new_tokens=config.max_new_tokens,
         temperature=config.sampling.temperature,
         sampling=asdict(config.sampling),
@@ -73,8 +76,8 @@ def describe_conditions(
         },
         cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
         skipped=tuple(turn for prompt in measured for turn in prompt.skipped),
-        overlap=overlaps(config, prompts),
-        origin=origin_of(config, prompts),
+        overlap=overlaps(texts, prompts),
+        origin=origin_of(config, texts, prompts),
         doctor=prepared.doctor,
         digests=digests(identity),
         draft_vocabularies=draft_vocabularies(config, results),
@@ -93,12 +96,6 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     return vocabularies
 
 
-def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
-    """Seconds of training by kind of drafter, where recorded."""
-    records = config.training_records()
-    return {name: record.seconds for name, record in records.items() if record.seconds is not None}
-
-
 def digests(identity: Mapping[str, object]) -> dict[str, str]:
     """Digests of the target and the drafters, from the identity of a run."""
     target = identity["target"]
@@ -110,30 +107,29 @@ def digests(identity: Mapping[str, object]) -> dict[str, str]:
     return {name: part if isinstance(part, str) else digest_of(part)[:16] for name, part in parts.items()}
 
 
-def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, Overlap]:
-    """By kind of drafter, the overlap of prompts and training text."""
+def overlaps(texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> dict[str, Overlap]:
+    """By kind of drafter, the overlap of prompts and training text. texts: by kind, the settings that name it."""
     by_kind: dict[str, Overlap] = {}
     by_text: dict[str, Overlap] = {}
-    for name, training in config.training_records().items():
-        key = json.dumps(training.data, sort_keys=True)  # drafters of the same target often share their training text
-        by_text[key] = by_text.get(key) or overlap(training.data, prompts)
+    for name, text in texts.items():
+        key = json.dumps(text, sort_keys=True)  # drafters of the same target often share their training text
+        by_text[key] = by_text.get(key) or overlap(text, prompts)
         by_kind[name] = by_text[key]
     return by_kind
 
 
-def origin_of(config: EvaluateConfig, prompts: Sequence[Prompt]) -> str:
-    """What the prompts are to drafters that learned from a text, as a sentence; "" where that is not known."""
+def origin_of(config: EvaluateConfig, texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> str:
+    """What the prompts are to drafters that learned from `texts`, as a sentence; "" where that is not known."""
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
-    learned = str([training.data for training in config.training_records().values()])
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
-    is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in learned
+    is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in str(texts)
     what = "held out from those that drafters learn from" if is_heldout else ""
     what = "written by the target itself" if categories == {"own"} else what
     kind = f"The prompts are {what}, of the kind that drafters are trained on, and gain more than fresh ones"
     return f"{kind} (docs/results.md)." if what and config.paths else ""
 
 
-def overlap(data: Mapping[str, object] | None, prompts: Sequence[Prompt]) -> Overlap:
+def overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
     """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
 
     Runs have `RUN` words. Nothing is downloaded. If the text is not on this machine, `why` says so.

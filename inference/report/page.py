@@ -13,14 +13,13 @@ from markupsafe import Markup
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import PromptResult, ShownRound
 from outrider.inference.report import sentences, served, tables
-from outrider.inference.report.types import MethodReport
+from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown
 REJECTED = 8  # rejected tokens shown in the text; the tree has all of them
 PARTS = ("draft", "verify", "structure", "other")  # the parts of a round's time (see `parts_of_time`)
-VERDICTS = {**{name: name for name in ("faster", "slower", "undecided")}, "not lossless": "wrong",
-            "target differs": "wrong"}  # fmt: skip
+VERDICTS = {name: name for name in ("faster", "slower", "undecided")} | {NOT_LOSSLESS: "wrong", TARGET_DIFFERS: "wrong"}
 Decode = Callable[[Sequence[int]], str]
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outrider.base.files import write_atomically
-from outrider.inference.report.types import MethodReport
+from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#B5578F", "#E69F00", "#3D9BD3", "#8A6D00", "#7A7A7A")
 MARKERS = "os^Dv"  # methods are told apart by their shapes, too
@@ -48,7 +48,7 @@ def plot_speedups(reports: Sequence[MethodReport]) -> Figure:
     most = max(1.2, min(highest, 2.5 * max(medians)))
     for row, report in enumerate(reports):
         values, speedup, colour = [*report.speedup_per_prompt.values()], report.figures.speedup, COLOURS[row % 8]
-        wrong = ", not lossless" if report.verdict in ("not lossless", "target differs") else ""
+        wrong = ", not lossless" if report.verdict in (NOT_LOSSLESS, TARGET_DIFFERS) else ""
         axes.text(0, row - 0.2, f"{report.method}: {speedup:interval}{wrong}", parse_math=False)
         axes.plot([1, 1], [row - 0.1, row + 0.45], "--", color="black", linewidth=1)
         axes.plot(values, [row] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)

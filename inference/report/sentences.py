@@ -10,7 +10,9 @@ from outrider.inference.doctor.scores import describe_findings
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, MedianInterval
 from outrider.inference.report.types import (
     HALF_NAMES,
+    NOT_LOSSLESS,
     RUN,
+    TARGET_DIFFERS,
     Conditions,
     DraftVocabulary,
     MethodReport,
@@ -40,12 +42,12 @@ def recommendation(reports: Sequence[MethodReport]) -> str:
     The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
     target's are never recommended.
     """
-    if any(report.verdict == "target differs" for report in reports):
+    if any(report.verdict == TARGET_DIFFERS for report in reports):
         return f"{OWN_RUN}, so no method is judged; please report it."
-    wrong = [f"`{report.method}`" for report in reports if report.verdict == "not lossless"]
+    wrong = [f"`{report.method}`" for report in reports if report.verdict == NOT_LOSSLESS]
     warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
     timed = [report for report in reports if report.figures.speedup.median is not None]
-    right = [report for report in timed if report.verdict != "not lossless"]
+    right = [report for report in timed if report.verdict != NOT_LOSSLESS]
     ranked = sorted(right, key=lambda report: -(report.figures.speedup_without_loops.median or 0))
     return f"{_recommended(ranked)}{warning}.{_slower_plain(reports[0])}"
 
@@ -236,6 +238,6 @@ def resolution(run: Conditions) -> str:
 
 def wrong_arms(reports: Sequence[MethodReport]) -> list[str]:
     """The arms whose text is not the target's."""
-    if reports[0].target_differs:
+    if reports[0].verdict == TARGET_DIFFERS:
         return ["the target's own run, plain decoding,"]
-    return [report.method for report in reports if not report.is_lossless]
+    return [report.method for report in reports if report.verdict == NOT_LOSSLESS]

@@ -44,10 +44,7 @@ METHODS: Columns = {
 }
 WHOLE: Columns = {
     "from the prompt on": ("{method}", "how drafts were made"),
-    "prefill ms [95 %]": (
-        "{prefill:ms}",
-        "milliseconds before the first token, a drafter's own among them",
-    ),
+    "prefill ms [95 %]": ("{prefill:ms}", "milliseconds before the first token, a drafter's own among them"),
     "decoding": ("{speedup:times}", "the speed-up of what comes after"),
     "prefill and decoding [95 %]": ("{end_to_end:interval}", "the speed-up with the prefill counted"),
     "vs transformers": ("{whole_over_generate:interval}", "the same over transformers' own generate"),

@@ -26,10 +26,10 @@ from outrider.inference.measure.statistics import (
     MedianInterval,
     PlainToken,
 )
-from outrider.inference.settings.method import AUTOREGRESSIVE
 
 FLAT = {"flat": True}
 HALF_NAMES = ("bfloat16", "float16")
+TARGET_DIFFERS, NOT_LOSSLESS = "target differs", "not lossless"  # verdicts on texts, beside those on speeds
 PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
 UNREAD = "unread"  # in a generation's totals: its text has another tokenisation, so the ids it was sent as are unknown
 RUN = 8  # consecutive words; a run this long rarely occurs twice by chance
@@ -132,17 +132,6 @@ class Lossless:
     autoregressive_identical: int
     autoregressive_excused_ties: int
     judged: Mapping[str, Judgement | None]
-
-    def is_right(self, method: str) -> bool:
-        """Whether every compared text was identical to the reference's or a rounding tie, and no fault was found."""
-        judgement = self.judged[method]
-        return self.identical + self.excused_ties == self.checked and not (judgement and judgement.faults)
-
-    def target_differs(self, computes_in: str) -> bool:
-        """Whether plain decoding by this runtime is itself not lossless: then no method is to blame."""
-        judgement = self.judged.get(AUTOREGRESSIVE)
-        same = self.autoregressive_identical == self.checked or (judgement and computes_in in HALF_NAMES)
-        return not same or bool(judgement and judgement.faults)
 
 
 @dataclass(frozen=True)
@@ -250,16 +239,6 @@ class MethodReport:
     verdict: str
     served: tuple[ServedRow, ...] | None = field(default=None, metadata=OPTIONAL)
     served_judgement: Mapping[str, ServedJudgement] | None = field(default=None, metadata=OPTIONAL)
-
-    @property
-    def is_lossless(self) -> bool:
-        """See `Lossless.is_right`."""
-        return self.lossless.is_right(self.method)
-
-    @property
-    def target_differs(self) -> bool:
-        """See `Lossless.target_differs`."""
-        return self.lossless.target_differs(self.conditions.computes_in)
 
     @property
     def served_faults(self) -> tuple[str, ...]:

@@ -12,13 +12,7 @@ from outrider.inference.measure.results import REPORT_FILE, PromptResult
 from outrider.inference.measure.speed import conversations, speedup, tokens_per_second
 from outrider.inference.measure.statistics import looped
 from outrider.inference.report.plots import save_plots
-from outrider.inference.report.sentences import (
-    conditions_text,
-    doctor_lines,
-    recommendation,
-    resolution,
-    sentences,
-)
+from outrider.inference.report.sentences import conditions_text, doctor_lines, recommendation, resolution, sentences
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.tables import identical_text, judged_table, methods_tables
 from outrider.inference.report.types import MethodReport, to_json

@@ -202,10 +202,15 @@ def test_what_the_prompts_are_to_the_drafters_is_said_where_it_is_known(alone: E
     untrained = replace(alone, checkpoint=None, target="t", methods={"prompt_lookup": preset("prompt_lookup")})
     held = replace(alone, prompts=str(tmp_path / "heldout.jsonl"))
     cases = ((alone, "own"), (alone, "maths"), (held, "maths"), (alone, "python_stdlib"), (untrained, "own"))
-    sentences = [origin_of(config, [Prompt("a", category, ("x",), True)]) for config, category in cases]
+
+    def sentence(config: EvaluateConfig, category: str) -> str:
+        texts = {kind: record.data for kind, record in config.training_records().items()}
+        return origin_of(config, texts, [Prompt("a", category, ("x",), True)])
+
+    sentences = [sentence(config, category) for config, category in cases]
     assert [*map(bool, sentences)] == [True, False, False, False, False]
     (tmp_path / "prompts.json").write_text("{}")
-    assert "held out from those" in origin_of(held, [Prompt("a", "maths", ("x",), True)])
+    assert "held out from those" in sentence(held, "maths")
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -26,7 +26,7 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import measuring
 from outrider.inference.loading import target_setup
 from outrider.inference.measure.results import Measured, append_result, read_results, sealed, unsealed
-from outrider.inference.report.types import MethodReport
+from outrider.inference.report import building
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -270,7 +270,7 @@ def test_no_process_waits_for_one_that_failed(config: Callable[..., EvaluateConf
     assert together(config("one_gpu"), 2, one_device) == [2, 2]
 
     def wrong(rank: int) -> None:
-        MethodReport.is_lossless = property(lambda report: report.method != "tree")
+        building.method_verdict = lambda method, *_: "not lossless" if method == "tree" else "undecided"
 
     assert together(config("wrong"), 2, wrong) == [1, 1]
     assert len(tokens(config("wrong"))) == 7 * 4
