@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakKeyDictionary
 
-from outrider.base.errors import UserError, reason, require_choice, warn
+from outrider.base.errors import UserError, reason, require, warn
 from outrider.base.files import read_mapping
 from outrider.data_prep.text.data_files import RUN_FILE, resolve_paths
 from outrider.data_prep.text.messages import TOOLS, UNLEARNED, Message
@@ -58,7 +58,7 @@ def render_prompt(
     Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
     `UnusableTextError`, naming `where`, if the template refuses the turns or a token has no row in the model.
     """
-    require_choice("template", template, PROMPT_TEMPLATES)
+    require(template in PROMPT_TEMPLATES, "template", template, f"one of {', '.join(PROMPT_TEMPLATES)}")
     messages = [
         {"role": "assistant" if i % 2 else "user", "content": turn} if isinstance(turn, str) else turn
         for i, turn in enumerate(turns)

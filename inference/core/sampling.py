@@ -7,12 +7,14 @@ committed tokens and its branch.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import Tensor
 
-from outrider.inference.settings.sampling import SamplingConfig
+if TYPE_CHECKING:
+    from outrider.inference.settings.sampling import SamplingConfig
 
 # Exactly these types, no subclasses: they never read the text, so they process all rows in one call.
 _IGNORE_CONTEXT = (
@@ -41,7 +43,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: SamplingConfig,
+        config: "SamplingConfig",
         processors: Sequence[transformers.LogitsProcessor] = (),
         *,
         defaults: Sequence[transformers.LogitsProcessor] = (),

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from outrider.inference.core.verify import (
     verify_greedy,
     verify_sampled,
 )
-from outrider.inference.settings.sampling import Verification
+
+if TYPE_CHECKING:
+    from outrider.inference.settings.sampling import Verification
 
 
 class TokenSelector:
@@ -35,7 +38,7 @@ class TokenSelector:
     """
 
     def __init__(
-        self, sampler: Sampler | None = None, generator: random.Random | None = None, rule: Verification = "exact"
+        self, sampler: Sampler | None = None, generator: random.Random | None = None, rule: "Verification" = "exact"
     ):
         self.sampler = sampler
         self.plain = sampler is None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from outrider.base.errors import missing, require
+from outrider.base.errors import require
 from outrider.base.settings import (
     DEFAULT,
     Count,
@@ -15,6 +15,7 @@ from outrider.base.settings import (
     RunConfig,
     Settings,
     free,
+    missing,
     only,
     opt,
     require_default,

@@ -29,16 +29,6 @@ def require(condition: bool, key: str, setting: object, expected: str) -> None:
         raise UserError(f"{key}={setting!r}: expected {expected}")
 
 
-def missing(key: str, what: str) -> UserError:
-    """The error for the option `key`, which nobody gave and which must be `what`."""
-    return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
-
-
-def require_choice(key: str, setting: object, choices: tuple[str, ...]) -> None:
-    """Raise `UserError` unless `setting` is one of `choices`."""
-    require(setting in choices, key, setting, "one of " + ", ".join(choices))
-
-
 def reason(error: BaseException) -> str:
     """The message of a third-party error on one line, or its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

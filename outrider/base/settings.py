@@ -234,6 +234,11 @@ def gives(keys: Collection[str], key: str) -> bool:
     return any(key == outer or key.startswith(f"{outer}.") for outer in keys)
 
 
+def missing(key: str, what: str) -> UserError:
+    """The error for the option `key`, which nobody gave and which must be `what`."""
+    return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
+
+
 def describe_type(kind: object) -> str:
     """What a text of the type `kind` must be, in words; empty if it may be any."""
     return next((constraint.what for constraint in _constraints(kind)), "")

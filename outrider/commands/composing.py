@@ -18,8 +18,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from outrider.base.errors import UserError, missing
-from outrider.base.settings import Config, construct, describe_type, field_types
+from outrider.base.errors import UserError
+from outrider.base.settings import Config, construct, describe_type, field_types, missing
 from outrider.base.words import did_you_mean, in_shell, listed, option
 from outrider.cli import COMMANDS
 from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, no_such_method, settings_of

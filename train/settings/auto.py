@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from outrider.base.errors import require_choice
+from outrider.base.errors import require
 from outrider.base.settings import RunConfig, free, opt
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
@@ -62,7 +62,7 @@ class AutoConfig(RunConfig):
         super().__post_init__()
         self.require("train", self.train == "auto" or len({*self.train}) == len(self.train), "each kind once")
         for kind in () if self.train == "auto" else self.train:
-            require_choice("train", kind, tuple(TRAINABLE))
+            require(kind in TRAINABLE, "train", kind, f"one of {', '.join(TRAINABLE)}")
         name = PurePath(self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from outrider.base.errors import require, require_choice
+from outrider.base.errors import require
 from outrider.base.run_dirs import rehearsal_folder
 from outrider.base.settings import Positive, RunConfig, free, opt
 from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
@@ -48,7 +48,7 @@ class PipelineConfig(RunConfig):
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
         for choices, steps in ((STEPS, self.steps), (self.steps, self.more)):
             for name, options in steps.items():
-                require_choice("steps", name, tuple(choices))
+                require(name in choices, "steps", name, f"one of {', '.join(choices)}")
                 for key in options:
                     expected = f"none of {', '.join(_SET_BY_PIPELINE)}: the pipeline gives them"
                     require(key not in _SET_BY_PIPELINE, f"steps.{name}", key, expected)
