@@ -1,7 +1,7 @@
 """evaluate-checkpoint: a drafter checkpoint and prompts in, a report of losslessness and speed out."""
 
 from outrider.commands import script
-from outrider.commands.evaluating import with_methods
+from outrider.commands.composing import with_methods
 
 main = script("evaluate_checkpoint", "outrider.inference.evaluate.evaluation:evaluate", complete=with_methods)
 

@@ -1,7 +1,7 @@
 """replay: recorded greedy answers stand in for a target, and give the exact τ of drafters that read tokens only."""
 
 from outrider.commands import script
-from outrider.commands.evaluating import with_methods
+from outrider.commands.composing import with_methods
 
 main = script("replay", "outrider.inference.measure.replay:replay_answers", complete=with_methods)
 

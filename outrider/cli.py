@@ -47,7 +47,6 @@ class Command:
         return f"{self.module.replace('.', '/')}.py"
 
     def load_settings(self) -> type:
-        """The class of its options."""
         module, _, name = self.settings.partition(":")
         settings_class: type = getattr(import_module(f"outrider.{module}"), name)
         return settings_class

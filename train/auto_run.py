@@ -22,8 +22,7 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from outrider.draft_models.targets.vocabulary import with_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
-from outrider.inference.loading.cache_budget import free_bytes
-from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, weight_bytes
+from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, free_bytes, weight_bytes
 from outrider.inference.measure.prepared import require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit

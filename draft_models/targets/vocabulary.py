@@ -15,8 +15,8 @@ from jinja2 import Environment, TemplateSyntaxError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.meta import find_undeclared_variables
 
-from outrider.base.clock import run_time
 from outrider.base.errors import UserError, require
+from outrider.base.run_dirs import run_time
 from outrider.base.words import did_you_mean
 
 if TYPE_CHECKING:

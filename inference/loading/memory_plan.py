@@ -4,11 +4,12 @@
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,10 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
 from outrider.draft_models.targets.model_files import empty_layers, empty_model
-from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.model_spec import context_limit, key_heads
 from outrider.draft_models.targets.open_target import pick_device, pick_dtype
+from outrider.draft_models.targets.stack import LayerStack, WholeModel
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.batch import CacheBudget
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS
-from outrider.inference.loading.cache_budget import position_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import KINDS
@@ -175,3 +178,27 @@ def explain_out_of_memory(plan: Callable[[], Sequence[Memory]]) -> Iterator[None
             remedy = f" (less with {part.lowered_by})" if part.lowered_by else ""
             parts.append(f"{part.purpose} {part.size / GB:.2f} GB{remedy}")
         raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(parts)}") from error
+
+
+def budget_of(target: Target, drafters: Mapping[str, object], most: int | None) -> CacheBudget:
+    """The budget of `most` bytes; None: of half of the memory that is free now."""
+    size = target.dtype.itemsize
+    total = position_bytes(target.config, size)
+    for model in (getattr(model, "drafter", model) for model in drafters.values()):  # without a calibration head
+        if isinstance(model, LayerStack | WholeModel):
+            total += position_bytes(model.config, size)
+        elif isinstance(model, nn.Module) and isinstance(layers := getattr(model, "layers", None), Sized):
+            total += position_bytes(target.config, size, len(layers))
+    return CacheBudget(total, free_bytes(target.device) // 2 if most is None else most)
+
+
+def position_bytes(config: PreTrainedConfig, itemsize: int, layers: int | None = None) -> int:
+    """Bytes of the keys and values of one position in `layers` layers, by default all."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count = config.num_hidden_layers if layers is None else layers
+    return 2 * count * key_heads(config) * width * itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that are free now."""
+    return int(torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available)

@@ -139,7 +139,6 @@ class DecodingConfig(Drafting, Settings):
             raise missing("target", f"the model that is to decode{self._instead()}")
 
     def where(self, kind: Kind) -> str | None:
-        """The path of the model of `kind`; None if no path is given, or the kind has no model."""
         if self.checkpoint is not None and kind == (self.held or EARLY_EXIT):
             return self.checkpoint
         return None if kind == EARLY_EXIT else super().where(kind)
@@ -215,7 +214,6 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
             require_default(self, "reading", "a run without an EAGLE-3 head does not read it")
 
     def plugin(self, kind: Kind) -> "AnyPlugin":
-        """The `DrafterPlugin` of `kind`, which reads models as these options say."""
         return kind.load_plugin().read_with(self.reading)
 
 

@@ -46,7 +46,6 @@ class Kind:
         return self.shaped or "stop.max_draft" in self.keys
 
     def load_plugin(self) -> "AnyPlugin":
-        """A new object of its class."""
         module, _, name = self.plugin.partition(":")
         plugin: AnyPlugin = getattr(import_module(module), name)()
         return plugin

@@ -84,7 +84,6 @@ class StopConfig(Settings):
 
     @property
     def needs_head(self) -> bool:
-        """Whether the rule asks a calibration head."""
         return RULES[self.rule].needs_head or self.score == "head"
 
     @property

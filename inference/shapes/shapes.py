@@ -125,8 +125,6 @@ EAGLE_25 = parse_shape(
 @lru_cache
 def binary_shape(nodes: int) -> Shape:
     """The first `nodes` nodes of the binary tree in level order."""
-    if nodes < 1:
-        raise UserError(f"binary tree of {nodes} nodes: expected at least 1")
     paths: list[tuple[int, ...]] = [()]
     for i in range(nodes):
         paths.append((*paths[i // 2], i % 2))
@@ -136,8 +134,6 @@ def binary_shape(nodes: int) -> Shape:
 @lru_cache
 def full_shape(widths: tuple[int, ...]) -> Shape:
     """The tree in which every node of level i has widths[i] children."""
-    if not widths or min(widths) < 1:
-        raise UserError(f"widths={widths}: expected one number of children ≥ 1 per level, e.g. (4, 2, 2)")
     level: list[tuple[int, ...]] = [()]
     paths: list[tuple[int, ...]] = []
     for width in widths:

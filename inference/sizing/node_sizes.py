@@ -48,7 +48,6 @@ class BestNodes:
         return next((size for size in SEARCH_SIZES if size > self._chosen), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
-        """See `Sizes`."""
         chosen, most = 0, min(_TRIAL, len(parents))
         if most and not self._allowance.spent():
             seconds, trust = self._tuning.costs_now.of_nodes, np.array(self._evidence.shares())
@@ -60,7 +59,6 @@ class BestNodes:
         return self._chosen
 
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
-        """See `Sizes`."""
         nodes = len(parents)
         self._allowance.observe([nodes] * (nodes > 0), nodes, len(accepted) + 1)
         self._evidence.add(trials_of(parents, probs, accepted) if nodes else iter(()))

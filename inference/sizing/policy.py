@@ -80,7 +80,6 @@ class Evidence:
             counts += [0.0] * (count - len(counts))
 
     def add(self, trials: Trials) -> None:
-        """Add the trials of one round."""
         outcomes = [*trials]
         for tried, right in [(self.tried, self.right), *([self._all] if outcomes and self._shared else ())]:
             tried[:], right[:] = [KEEP * count for count in tried], [KEEP * count for count in right]

@@ -39,7 +39,6 @@ class RuleEntry:
     paper: str = ""
 
     def load_factory(self) -> "Callable[[int, StopConfig, RuleInputs], StopRule]":
-        """What makes the rule."""
         module, _, name = self.factory.partition(":")
         factory: Callable[[int, StopConfig, RuleInputs], StopRule] = getattr(import_module(module), name)
         return factory

@@ -145,7 +145,6 @@ class FixedLength(StopRule):
 def required(
     optional: Value | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
 ) -> Value:
-    """`optional`; raises `ValueError` saying `why` if it is None."""
     if optional is None:
         raise ValueError(why)
     return optional

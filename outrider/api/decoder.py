@@ -44,9 +44,9 @@ from outrider.inference.core.logprobs import ScoringSelector
 from outrider.inference.core.rounds import Round, synchronized_clock
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.loading.cache_budget import budget_of
 from outrider.inference.loading.drafters import load_drafters, new_drafter
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
+from outrider.inference.loading.memory_plan import budget_of
 from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
 from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime

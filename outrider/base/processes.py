@@ -14,9 +14,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import distributed
 
-from outrider.base.clock import RUNS
 from outrider.base.errors import UserError
-from outrider.base.run_dirs import begin_time, only_run
+from outrider.base.run_dirs import RUNS, begin_time, only_run
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=6)

@@ -51,7 +51,6 @@ class Stage(AbstractContextManager["Stage"]):
         self.began = time.monotonic()
 
     def advance(self, count: float = 1) -> None:
-        """Count `count` more units as done."""
         self.done += count
 
     @property

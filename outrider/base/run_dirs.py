@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from outrider.base.words import legible, listed
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
 FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
+RUNS: list[Callable[[], datetime]] = []  # `begin_time` of this process's run, recorded once it is read
 _NAMED = 12  # differences that an error shows
 
 
@@ -82,6 +83,11 @@ def begin_time(folder: Path, resume: bool, start: datetime) -> datetime:
     if not (resume and (folder / TIME_FILE).exists()):
         write_json(folder / TIME_FILE, start.isoformat())
     return read_as(datetime, folder / TIME_FILE, "time of a run", "give another out_dir")
+
+
+def run_time() -> datetime | None:
+    """The time that texts of this process's run show; None outside a run."""
+    return RUNS[-1]() if RUNS else None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from outrider.base.errors import UserError
 from outrider.base.settings import Config, construct, describe_type, field_types, missing
 from outrider.base.words import did_you_mean, in_shell, listed, option
 from outrider.cli import COMMANDS
+from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, no_such_method, settings_of
 
 
@@ -173,6 +174,25 @@ def value_of(word: str) -> object:
         return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
     except (HydraException, OmegaConfBaseException):
         return word.partition("=")[2]
+
+
+def with_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
+    """`options` and, if they choose no method, that of every given drafter, or prompt lookup without a drafter.
+
+    fixed: see `presets_of`. Raises `UserError` for a drafter's directory that cannot be read.
+    """
+    indices = [index for index, option in enumerate(options) if "=" in option and not option.startswith("-")]
+    settings = {options[index].partition("=")[0].lstrip("+~"): value_of(options[index]) for index in indices}
+    keys = {key.split(".")[0].split("@")[0] for key in settings}
+    if keys & {"method", "experiment"}:
+        return [*options]
+    drafters = {key: os.path.expanduser(value) for key, value in settings.items() if isinstance(value, str)}
+    presets = presets_of(drafters, fixed=fixed)
+    if not presets and "drafters" in keys:
+        return [*options]
+    presets = presets or [PROMPT_LOOKUP.name]
+    end = indices[-1] + 1 if indices else 0  # Hydra takes no option after a flag and its value
+    return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
 
 
 def _not_an_option(word: str) -> str:

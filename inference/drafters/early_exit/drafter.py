@@ -120,8 +120,6 @@ def draft_model_of(drafter: EarlyExit) -> DraftModel:
 
 
 class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
-    """The model is an `EarlyExit`."""
-
     kind, own_sessions = KIND, True
 
     def identity(self, where: str | None) -> dict[str, object]:

@@ -215,8 +215,6 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
 
 
 class NgramPlugin(DrafterPlugin[TrigramTable | None]):
-    """The model is a `TrigramTable`."""
-
     def identity(self, where: str | None) -> dict[str, object]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 

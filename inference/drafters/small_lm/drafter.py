@@ -118,8 +118,6 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
 
 
 class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
-    """The model is a `SmallLM`."""
-
     kind, record = KIND, TRAINING_FILE
 
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> SmallLM:

@@ -50,7 +50,7 @@ from outrider.inference.drafters.model_plugin import copies_of
 from outrider.inference.drafters.ngrams.drafter import make_ngram_drafter
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.loading.cache_budget import budget_of
+from outrider.inference.loading.memory_plan import budget_of
 from outrider.inference.settings.method import NgramConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure

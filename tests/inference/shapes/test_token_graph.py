@@ -157,30 +157,3 @@ def test_two_branches_that_would_merge_into_each_other() -> None:
     assert (3, 2, 3, 2, 3) in paths
     before = [paths[first] for first in tree.merged.values()]
     assert len(before) == 1
-
-
-def again(path: Path_) -> Sequence[float]:
-    """After the root 2 or 3; 3, 1 leads to 2 as well, and 2 to 4, 5, 6."""
-    out = [0.0] * 7
-    if not path:
-        out[2], out[3] = 0.6, 0.4
-    else:
-        out[{3: 1, 1: 2, 2: 4, 4: 5, 5: 6, 6: 6}[path[-1]]] = 1.0
-    return out
-
-
-def test_the_roots_token_is_part_of_a_gram() -> None:
-    """τ = 2: after the root's token 1 comes 2, and so it does at the end of 3, 1, 2, which is merged."""
-    tree = graph_of(KnownSource(again), limit=4, nodes=40, tau=2)
-    paths = paths_of(tree)
-    assert (paths.index((3, 1, 2)), paths.index((2,))) in tree.merged.items()
-
-
-def test_copies_may_be_deeper_than_drafting() -> None:
-    """τ = 2, four steps: 3, 1, 2 is merged with the 2 that is first, and 4, 5, 6 are copied below it."""
-    for deep, limit, longest in ((False, 9, 4), (True, 9, 6), (True, 5, 5), (True, 3, 3)):
-        settings = StructureConfig(kind="token_graph", nodes=40, max_depth=4, deep_copies=deep)
-        source = KnownSource(again)
-        tree = make_tree(settings).draft(source, root(), limit)
-        assert (3, 1, 2, 4, 5, 6)[:longest] in check(tree, source, longest)
-        assert tree.depth == longest
