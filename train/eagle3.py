@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, warn
+from outrider.base.processes import say
 from outrider.base.progress import counted
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
@@ -85,10 +86,10 @@ def train_eagle3(config: Eagle3Config) -> None:
         row_shape = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
         student, rows_to_fit = add_states(config, rows, row_shape, origin, build, run)
         trained, frozen = student.count_parameters()
-        run.say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
-                f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} "
-                f"trained_parameters={trained} frozen_parameters={frozen} processes={run.state.num_processes} "
-                f"objective={config.objective}")  # fmt: skip
+        say(f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
+            f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} "
+            f"trained_parameters={trained} frozen_parameters={frozen} processes={run.state.num_processes} "
+            f"objective={config.objective}")  # fmt: skip
 
         start = None if stored is None else run.from_main(lambda: model_identity(stored.files))
         identity = {**config.deciding(), **origin, "start_model": start}

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from outrider.base.processes import say
 from outrider.draft_models import card
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyExit, exit_layers
@@ -77,9 +78,11 @@ def train_early_exit(config: EesdConfig) -> None:
 
         student = build_student(config, target, layers, tokens, earlier, run.device)
         trained, frozen = student.count_parameters()
-        run.say(f"eesd exit_layer={config.exit_layer} {describe_reads(target)} trained_parameters={trained} "
-                f"frozen_parameters={frozen} processes={run.state.num_processes} objective={config.objective} "
-                f"tau_analytic={name_of_tau(config)}")  # fmt: skip
+        files = target.files
+        say(f"eesd exit_layer={config.exit_layer} read_bytes={files.bytes_read} "
+            f"read_tensors={files.tensors_read}/{len(files.file_of)} trained_parameters={trained} "
+            f"frozen_parameters={frozen} processes={run.state.num_processes} objective={config.objective} "
+            f"tau_analytic={name_of_tau(config)}")  # fmt: skip
 
         settings = config.deciding() | {"exit_layer": config.exit_layer, "data_key": rows.key}
         settings |= {} if start is None else {"start": read_meta(start).weights_sha256}
@@ -277,12 +280,6 @@ def make_evaluation(
 
 
 # --- what is said and saved, and the memory
-
-
-def describe_reads(target: OpenTarget) -> str:
-    """What was read of the target's weights, in words of the first line."""
-    files = target.files
-    return f"read_bytes={files.bytes_read} read_tensors={files.tensors_read}/{len(files.file_of)}"
 
 
 def write_card(config: EesdConfig, layers: int, drafter: EarlyExit, start: str | None, result: FitResult) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
+from outrider.base.processes import say
 from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.losses import IGNORE, PLAIN, head_product
 from outrider.draft_models.small_lm import model as small_lm
@@ -91,8 +92,8 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         student = SmallLMStudent(lm, config.objective, teacher, on_policy, parallel)
         trained, frozen = student.count_parameters()
         teaching = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
-        run.say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{teaching} "
-                f"trained_parameters={trained} parameters={trained + frozen}")  # fmt: skip
+        say(f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{teaching} "
+            f"trained_parameters={trained} parameters={trained + frozen}")  # fmt: skip
 
         path, fingerprint = config.drafter.path, run.from_main(lambda: target.fingerprint)
         start = None if path is None else model_identity(open_tensors(path, config.drafter.revision))

@@ -74,6 +74,8 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     the methods that need them.
     """
     changes, replacements = dict[str, object](), dict[str, object]()
+    data = getattr(config, "data", None)  # whose own texts are long
+    in_step = models is None and (not isinstance(data, DataConfig) or _has_own(data, folder))
     for option in fields(config):
         name, value = option.name, getattr(config, option.name)
         mark = option.metadata.get("debug")
@@ -88,7 +90,7 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
         elif mark is None and isinstance(value, Settings):
             changes[name] = shrink(value, folder, models)
         else:
-            changes[name] = debug_value(option, value, step=models is None)
+            changes[name] = debug_value(option, value, step=in_step)
     if isinstance(config, EvaluateConfig):
         removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
         methods = {name: method for name, method in config.methods.items() if models or method.source not in removed}
@@ -105,21 +107,26 @@ def _tiny_model(mark: TinyModel, path: str, models: Path) -> str:
 def _shrink_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
     """`data` with a few library files instead of each source, or a few records of a source that stays."""
 
-    def stays(source: SourceConfig) -> bool:
-        inside = all(_is_in(folder, path) for path in source.path)
-        return models is None and source.source == "local" and inside
-
     def reduce(source: Source) -> Source:
-        if stays(source):
+        if models is None and _stays(source, folder):
             return replace(source, max_records=min(_STAYING_RECORDS, source.max_records or _STAYING_RECORDS))
         return replace(source, **vars(_LIBRARY))
 
     heldout = 0.5
-    if any(map(stays, data.mix.values() or [data])):  # all prompts are answered; some of the answers are held out
+    if models is None and _has_own(data, folder):  # all prompts are answered; some of the answers are held out
         heldout = data.heldout_fraction if asks else 0.3
     mix = {name: reduce(part) for name, part in data.mix.items()}
     text = replace(data, mix=mix) if mix else reduce(data)
     return replace(text, heldout_fraction=heldout, cache_dir=str(folder / "cache"))
+
+
+def _has_own(data: DataConfig, folder: Path) -> bool:
+    """Whether a source of `data` is a text that the pipeline in `folder` made."""
+    return any(_stays(source, folder) for source in data.mix.values() or [data])
+
+
+def _stays(source: SourceConfig, folder: Path) -> bool:
+    return source.source == "local" and all(_is_in(folder, path) for path in source.path)
 
 
 def _is_in(folder: Path, path: str) -> bool:

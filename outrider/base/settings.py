@@ -104,7 +104,7 @@ def opt(
 
     decides: the name of an option without which it does not. debug: the value in a rehearsal: of a number the largest,
     of a function what it makes of the value, `DEFAULT` the field's default, else this one. step_debug: the same in a
-    step of a pipeline.
+    step of a pipeline, if it reads text of one that the pipeline made.
     """
     if debug.get("debug") is DEFAULT:
         debug["debug"] = lambda _: default if factory is dataclasses.MISSING else factory()

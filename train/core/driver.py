@@ -74,11 +74,6 @@ class TrainingRun:
         """The result of `make()`, which only the main process calls, on every process."""
         return from_main(self.state, make)
 
-    def say(self, line: str) -> None:
-        """Print a line on the main process."""
-        if self.is_main:
-            print(line, flush=True)
-
     def fit(
         self,
         student: Student,

@@ -138,9 +138,9 @@ class HeldOutText:
         return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
 
 
-def load_to_decode(target: OpenTarget, device: torch.device, dtype: str = "auto") -> LayerStack:
-    """The whole target in the dtype of this option, for decoding; on a CPU with its weights as they are stored."""
-    return target.stack(dtype=pick_dtype(dtype, target.config, device), device=device, coded=device.type == "cpu")
+def load_to_decode(target: OpenTarget, device: torch.device) -> LayerStack:
+    """The whole target for decoding, in its dtype; on a CPU in float32, with its weights as they are stored."""
+    return target.stack(dtype=pick_dtype("auto", target.config, device), device=device, coded=device.type == "cpu")
 
 
 def batches_of(rows: TrainRows, size: int) -> list[Batch]:

@@ -86,8 +86,7 @@ def start_lm(
         passes = {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens}
         lm.config.update(passes if parallel.tokens > 1 else {})
         if config.lora_rank:
-            alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
-            lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
+            lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
             lm = cast(PreTrainedModel, get_peft_model(lm, lora))
     return nn.Module.to(lm, device)
 

@@ -46,7 +46,8 @@ class DrafterTraining(Settings):
     data: DataConfig
     fit: FitConfig
     objective: Objective
-    draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all", debug=64)
+    draft_vocabulary: Annotated[Count | None, _NEW] = opt(None, debug=64)
+    """tokens that it predicts, the text's most frequent; null: all"""
     seq_len: Width = opt(2048, "tokens of a row", debug=64, step_debug=1024)
     minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`", debug=None)
     decode_prompts: Count = opt(16, debug=2, decides="decode_prompts")
@@ -107,8 +108,6 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     exit_depth: Annotated[Count, _NEW] = opt(1, "transformer layers of the exit")
     train_head: Annotated[bool, _NEW] = True
     """train a head of its own; false: share the target's, recommended for a large vocabulary"""
-    draft_vocabulary: Annotated[Count | None, _NEW] = opt(None, debug=64)
-    """tokens that it predicts, the text's most frequent; null: all"""
     train_layer: Annotated[bool, _NEW] = True
     """a layer of its own; false: norm and head sit on the first N layers (the paper's ablation)"""
     objective: Objective = "cross_entropy"
@@ -223,8 +222,7 @@ class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     draft_vocabulary: Count | None = opt(None, debug=64)
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
     finished drafter"""
-    lora_rank: NotNegative = opt(0, "0: all weights are trained")
-    lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
+    lora_rank: NotNegative = opt(0, "0: all weights are trained; of adapters, whose alpha is twice that")
     frozen_dtype: RunDtype = "auto"
     """of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it"""
     out_dir: str = free("runs/finetune_drafter", "where everything goes")
@@ -240,8 +238,6 @@ class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
         self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
         compatible = not (self.parallel and self.lora_rank)
         self.require("lora_rank", compatible, "0 with parallel: adapters do not train the mask token's embedding")
-        applies = self.lora_alpha is None or self.lora_rank > 0
-        self.require("lora_alpha", applies, "null, or a positive number with a lora_rank")
         adapted = self.lora_rank == 0 or self.drafter.path is not None
         finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
         self.require("lora_rank", adapted, finished)
@@ -265,8 +261,6 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
     """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
     intermediate: Annotated[Count | None, _NEW] = opt(None, debug=if_given(TINY_SHAPE["intermediate"]))
     """width inside its MLP; null: the target's"""
-    draft_vocabulary: Annotated[Count | None, _NEW] = opt(None, debug=64)
-    """tokens that it predicts, the text's most frequent; null: all"""
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")
     draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft", debug=4)
     step_decay: Annotated[Share, Ge(0)] = opt(0.8, "weight of a step's loss relative to the step before")
