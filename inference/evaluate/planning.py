@@ -126,16 +126,6 @@ def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Pr
     }
 
 
-def prompts_of(config: EvaluateConfig) -> list[Prompt]:
-    """The prompts that `config` names. Raises `UserError`."""
-    return read_prompts(
-        config.prompt_text or config.prompts,
-        limit=config.num_prompts,
-        prompt_chars=config.prompt_chars,
-        heldout_fraction=heldout_fraction(config),
-    )
-
-
 def heldout_fraction(config: EvaluateConfig) -> float:
     """The held-out share of `python_stdlib`: that of the checkpoint's training, if it was trained on that."""
     default = DataConfig.heldout_fraction
@@ -159,7 +149,12 @@ def run_command(config: Config, compare: Callable[[Config, Sequence[Prompt]], No
         print(evaluation_plan(config, find_target(config).config), flush=True)
         return
     warn_if_busy()
-    prompts = prompts_of(config)
+    prompts = read_prompts(
+        config.prompt_text or config.prompts,
+        limit=config.num_prompts,
+        prompt_chars=config.prompt_chars,
+        heldout_fraction=heldout_fraction(config),
+    )
     with explain_out_of_memory(lambda: evaluation_memory(config, find_target(config).config)):
         compare(config, prompts)
 

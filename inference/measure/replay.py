@@ -242,31 +242,24 @@ def recordings(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayedTurns:
-    """The turns that a method was replayed over, and their tokens."""
+class TurnsReplay(DecodeStatistics):
+    """The figures of a method on recorded turns."""
+
+    loops: Loops
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodReplay(TurnsReplay):
+    """The figures of a method on all recorded turns. draft_us: median microseconds that a round spent drafting."""
 
     method: str
     turns: int
     tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CategoryReplay(DecodeStatistics):
-    """The figures of a method on the turns of a category."""
-
-    loops: Loops
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodReplay(DecodeStatistics, ReplayedTurns):
-    """The figures of a method over recorded turns. draft_us: median microseconds that a round spent drafting."""
-
-    loops: Loops
     structure: Mapping[str, float]
     draft_us: float | None
     acceptance_by_position: tuple[DepthAcceptance, ...]
     tau_without_loops: float
-    by_category: Mapping[str, CategoryReplay]
+    by_category: Mapping[str, TurnsReplay]
     settings: MethodConfig
 
 
@@ -326,7 +319,7 @@ def replay_report(
         acceptance_by_position=acceptance_by_position(generations),
         tau_without_loops=decode_statistics(g for g in generations if not looped(g.tokens)).tau,
         by_category={
-            category: CategoryReplay(**vars(decode_statistics(group)), loops=share_of_loops([g.tokens for g in group]))
+            category: TurnsReplay(**vars(decode_statistics(group)), loops=share_of_loops([g.tokens for g in group]))
             for category, group in groups.items()
         },
         settings=method,
@@ -343,7 +336,8 @@ def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodRe
         "machine": describe_machine("cpu"),
         "made_with": provenance(),
     }
-    write_json(out_dir / "report.json", {**facts, "reports": [asdict(report) for report in reports]})
+    rows = [{"method": report.method, **asdict(report)} for report in reports]
+    write_json(out_dir / "report.json", {**facts, "reports": rows})
     print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
 
 

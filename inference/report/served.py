@@ -14,6 +14,7 @@ from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
 from outrider.inference.measure.statistics import MIN_PROMPTS, MachineLoad, decode_statistics, share_of_loops, verdict
+from outrider.inference.report.tables import METHODS
 from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, DepthShare, MethodReport, ServedRow
 from outrider.inference.settings.kinds import EAGLE3, KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE
@@ -24,9 +25,6 @@ _USUAL = 3  # tokens of a draft
 Counts = npt.NDArray[np.int64]
 ServerCounts = Sequence[tuple[Sequence[int] | None, int]]
 Texts = Sequence[Generation]
-Acceptance = tuple[float | None, int | None, tuple[DepthShare, ...]]
-
-
 SERVED: Columns = {
     "method": ("{method}", "how drafts were made"),
     "requests": ("{concurrency}", "at a time"),
@@ -49,10 +47,7 @@ SERVED: Columns = {
     "tokens/s": ("{tokens}", "of all requests together, without a drafter and with it"),
     "ms/token": ("{spent}", "of a request after its first step, without a drafter and with it"),
     "speed-up [95 %]": ("{speedup:interval}", "of a request's decoding: the median over prompts"),
-    "without loops [95 %]": (
-        "{speedup_without_loops:interval}",
-        "the same of the texts that do not repeat themselves; the verdict comes from it",
-    ),
+    "without loops [95 %]": METHODS["without loops [95 %]"],
     "verdict": ("{verdict}", "as above"),
 }
 
@@ -137,7 +132,9 @@ def _without_last(generation: Generation) -> Generation:
     return replace(generation, rounds=generation.rounds[:-1])
 
 
-def _acceptance(texts: Texts, run: EngineRun, streams: Streams) -> Acceptance:
+def _acceptance(
+    texts: Texts, run: EngineRun, streams: Streams
+) -> tuple[float | None, int | None, tuple[DepthShare, ...]]:
     """τ, rounds and acceptance by depth, None for what is unknown.
 
     A server's counters include the last rounds of texts, so larger differences are allowed.
