@@ -86,7 +86,7 @@ def calibrate(config: CalibrateConfig) -> None:
     target = find_target(config, kind)
     memory = partial(plan_memory, config, kind, target.config)
     if config.plan:
-        memory().show()
+        print(memory(), flush=True)
         return
     with training_run(config, memory, config.checkpoint) as run:
         config = with_heldout_of_drafter(config, kind)

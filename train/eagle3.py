@@ -73,7 +73,7 @@ def train_eagle3(config: Eagle3Config) -> None:
     reading = reading_of(config, stored, target.config)
     memory = partial(plan_memory, config, reading, target.config)
     if config.plan:
-        memory().show()
+        print(memory(), flush=True)
         return
     with training_run(config, memory) as run:
         rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")

@@ -60,7 +60,7 @@ def train_early_exit(config: EesdConfig) -> None:
     require_vocabulary(config.draft_vocabulary, target.config)
     memory = partial(plan_memory, config, target.config)
     if config.plan:
-        memory().show()
+        print(memory(), flush=True)
         return
     with training_run(config, memory) as run:
         require_context(target.config, config.seq_len, config.decode_tokens if config.decode_prompts else 0)

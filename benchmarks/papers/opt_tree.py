@@ -48,7 +48,7 @@ def prepare_rows(bench: Bench, others: Callable[[], list[Asked]], options: Any, 
     shares = acceptance_by_rank(bench, SOURCES[0], others())
     for nodes in SIZES:
         shape = best_shape(shares, nodes, DEPTH)
-        write_json(options.work / f"sequoia_{nodes}.json", [list(path) for path in shape.paths])
+        write_json(options.work / f"sequoia_{nodes}.json", [list(path) for path in shape])
 
 
 def tables(*, options: Any, **_: Any) -> dict[str, Table]:

@@ -39,7 +39,7 @@ from outrider.inference.batch.tasks import Task, Todo, describe_first, describe_
 from outrider.inference.engines.cpu.by_amx import has_amx
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.loading import memory_plan
-from outrider.inference.loading.memory_plan import Memory, Storage, planned_device
+from outrider.inference.loading.memory_plan import Memory, Plan, Storage, planned_device
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
@@ -72,14 +72,14 @@ def _plan(config: GenerateConfig) -> str:
 
 
 def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Sequence[Task], context: int) -> str:
-    """The plan as text: its memory (see `memory_plan.describe`), then what bounds the answers.
+    """The plan as text: its memory (see `Plan`), then what bounds the answers.
 
     tasks: all prompts to answer. context: the target's, in tokens.
     """
     turns = sum(1 + len(task.upcoming) for task in tasks)
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
     longest = max((_longest(task, config, context) for task in tasks), default=0)
-    plan = memory_plan.describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
+    plan = Plan(memory_of(config, target, longest), facts, config.server or planned_device())
     return f"{plan}\n  {describe_limit(config)}; the first batch tells how long all prompts take"
 
 

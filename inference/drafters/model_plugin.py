@@ -52,10 +52,10 @@ def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None 
     """
     if method.copy is None:
         return None
-    copy_tuning = None if tuning is None else Tuning(tuning.costs)
-    if copy_tuning is not None and tuning is not None and tuning.shared is not None:
-        copy_tuning = copy_tuning.of_all(tuning.shared().sharing)
-    return PromptLookup(method.copy, structure.max_rows, copy_tuning, min_ngram=method.copy)
+    if tuning is not None:
+        alone = Tuning(tuning.costs)
+        tuning = alone if tuning.shared is None else alone.of_all(tuning.shared().sharing)
+    return PromptLookup(method.copy, structure.max_rows, tuning, min_ngram=method.copy)
 
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):

@@ -6,7 +6,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
@@ -129,11 +129,11 @@ def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[
     return parts
 
 
-def evaluation_plan(config: EvaluateConfig, target: PreTrainedConfig) -> str:
+def evaluation_plan(config: EvaluateConfig, target: PreTrainedConfig) -> "Plan":
     """What plan=true says of an evaluation with this target. Raises `UserError`."""
     device = planned_device(config.device)
     facts = {"positions": context_limit(target), "dtype": dtype_name(config.dtype, target, device)}
-    return describe(evaluation_memory(config, target), device, **facts)
+    return Plan(evaluation_memory(config, target), facts, device)
 
 
 def planned_device(name: str = "auto") -> torch.device:
@@ -146,23 +146,21 @@ def dtype_name(option: str, target: PreTrainedConfig, device: torch.device) -> s
     return option if option == "int8" else str(pick_dtype(option, target, device)).removeprefix("torch.")
 
 
-def describe(parts: Sequence[Memory], device: object, **facts: object) -> str:
-    """The plan as text: a line of `facts`, key=value, then a line for each part of the memory."""
-    head = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
-    lines = [f"{head} device_gb={sum(part.size for part in parts) / GB:.2f} device={device}"]
-    return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in parts)])
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The memory of each device in a training, computed without weights. facts: printed above it."""
+    """The memory of each device in a command, computed without weights; as text a line of `facts`, then of each part.
+
+    device: that of a run here, unless the command names another one.
+    """
 
     held: Sequence[Memory]
     facts: Mapping[str, object]
+    device: object = field(default_factory=planned_device)
 
-    def show(self) -> None:
-        """Print it, for the device that the training would use here."""
-        print(describe(self.held, planned_device(), **self.facts), flush=True)
+    def __str__(self) -> str:
+        head = " ".join(["plan", *(f"{name}={value}" for name, value in self.facts.items())])
+        lines = [f"{head} device_gb={sum(part.size for part in self.held) / GB:.2f} device={self.device}"]
+        return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in self.held)])
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import operator
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -69,24 +68,9 @@ class Chain(Structure):
 
 
 RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A fixed tree as rank paths: (0, 2) is the third most probable child of the most probable first token.
-
-    paths: in level order, with every path's parent. Build it with `parse_shape`.
-    """
-
-    paths: tuple[tuple[int, ...], ...]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    @property
-    def depth(self) -> int:
-        """The length of the longest path."""
-        return len(self.paths[-1])
+# A fixed tree as rank paths, in level order, with every path's parent (see `parse_shape`). (0, 2) is the third most
+# probable child of the most probable first token.
+Shape = tuple[tuple[int, ...], ...]
 
 
 def parse_shape(paths: Collection[tuple[int, ...]], name: str = "shape") -> Shape:
@@ -99,7 +83,7 @@ def parse_shape(paths: Collection[tuple[int, ...]], name: str = "shape") -> Shap
             raise UserError(f"{name}: {list(path)} is listed twice; remove one of them")
         if len(path) > 1 and path[:-1] not in counts:
             raise UserError(f"{name}: {list(path)} has no parent; add {list(path[:-1])}")
-    return Shape(tuple(sorted(paths, key=lambda path: (len(path), path))))
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
 def read_shape(path: str | Path) -> Shape:
@@ -109,17 +93,8 @@ def read_shape(path: str | Path) -> Shape:
 
 
 # EAGLE's published tree: 4 first tokens, 25 nodes, depth 5.
-EAGLE_25 = parse_shape(
-    [
-        tuple(map(int, path))
-        for path in (
-            *("0", "1", "2", "3"),
-            *("00", "01", "02", "10", "11", "20", "21", "30"),
-            *("000", "001", "002", "010", "011", "020", "021", "100"),
-            *("0000", "0001", "0002", "00000", "00001"),
-        )
-    ]
-)
+_EAGLE = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+EAGLE_25 = parse_shape([tuple(map(int, path)) for path in _EAGLE.split()])
 
 
 @lru_cache
@@ -166,7 +141,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _Plan:
-    paths = [path for path in shape.paths if len(path) <= limit and max(path) < vocabulary]
+    paths = [path for path in shape if len(path) <= limit and max(path) < vocabulary]
     index = {path: node for node, path in enumerate(paths)}
     parents = tuple(index.get(path[:-1], ROOT) for path in paths)
     inner_nodes = sorted({parent for parent in parents if parent >= 0})
@@ -227,7 +202,7 @@ class Static(Ranked):
 
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
         self.shape = find_shape(settings.shape, number(settings.nodes))
-        super().__init__(settings, len(self.shape), self.shape.depth)
+        super().__init__(settings, len(self.shape), len(self.shape[-1]))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         return self.ranked(source, root, self.shape, limit)

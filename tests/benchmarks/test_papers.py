@@ -174,7 +174,7 @@ def test_sequoias_tree_is_what_its_dynamic_programme_finds(acceptance: tuple[flo
         )
 
     for nodes in (1, 4, 7):
-        paths = best_shape(acceptance, nodes, depth).paths
+        paths = best_shape(acceptance, nodes, depth)
         assert len(paths) == nodes if depth == 5 else len(paths) <= nodes
         reached = sum(math.prod(acceptance[rank] for rank in path) for path in paths)
         assert reached == pytest.approx(best(nodes, depth))

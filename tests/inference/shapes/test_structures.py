@@ -218,7 +218,7 @@ def test_static_tokens_have_their_ranks(q: Q, shape: forms.Shape, limit: int) ->
     source = KnownSource(q)
     tree = forms.Static(StructureConfig("static"), None, None).ranked(source, root(), shape, limit)
     paths = check(tree, source, limit)
-    kept = [ranks for ranks in shape.paths if len(ranks) <= limit and max(ranks) < len(q(()))]
+    kept = [ranks for ranks in shape if len(ranks) <= limit and max(ranks) < len(q(()))]
     rank_of: dict[Path_, Path_] = {(): ()}
     assert len(paths) == len(kept)
     for path, ranks in zip(paths, kept, strict=True):
@@ -233,16 +233,16 @@ def test_static_tokens_have_their_ranks(q: Q, shape: forms.Shape, limit: int) ->
 
 def test_known_shapes() -> None:
     assert len(forms.EAGLE_25) == 25
-    assert Counter(map(len, forms.EAGLE_25.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
-    assert Counter(map(len, forms.binary_shape(25).paths)) == {1: 2, 2: 4, 3: 8, 4: 11}
-    assert max(max(path) for path in forms.binary_shape(60).paths) == 1
-    assert Counter(map(len, forms.full_shape((4, 2, 2)).paths)) == {1: 4, 2: 8, 3: 16}
+    assert Counter(map(len, forms.EAGLE_25)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
+    assert Counter(map(len, forms.binary_shape(25))) == {1: 2, 2: 4, 3: 8, 4: 11}
+    assert max(max(path) for path in forms.binary_shape(60)) == 1
+    assert Counter(map(len, forms.full_shape((4, 2, 2)))) == {1: 4, 2: 8, 3: 16}
 
 
 def test_shape_files(tmp_path: Path) -> None:
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[0, 0], [1], [0]]))
-    assert forms.read_shape(file).paths == ((0,), (1,), (0, 0))
+    assert forms.read_shape(file) == ((0,), (1,), (0, 0))
     for content, message in [
         ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
         ([[0], [1], [0]], r"\[0\] is listed twice"),
