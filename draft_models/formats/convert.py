@@ -59,32 +59,19 @@ def description_location(source: str, revision: str | None = None) -> tuple[str,
     return (source, revision) if original is None else (str(write_description(original)), None)
 
 
-def has_quantised_weights(source: str, revision: str | None = None) -> bool:
-    """Whether the stored weights of the model in `source` are quantised."""
-    original = find_original(source, revision, weights=False)
-    return original is not None and original.quantised
-
-
 def find_original(source: str, revision: str | None = None, *, weights: bool = True) -> Original | None:
     """The model in `source` if it is not plain safetensors; None for these, and if there is no model.
 
     source: a GGUF file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`.
     """
-    if (mapped := open_mapped(source)) is not None:
-        return mapped
+    if (path := find_gguf(source)) is not None:
+        stat = path.stat()
+        return _open_unchanged(source, path, stat.st_size, stat.st_mtime_ns)
     if not is_local(source):
         return _on_hub(source, revision, weights)
     folder = Path(source)
     kind = _format_to_convert(lambda name: os.path.exists(folder / name), lambda name: folder / name)
     return None if kind is None else FolderModel(source, folder, kind)
-
-
-def open_mapped(source: str) -> "GgufModel | None":
-    """The model in the GGUF file `source`, whose tensors are read where they are; None for another model."""
-    if (path := find_gguf(source)) is None:
-        return None
-    stat = path.stat()
-    return _open_unchanged(source, path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(4)

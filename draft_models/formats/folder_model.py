@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_json
 from outrider.base.words import listed
-from outrider.draft_models.formats.packed_weights import PackedLayer, packed_layers, packing_of
+from outrider.draft_models.formats.packed_weights import packed_layers, packing_of
 from outrider.draft_models.formats.stored_tensors import (
     CONFIG_FILE,
     DESCRIPTIONS,
@@ -32,7 +32,7 @@ from outrider.draft_models.formats.stored_tensors import (
 )
 
 if TYPE_CHECKING:
-    from outrider.draft_models.formats.gguf_codes import CodedRows
+    from outrider.draft_models.formats.gguf_model import GgufModel
 
 # Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
 SCALES, SCALE = "_scale_inv", "_scale"
@@ -41,49 +41,11 @@ _ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
-class PackedTensor(Stored):
-    """The weight of a layer of packed integers, float32 when it is read."""
-
-    layer: PackedLayer
-
-    @property
-    def codes(self) -> "CodedRows | None":
-        """See `PackedLayer.codes`."""
-        return self.layer.codes()
-
-
-class Original(Protocol):
-    """A model as it was published. All members raise `UserError` if it is damaged or not supported."""
-
-    @property
-    def source(self) -> str:
-        """Its name: a path or Hub name."""
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        """All its files, by their names in the model."""
-
-    @property
-    def quantised(self) -> bool:
-        """Whether its stored weights are quantised."""
-
-    @property
-    def by_transformers(self) -> bool:
-        """Whether transformers reads its weights itself."""
-
-    def tensors(self) -> Mapping[str, Stored]:
-        """Its tensors by Hugging Face's names; none is read yet."""
-
-    def describe(self, folder: Path) -> None:
-        """Write everything except the weights to the empty `folder`: config, tokenizer, generation config."""
-
-    def prove_decoding(self) -> None:
-        """Raise `UserError` unless quantised tensors are decoded as the format's own package does."""
-
-
-@dataclass(frozen=True)
 class FolderModel:
-    """The model in `folder`, whose weights are files of `kind`; `source` is its name."""
+    """The model in `folder`, whose weights are files of `kind`; `source` is its name, a path or Hub name.
+
+    All members raise `UserError` if it is damaged or not supported.
+    """
 
     source: str
     folder: Path
@@ -91,7 +53,7 @@ class FolderModel:
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The files of its weights and its descriptions."""
+        """The files of its weights and its descriptions, by name."""
         names = [*(path.name for path in self._descriptions()), *self._by_file()]
         return {name: self.folder / name for name in names if (self.folder / name).exists()}
 
@@ -102,11 +64,11 @@ class FolderModel:
 
     @property
     def by_transformers(self) -> bool:
-        """True for pickles: it has no forward with fp8 on a CPU."""
+        """Whether transformers reads its weights itself: pickles, as it has no forward with fp8 on a CPU."""
         return self.kind is PICKLES
 
     def tensors(self) -> Mapping[str, Stored]:
-        """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
+        """Its tensors by name, none read yet; fp8 tensors become float32 when read."""
         tensors: dict[str, Stored] = {}
         by_file = self._by_file()
         for file, names in by_file.items():
@@ -119,7 +81,7 @@ class FolderModel:
             used = {name + suffix for name in layers for suffix in (*packing[3:], ".weight_shape")}
             tensors = {name: stored for name, stored in tensors.items() if name not in used}
             for name, layer in layers.items():
-                tensors[f"{name}.weight"] = PackedTensor(torch.float32, layer.shape, layer.read, layer)
+                tensors[f"{name}.weight"] = Stored(torch.float32, layer.shape, layer.read, layer.codes)
             return tensors
         suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
         scaled = {name for name in tensors if name + suffix in tensors}
@@ -134,7 +96,7 @@ class FolderModel:
         return weights
 
     def describe(self, folder: Path) -> None:
-        """Copy everything except the weights, without the description of a quantisation if they are fp8."""
+        """Copy everything except the weights to the empty `folder`, without what describes a quantisation."""
         for path in self._descriptions():
             if path.name != QUANT_FILE:
                 shutil.copyfile(path, folder / path.name)
@@ -169,6 +131,9 @@ class FolderModel:
                 "config.json: expected rows and columns; give the model in another format"
             )
         return block[0], block[1]
+
+
+Original = Union[FolderModel, "GgufModel"]  # a model as it was published
 
 
 def require_weights(name: str, held: Mapping[str, Stored], config: Path | str | None = None) -> None:

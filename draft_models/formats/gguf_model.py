@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COMPARED = 64
 
 
 def load_package() -> ModuleType:
@@ -42,30 +43,24 @@ def load_package() -> ModuleType:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The model in the GGUF file at `path`; `source` is its name."""
+    """The model in the GGUF file at `path`; `source` is its name. See `FolderModel`."""
 
     source: str
     path: Path
+    by_transformers: ClassVar[bool] = False  # it would decode all tensors at once
 
     @cached_property
     def file(self) -> GgufFile:
-        """The file's metadata and tensor locations."""
         return open_gguf(self.path)
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """Its only file."""
         return {"model.gguf": self.path}
 
     @property
     def quantised(self) -> bool:
         """Whether any of its tensors is quantised."""
         return any(tensor.kind not in FLOAT_TYPES for tensor in self.file.tensors.values())
-
-    @property
-    def by_transformers(self) -> bool:
-        """False: it would decode all of them at once."""
-        return False
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
@@ -74,15 +69,15 @@ class GgufModel:
         """
         return {name: source.stored() for name, source in self._sources.items()}
 
-    def prove_decoding(self, compared: int = 64) -> None:
+    def prove_decoding(self) -> None:
         """Raise `UserError` unless we decode rows of every tensor bit for bit as the gguf package, and so transformers.
 
-        compared: rows of each tensor, evenly spread.
+        Of each tensor `_COMPARED` rows are compared, evenly spread.
         """
         for name, tensor in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
             kind, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
             if kind.name in KINDS:
-                rows = raw[:: max(1, len(raw) // compared)]
+                rows = raw[:: max(1, len(raw) // _COMPARED)]
                 weights = decode_rows(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
                 if not np.array_equal(weights, load_package().quants.dequantize(rows, kind), equal_nan=True):
                     raise UserError(
@@ -153,16 +148,9 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
 class MappedTensor(Stored):
     """A tensor of a GGUF file; a quantised one is float32 when it is read."""
 
-    source: "_TensorSource"
-
-    @property
-    def codes(self) -> CodedRows | None:
-        """See `_TensorSource.codes`."""
-        return self.source.codes
-
     def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes, decoded, at each (first byte, number of bytes); where it can be, only those rows are decoded."""
-        rows = self.codes
+        rows = self.codes()
         if rows is None:
             yield from super().pieces(ranges)
             return
@@ -193,7 +181,7 @@ class _TensorSource:
                 raise UserError(f"{self.file.path}: ends within tensor {part.name!r}; fetch it again")
         kinds = {_type_and_row_bytes(self.file, part)[0].name for part in self.parts}
         dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
-        return MappedTensor(dtype, [*self.shape], lambda: self.read().to(dtype), self)
+        return MappedTensor(dtype, [*self.shape], lambda: self.read().to(dtype), lambda: self.codes)
 
     @cached_property
     def codes(self) -> CodedRows | None:

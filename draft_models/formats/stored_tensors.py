@@ -42,24 +42,22 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a model in files, not read yet. dtype, shape: of the result of `read`."""
+    """A tensor of a model in files, not read yet. dtype, shape: of the result of `read`.
+
+    codes: its rows as the file stores them, where they can be multiplied as they are.
+    """
 
     dtype: torch.dtype
     shape: Sequence[int]
     read: Callable[[], Tensor]
+    codes: "Callable[[], CodedRows | None]" = lambda: None
 
     def __getitem__(self, index: object) -> Tensor:  # transformers indexes the tensors that it reads
         return self.read()
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def codes(self) -> "CodedRows | None":
-        """Its rows as the file stores them, where they can be multiplied as they are."""
-        return None
 
     def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Its bytes at each (first byte, number of bytes); no others of a mapped safetensors file are read."""

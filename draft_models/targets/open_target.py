@@ -20,7 +20,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.base.machine import fast_dtype
 from outrider.base.settings import construct
-from outrider.draft_models.formats.convert import description_location, has_quantised_weights, is_loaded_as_written
+from outrider.draft_models.formats.convert import description_location, find_original, is_loaded_as_written
 from outrider.draft_models.formats.folder_model import quantisation_of
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, QUANT_FILE
@@ -99,7 +99,8 @@ class OpenTarget:
 
     def require_int8(self) -> None:
         """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known without its weights."""
-        if has_quantised_weights(self.source, self.revision):
+        original = find_original(self.source, self.revision, weights=False)
+        if original is not None and original.quantised:
             raise UserError(
                 f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
                 "them a second time; give the model it was made from, or decode with dtype=fast"

@@ -151,7 +151,7 @@ class TensorFiles:
 
     def codes(self, name: str) -> "CodedRows | None":
         """A weight as it is stored, where a CPU can multiply it so."""
-        return None if self.original is None else self._tensors[self._stored(name)].codes
+        return None if self.original is None else self._tensors[self._stored(name)].codes()
 
     @cached_property
     def _tensors(self) -> Mapping[str, Stored]:

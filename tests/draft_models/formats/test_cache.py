@@ -14,7 +14,7 @@ from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import (
     RECORD_FILE,
     description_location,
-    has_quantised_weights,
+    find_original,
     write_description,
 )
 from outrider.draft_models.formats.gguf_model import GgufModel
@@ -142,7 +142,7 @@ def test_config_and_tokenizer_are_read_without_fetching_weights(kept: Path, fetc
     source = f"someone/{form}"
     target = open_target(source)
     assert len(target.tokenizer) > 0
-    assert has_quantised_weights(source) == (form == "fp8")
+    assert find_original(source, weights=False).quantised == (form == "fp8")
     assert "config.json" in fetches
     assert not [name for name in fetches if name.endswith((".bin", ".safetensors"))]
     assert target.files.file_of
