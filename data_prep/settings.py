@@ -121,7 +121,6 @@ class TrigramConfig(Rehearsed, RunConfig):
 
     @property
     def processes(self) -> int:
-        """The number of tokenising processes."""
         return self.workers or os.cpu_count() or 1
 
     def corpus(self) -> dict[str, object]:

@@ -365,7 +365,6 @@ def _apply(
     shares: Tensor | None = None,
     teacher: tuple[Tensor, Tensor, Sequence[int]] | None = None,
 ) -> Tensor:
-    """The loss in chunks and pieces."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))

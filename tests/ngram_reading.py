@@ -7,13 +7,18 @@ import numpy as np
 
 from outrider.draft_models.ngrams.kernels import context_key, find_key
 from outrider.draft_models.ngrams.overlay import ContextMap, Overlay, TextIndex, longer_key, slot_of
-from outrider.draft_models.ngrams.table import Level, TrigramTable
+from outrider.draft_models.ngrams.table import ARRAYS, Level, TrigramTable
+
+
+def level_bytes(table: TrigramTable) -> int:
+    """Bytes of the n-grams' arrays."""
+    return sum(getattr(level, name).nbytes for level in table.levels.values() for name in ARRAYS)
 
 
 def find_context(level: Level, context: Sequence[int]) -> int:
     """Index of a context of order − 1 ids within the vocabulary, or −1."""
     packed = np.asarray(context, np.uint32)
-    key = context_key(packed, len(packed), level.order - 1, level.token_bits)
+    key = context_key(packed, len(packed), level.order - 1, level.bits)
     return int(find_key(level.buckets, level.shift, level.keys, key))
 
 

@@ -284,7 +284,14 @@ def test_training_text(tiny_models: Path, tmp_path: Path, capsys: pytest.Capture
         damaged = file.read_bytes()
         file.write_bytes(good + b" ".join(damaged.split(b"\n")) + b"\n")
         try:
-            tokenise(passages(read_records(data, "train"), "all"), str(tiny_models / TARGET), None, encoder, shards, 1)
+            tokenise(
+                passages(read_records(data, "train"), "all", encoder),
+                str(tiny_models / TARGET),
+                None,
+                encoder,
+                shards,
+                1,
+            )
             load_rows(data, tokenizer, 400, "train")
         finally:
             file.write_bytes(damaged)

@@ -34,7 +34,7 @@ from outrider.draft_models.ngrams.kernels import (
     token_type,
 )
 from outrider.draft_models.ngrams.suffixes import sort_suffixes
-from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level, merge_facts
+from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level
 
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
@@ -271,7 +271,10 @@ def merge_tables(
     if suffixes is not None and len(tables) > 1:
         tokens = [table.suffixes.tokens for table in tables if table.suffixes is not None]
         suffixes = sort_suffixes(np.concatenate(tokens), first.vocabulary)
-    facts = first.facts if len(tables) == 1 else merge_facts(tables)
+    facts = first.facts
+    if len(tables) > 1:
+        facts = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
+        facts["merged"] = [table.facts for table in tables]
     return replace(first, levels=levels, facts=facts, suffixes=suffixes)
 
 
@@ -300,7 +303,7 @@ def _slice_level(level: Level, begin: int, end: int) -> Level:
     starts = level.starts[begin : end + 1].astype(np.int64)
     inside = slice(starts[0], starts[-1])
     arrays = {"keys": level.keys[begin:end], "totals": level.totals[begin:end], "starts": starts - starts[0]}
-    return replace(level, **arrays, tokens=level.tokens[inside], counts=level.counts[inside])
+    return level._replace(**arrays, tokens=level.tokens[inside], counts=level.counts[inside])
 
 
 def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:

@@ -64,13 +64,13 @@ class Shards(NamedTuple):
     digest: str
 
 
-def passages(records: Iterable[Record], text: str, encoder: Encoder | None = None) -> Iterator[Passage]:
+def passages(records: Iterable[Record], text: str, encoder: Encoder) -> Iterator[Passage]:
     """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
     text: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose tokens are
     recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
     """
-    size = 0 if encoder is None else encoder.vocabulary
+    size = encoder.vocabulary
     for record in records:
         written, complete = _recorded_passages(record, encoder, size), not record.get("truncated")
         if "text" in record:
@@ -87,10 +87,10 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder | None = Non
                 yield Passage(message["content"], ends=False)
 
 
-def _recorded_passages(record: Record, encoder: Encoder | None, size: int) -> Iterator[Passage]:
+def _recorded_passages(record: Record, encoder: Encoder, size: int) -> Iterator[Passage]:
     """The recorded tokens of a record's answers, or of its plain text, if their vocabulary is that of `encoder`."""
     written = record.get("written")
-    if written is None or encoder is None:
+    if written is None:
         return
     in_range = all(max(read.ids) < size for read in written.documents)
     if not (in_range and encoder.digest.startswith(written.tokenizer)):

@@ -107,9 +107,7 @@ def prepend_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]
     return [bos, *ids] if ids[:1] != [bos] and adds_bos(tokenizer) else ids
 
 
-def around_question(
-    tokenizer: PreTrainedTokenizerBase, template: str, option: str = "template"
-) -> tuple[list[int], str]:
+def around_question(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[int], str]:
     """The token ids before a user's first turn, and the first line of the text after it.
 
     template: as for a prompt; auto is none if the tokenizer has no chat template. With none, the ids are the BOS token
@@ -122,7 +120,7 @@ def around_question(
             )
         return [tokenizer.bos_token_id], ""
     question: list[Message] = [{"role": "user", "content": MARK}]
-    before, _, after = render_text(question, tokenizer, template, "a question", option).partition(MARK)
+    before, _, after = render_text(question, tokenizer, template, "a question", "template").partition(MARK)
     if not after.strip():
         raise UserError(
             f"{tokenizer_name(tokenizer)}: its chat template does not end a user's turn: give prompts of your own"

@@ -149,7 +149,6 @@ class DataConfig(SourceConfig):
 
     @property
     def cache(self) -> Path:
-        """The directory of the tokenised rows."""
         return Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else user_cache()
 
     def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:

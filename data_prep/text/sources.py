@@ -130,22 +130,17 @@ def _to_record(
     return to_record(raw, layout, identity, counts)
 
 
-def python_stdlib_files() -> list[tuple[str, Path]]:
-    """(path relative to the library, file) of the interpreter's own source, sorted by relative path."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = _source_files(root)
-    if not files:
-        raise UserError(f"source=python_stdlib: no Python source under {root}; use source=local with your own files")
-    return files
-
-
 def python_files(packages: bool) -> list[tuple[str, Path]]:
-    """`python_stdlib_files`, followed with `packages` by the installed packages' source as "site-packages/…".
+    """(path relative to the library, file) of the interpreter's own source, sorted by relative path; with `packages`
+    followed by the installed packages' source as "site-packages/…".
 
     Files of packages with repeated content are skipped: many packages vendor others or parts of the library, whose
     held-out files must not reappear as training text.
     """
-    files = python_stdlib_files()
+    library = Path(sysconfig.get_path("stdlib"))
+    files = _source_files(library)
+    if not files:
+        raise UserError(f"source=python_stdlib: no Python source under {library}; use source=local with your own files")
     if not packages:
         return files
     roots = dict.fromkeys(Path(sysconfig.get_path(key)) for key in ("purelib", "platlib"))

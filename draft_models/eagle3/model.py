@@ -261,12 +261,10 @@ class Eagle3(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self._plain.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return self._plain.dtype
 
     @property

@@ -167,7 +167,6 @@ def write_description(original: Original) -> Path:
 
 
 def cache_folder() -> Path:
-    """The directory of descriptions."""
     return Path(os.environ.get(CACHE_VARIABLE) or user_cache() / "targets").expanduser().absolute()
 
 
@@ -187,7 +186,6 @@ def _is_complete(entry: Path) -> bool:
 
 
 def _description_bytes(entry: Path) -> int:
-    """Bytes of the files of a description."""
     return sum(file.stat().st_size for file in entry.iterdir() if file.name != RECORD_FILE)
 
 

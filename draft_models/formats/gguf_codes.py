@@ -42,7 +42,6 @@ class CodeKind(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Inputs of a block."""
         return self.group * self.groups
 
 
@@ -198,7 +197,6 @@ class CodedRows:
 
     @property
     def inputs(self) -> int:
-        """Weights of a row."""
         return self.raw.shape[1] // KINDS[self.kind].stored * KINDS[self.kind].inputs
 
     def decoded(self, begin: int = 0, end: int | None = None) -> Tensor:

@@ -89,7 +89,12 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except UnpicklingError as error:
-            raise UserError(_pickle_refusal(path, str(error))) from None
+            lines = str(error).splitlines()  # one names the class or function that the file asks for
+            cause = next((line for line in lines if "GLOBAL" in line), next(iter(lines), "no reason given"))
+            raise UserError(
+                f"{path}: torch's weights-only loader refuses it ({cause}): it is damaged, or its pickle holds more "
+                "than tensors and could run code. Fetch it again, or get the model as safetensors"
+            ) from None
     wrong = "no mapping" if not isinstance(content, Mapping) else _first_non_tensor(content)
     if wrong:
         raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
@@ -101,15 +106,6 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
         for name, tensor in content.items()
         if not (tied and name == HEAD)
     }
-
-
-def _pickle_refusal(path: str, message: str) -> str:
-    lines = [line for line in message.splitlines() if "GLOBAL" in line]  # the class or function that the file asks for
-    return (
-        f"{path}: torch's weights-only loader refuses it ({(lines or message.splitlines() or ['no reason given'])[0]}):"
-        " it is damaged, or its pickle holds more than tensors and could run code. Fetch it again, or get the model as "
-        "safetensors"
-    )
 
 
 def _first_non_tensor(content: Mapping[object, object]) -> str | None:

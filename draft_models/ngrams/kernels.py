@@ -19,6 +19,7 @@ MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
 _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 
 Function = TypeVar("Function", bound=Callable[..., object])
+Arrays = TypeVar("Arrays", bound=NamedTuple)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -36,6 +37,15 @@ def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Calla
     """
     assert isinstance(function, Dispatcher)
     return function.compile(tuple(map(typeof, arguments)))
+
+
+def read_only(arrays: Arrays) -> Arrays:
+    """A named tuple with read-only views of its arrays, so that compiled code sees one type whatever their origin."""
+    fields = [np.asarray(field).view() if isinstance(field, np.ndarray) else field for field in arrays]
+    for field in fields:
+        if isinstance(field, np.ndarray):
+            field.flags.writeable = False
+    return arrays._make(fields)
 
 
 def token_bits(vocabulary: int) -> int:

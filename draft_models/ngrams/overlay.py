@@ -7,15 +7,13 @@ a weight is a probability raised by ADED's Algorithm 2, which replaces the table
 often a token followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from outrider.base.errors import UserError
-from outrider.draft_models.ngrams.kernels import context_key, find_key, lean, successors_of
-
-if TYPE_CHECKING:
-    from outrider.draft_models.ngrams.table import Level, TrigramTable
+from outrider.draft_models.ngrams.kernels import context_key, find_key, lean, read_only, successors_of
+from outrider.draft_models.ngrams.table import Level, TrigramTable
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOAD = 2  # minimum slots per context
@@ -37,30 +35,6 @@ class ContextMap(NamedTuple):
     slots: np.ndarray
     entries: np.ndarray
     used: np.ndarray
-
-
-class LevelArrays(NamedTuple):
-    """A `Level` in the form that compiled code takes; `shift` and `bits` (of a token) as in `Level`."""
-
-    order: int
-    bits: int
-    shift: int
-    buckets: np.ndarray
-    keys: np.ndarray
-    starts: np.ndarray
-    totals: np.ndarray
-    tokens: np.ndarray
-    counts: np.ndarray
-
-
-def read_only_arrays(level: "Level") -> LevelArrays:
-    """The arrays of `level` as read-only views, so that compiled code sees one type whatever their origin."""
-    arrays = []
-    for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
-        view = np.asarray(getattr(level, name)).view()
-        view.flags.writeable = False
-        arrays.append(view)
-    return LevelArrays(level.order, level.token_bits, level.shift, *arrays)
 
 
 def new_map(contexts: int = 1 << 10) -> ContextMap:
@@ -143,7 +117,7 @@ def _new_entry(contexts: ContextMap, slot: int, key: np.uint64, token: int, weig
 
 
 @lean
-def table_probability(level: LevelArrays, key: np.uint64, token: int) -> float:
+def table_probability(level: Level, key: np.uint64, token: int) -> float:
     """The table's P(token | context `key`); 0 if it has no such n-gram."""
     index = find_key(level.buckets, level.shift, level.keys, key)
     if index >= 0:
@@ -185,15 +159,14 @@ class Overlay:
     that order.
     """
 
-    def __init__(self, table: "TrigramTable", order: int = 3, increment: float = 0.4, highest: float = 0.7):
+    def __init__(self, table: TrigramTable, order: int = 3, increment: float = 0.4, highest: float = 0.7):
         if order not in table.levels:
             raise UserError(f"order={order}: the n-gram table has orders {sorted(table.levels)} only")
         self.table, self.order, self.increment, self.highest = table, order, increment, highest
-        self.level = read_only_arrays(table.levels[order])
+        self.level = read_only(table.levels[order])
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self.known = new_map()
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:

@@ -55,7 +55,6 @@ class SuffixWorkspace(NamedTuple):
 
 
 def new_suffix_workspace() -> SuffixWorkspace:
-    """A new workspace."""
     first, number = np.zeros((2, REACH + 1), np.int64)
     followers, tokens, counts = np.zeros((3, FEW), np.int64)
     begun = np.full((2**_REMEMBERED, 3), -1, np.int64)
@@ -65,14 +64,6 @@ def new_suffix_workspace() -> SuffixWorkspace:
 def no_suffixes(vocabulary: int) -> Suffixes:
     """The suffix array of an empty corpus: look-ups find nothing."""
     return Suffixes(np.empty(0, token_type(vocabulary + 1)), np.empty(0, np.uint32), np.zeros(1, np.uint32))
-
-
-def read_only(suffixes: Suffixes) -> Suffixes:
-    """Read-only views of its arrays, so that compiled code sees one type whatever their origin."""
-    views = [np.asarray(array).view() for array in suffixes]
-    for view in views:
-        view.flags.writeable = False
-    return Suffixes(*views)
 
 
 def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> np.ndarray:

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -54,10 +54,10 @@ _TYPES: dict[str, np.dtype] = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.ui
 Arrays = Mapping[str, np.ndarray]  # by name
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """The n-grams of one order. Memory-mapped arrays are read-only.
 
+    bits: of a token in a key. shift: key >> shift is the bucket of a key.
     buckets: uint32 [2^b + 1]. The contexts whose key begins with the b bits i are buckets[i] … buckets[i+1] − 1.
     keys: uint64 [C], ascending. totals: uint32 [C], the count of all successors, left-out ones included.
     starts: uint32 or uint64 [C + 1]. The successors of context c are starts[c] … starts[c+1] − 1.
@@ -65,7 +65,8 @@ class Level:
     """
 
     order: int
-    token_bits: int
+    bits: int
+    shift: int
     buckets: np.ndarray
     keys: np.ndarray
     starts: np.ndarray
@@ -76,12 +77,7 @@ class Level:
     @property
     def key_bits(self) -> int:
         """Width of a packed context and of its key."""
-        return (self.order - 1) * self.token_bits
-
-    @property
-    def shift(self) -> int:
-        """key >> shift is the bucket of a key."""
-        return self.key_bits - ((len(self.buckets) - 1).bit_length() - 1)
+        return (self.order - 1) * self.bits
 
     def fault(self, vocabulary: int) -> str:
         """Why compiled look-up could not rely on the arrays, or ""."""
@@ -154,7 +150,7 @@ class TrigramTable:
         header, arrays = map_table(Path(path))
         orders, bits = [order for order in ORDERS if f"{order}.keys" in arrays], token_bits(header.vocabulary)
         try:
-            levels = {order: Level(order, bits, *(arrays[f"{order}.{name}"] for name in ARRAYS)) for order in orders}
+            levels = {order: _join_level(order, bits, *(arrays[f"{order}.{n}"] for n in ARRAYS)) for order in orders}
             fields = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
         except KeyError as error:
             raise damaged_table(path, f"no array {error}") from None
@@ -175,9 +171,25 @@ class TrigramTable:
         suffixes = {} if self.suffixes is None else self.suffixes._asdict()
         return arrays | {f"suffixes.{name}": array for name, array in suffixes.items()}
 
-    def save(self, path: Path | str) -> None:
-        """Write the table to a new directory, completely or not at all. Raises `UserError`."""
-        write_table(Path(path), self.vocabulary, self.tokenizer, self.facts, self.arrays)
+    def save(self, folder: Path | str) -> None:
+        """Write the table to a new directory, completely or not at all. Raises `UserError`.
+
+        Arrays that are mapped from files are not loaded by safetensors from 0.8 on.
+        """
+        path, arrays = Path(folder), self.arrays
+        require_no_table(path)
+        require_writable(path.parent)
+        staging = path.with_name(f".{path.name}.{os.getpid()}")
+        header = Header(_FORMAT, self.vocabulary, self.tokenizer, self.facts, _digest_arrays(arrays))
+        try:
+            staging.mkdir()
+            save_file(arrays, staging / TABLE_FILE, {"ngrams": json.dumps(asdict(header))})
+            (staging / TABLE_FILE).chmod(staging.stat().st_mode & 0o666)  # safetensors lets only the owner read
+            os.replace(staging, path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be written ({reason(error)}); free space or choose another") from None
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
     def require_tokenizer(self, digest: str, where: str) -> None:
         """Raise `UserError` unless the table was built with the vocabulary of this `vocabulary_digest`."""
@@ -196,19 +208,7 @@ class TrigramTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
-
-    @property
-    def level_bytes(self) -> int:
-        """Bytes of the n-grams' arrays."""
-        return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
-
-
-def merge_facts(tables: Sequence[TrigramTable]) -> dict[str, object]:
-    """`TrigramTable.facts` of `tables`, merged."""
-    facts: dict[str, object] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
-    return {**facts, "merged": [table.facts for table in tables]}
 
 
 # --------------------------------------------------------------------------------------------------------- layout
@@ -222,9 +222,13 @@ def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], start
     starts[0] = 0
     np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
     buckets, tokens = np.zeros(types["buckets"][1], np.uint32), tokens.astype(token_type(vocabulary), copy=False)
-    level = Level(order, token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
+    level = _join_level(order, token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
     count_buckets(keys, level.shift, buckets)
     return level
+
+
+def _join_level(order: int, bits: int, buckets: np.ndarray, *arrays: np.ndarray) -> Level:
+    return Level(order, bits, (order - 1) * bits - ((len(buckets) - 1).bit_length() - 1), buckets, *arrays)
 
 
 def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> dict[str, tuple[np.dtype, int]]:
@@ -242,7 +246,6 @@ def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> 
 
 
 def level_bytes(order: int, vocabulary: int, contexts: int, successors: int) -> int:
-    """Bytes of the arrays of a level."""
     return sum(kind.itemsize * size for kind, size in level_types(order, vocabulary, contexts, successors).values())
 
 
@@ -305,34 +308,9 @@ def damaged_table(path: Path | str, fault: str) -> UserError:
     return UserError(f"{path}: damaged n-gram table ({fault}); {_AGAIN}")
 
 
-def read_header(path: Path) -> Header:
-    """The metadata of the table in `path`. Raises `UserError`."""
-    return map_table(path)[0]
-
-
 def table_digest(path: Path) -> str:
     """A digest that identifies the content of the table in `path`, as it was written. Raises `UserError`."""
-    return digest_of(asdict(read_header(path)))
-
-
-def write_table(path: Path, vocabulary: int, tokenizer: str, facts: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write a table to the new directory `path`, completely or not at all. Raises `UserError`.
-
-    Arrays that are mapped from files are not loaded by safetensors from 0.8 on.
-    """
-    require_no_table(path)
-    require_writable(path.parent)
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    header = Header(_FORMAT, vocabulary, tokenizer, dict(facts), _digest_arrays(arrays))
-    try:
-        staging.mkdir()
-        save_file(dict(arrays), staging / TABLE_FILE, {"ngrams": json.dumps(asdict(header))})
-        (staging / TABLE_FILE).chmod(staging.stat().st_mode & 0o666)  # safetensors lets only the owner read
-        os.replace(staging, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be written ({reason(error)}); free space or choose another") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    return digest_of(asdict(map_table(path)[0]))
 
 
 def require_no_table(path: Path) -> None:

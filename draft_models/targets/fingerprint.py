@@ -63,20 +63,14 @@ class Fingerprint:
         return sorted(target.tensors.keys() - self.tensors.keys())
 
 
-def _sampled_names(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
-    """The tensors outside the layers and of the first and the last layer; all tensors if the layers are unknown."""
-    try:
-        prefixes = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
-    except UserError:
-        return list(files.file_of)
-    return [name for name in files.file_of if name.startswith(prefixes)]
-
-
 def fingerprint_target(
     files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True
 ) -> Fingerprint:
     """The fingerprint of a target. Reads a few MB, and fetches missing files unless `fetch` is off."""
-    names = _sampled_names(files, config)
+    try:
+        prefixes = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
+    except UserError:  # its layers are unknown: all tensors
+        prefixes = ("",)
     return Fingerprint(
         target=files.source,
         revision=files.revision,
@@ -84,7 +78,7 @@ def fingerprint_target(
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        weights=files.digest(names),
+        weights=files.digest(name for name in files.file_of if name.startswith(prefixes)),
         tokenizer=tokenizer_digest(tokenizer)[:16],
         chat_template=None if tokenizer.chat_template is None else digest_of(tokenizer.chat_template)[:16],
         **model_identity(files, fetch=fetch),

@@ -5,8 +5,6 @@ biases and embeddings stay floats. The scheme is the usual one of weight-only qu
 round to nearest (called vector-wise in LLM.int8(), arXiv 2208.07339, section 2).
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -121,11 +119,6 @@ def int8_bytes(model: nn.Module, itemsize: int) -> int:
     """The bytes of the int8 model of `model`, which may be on meta; other weights take `itemsize` bytes per number."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     codes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
-    return codes + itemsize * sum(parameter.numel() for parameter in _floats(model, linears))
-
-
-def _floats(model: nn.Module, linears: Sequence[nn.Linear]) -> list[nn.Parameter]:
-    """The parameters that stay floats; this includes an embedding tied to the head."""
-    embeddings = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    gone = {id(linear.weight) for linear in linears} - embeddings.keys()
-    return [parameter for parameter in model.parameters() if id(parameter) not in gone]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # floats, if also a head
+    gone = {id(linear.weight) for linear in linears} - embeddings
+    return codes + itemsize * sum(weight.numel() for weight in model.parameters() if id(weight) not in gone)

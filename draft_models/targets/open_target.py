@@ -65,7 +65,6 @@ class OpenTarget:
 
     @cached_property
     def files(self) -> TensorFiles:
-        """Its tensors by name; none is read yet."""
         return open_tensors(self.source, self.revision)
 
     @cached_property
@@ -75,12 +74,10 @@ class OpenTarget:
 
     @cached_property
     def vocabulary_digest(self) -> str:
-        """The digest of its tokenizer's tokens and their ids."""
         return vocabulary_digest(self.tokenizer.get_vocab())
 
     @property
     def vocabulary_size(self) -> int | None:
-        """The number of ids in its vocabulary."""
         return self.config.vocab_size
 
     @cached_property
@@ -262,21 +259,6 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`."""
-    config = _load_config(source, revision, role)
-    if role not in NARROW and is_narrowed(config):
-        raise UserError(
-            f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
-            "cannot be a target; give it as small_lm, and here a model of all tokens"
-        )
-    limit = context_limit(config)
-    if limit < SHORTEST_CONTEXT:
-        expected = f"expected at least {SHORTEST_CONTEXT}"
-        raise UserError(f"{role}={source}: room for {limit} positions (max_position_embeddings); {expected}")
-    return config
-
-
-def _load_config(source: str, revision: str | None, role: str) -> PreTrainedConfig:
-    """The config in config.json."""
     path = Path(source)
     if is_local(source) and not os.path.exists(source):
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
@@ -289,6 +271,15 @@ def _load_config(source: str, revision: str | None, role: str) -> PreTrainedConf
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
     config.name_or_path = source
+    if role not in NARROW and is_narrowed(config):
+        raise UserError(
+            f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
+            "cannot be a target; give it as small_lm, and here a model of all tokens"
+        )
+    limit = context_limit(config)
+    if limit < SHORTEST_CONTEXT:
+        expected = f"expected at least {SHORTEST_CONTEXT}"
+        raise UserError(f"{role}={source}: room for {limit} positions (max_position_embeddings); {expected}")
     return config
 
 
@@ -312,23 +303,16 @@ def require_description(source: str, revision: str | None, role: str) -> None:
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """The reason why `LayerStack` cannot run a model of `config`; None if it can."""
-    if (method := quantisation(config)) is not None:
+    description = getattr(config, "quantization_config", None) or {}
+    if settings := description if isinstance(description, dict) else description.to_dict():
+        flags = (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key))
+        method = str(settings.get("quant_method") or next(flags, "unnamed"))
         return f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); {_SUPPORTED}"
     try:
         model_spec(config)
     except UserError as error:
         return str(error)
     return None
-
-
-def quantisation(config: PreTrainedConfig) -> str | None:
-    """The quantisation method of a checkpoint's weights, by its name in transformers; None if not quantised."""
-    description = getattr(config, "quantization_config", None) or {}
-    settings = description if isinstance(description, dict) else description.to_dict()
-    if not settings:
-        return None
-    flag = next((f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed")
-    return str(settings.get("quant_method") or flag)
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

@@ -169,7 +169,6 @@ class LayerStack(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self._like.device
 
     @property
@@ -184,12 +183,10 @@ class LayerStack(nn.Module):
 
     @property
     def layered(self) -> "LayerStack":
-        """See `Target`."""
         return self
 
     @property
     def predicted(self) -> Tensor | None:
-        """See `Target`."""
         return None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
 
     @property
@@ -269,7 +266,6 @@ class LayerStack(nn.Module):
         return {window: packed_band(documents, window) for window in set(self.windows)}
 
     def cache(self, capacity: int) -> RowCache:
-        """See `Target.cache`."""
         return RowCache(capacity)
 
     def rows(
@@ -321,16 +317,13 @@ class WholeModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return self.model.dtype
 
     def cache(self, capacity: int) -> RowCache:
-        """See `Target.cache`."""
         return RowCache(capacity)
 
     def rows(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.overlay import Overlay, recycle
-from outrider.draft_models.ngrams.table import TrigramTable, read_header, table_digest
+from outrider.draft_models.ngrams.table import TrigramTable, map_table, table_digest
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
@@ -219,7 +219,7 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 
     def training_record(self, where: str) -> TrainingRecord:
-        corpus = TrainingRecord.of({"data": read_header(Path(where)).facts.get("corpus")}).data or {}
+        corpus = TrainingRecord.of({"data": map_table(Path(where))[0].facts.get("corpus")}).data or {}
         return TrainingRecord(
             data={key: value for key, value in corpus.items() if key not in ("text", "digest")} or None
         )

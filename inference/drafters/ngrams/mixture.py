@@ -9,20 +9,18 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from outrider.draft_models.ngrams.kernels import compiled_for, lean, successors_of
+from outrider.draft_models.ngrams.kernels import compiled_for, lean, read_only, successors_of
 from outrider.draft_models.ngrams.overlay import (
     ContextMap,
-    LevelArrays,
     Recycled,
     TextIndex,
     index_text,
     new_recycled,
-    read_only_arrays,
     recycled_rows,
     with_capacity,
 )
-from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, known_suffixes, no_suffixes, read_only, successors_at
-from outrider.draft_models.ngrams.table import TrigramTable, make_level
+from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, known_suffixes, no_suffixes, successors_at
+from outrider.draft_models.ngrams.table import Level, TrigramTable, make_level
 from outrider.inference.drafters.ngrams.ngram_mixing import (
     CORPUS_ORDERS,
     TAIL,
@@ -44,7 +42,7 @@ _ELSEWHERE = 1e-5  # probability of a token that no source knows, used in learni
 class Sources(NamedTuple):
     """The sources of a mixture and their weights. longest: tokens of a context of the text. strength: of the prior."""
 
-    levels: tuple[LevelArrays, LevelArrays, LevelArrays]
+    levels: tuple[Level, Level, Level]
     contexts: ContextMap
     longest: int
     recycled: Recycled
@@ -205,8 +203,8 @@ class Mixture:
         return cast("R", self._compiled[function](sources, *arguments))
 
 
-def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
+def _level_or_empty(table: TrigramTable, order: int) -> Level:
     if order in table.levels:
-        return read_only_arrays(table.levels[order])
+        return read_only(table.levels[order])
     nothing = np.empty(0, np.uint32)
-    return read_only_arrays(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
+    return read_only(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))

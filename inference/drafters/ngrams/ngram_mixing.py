@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
-from outrider.draft_models.ngrams.overlay import ContextMap, LevelArrays, longer_key, recycled_rows, slot_of
+from outrider.draft_models.ngrams.overlay import ContextMap, longer_key, recycled_rows, slot_of
 from outrider.draft_models.ngrams.suffixes import (
     LEAST,
     REACH,
@@ -27,6 +27,7 @@ from outrider.draft_models.ngrams.suffixes import (
     new_suffix_workspace,
     successors_at,
 )
+from outrider.draft_models.ngrams.table import Level
 from outrider.inference.drafters.ngrams.ngram_search import offer, tree_of
 
 # The prior λ of every source by class, in a file that says how it was fitted. The last row of contexts by length is
@@ -112,7 +113,7 @@ def class_of(seen, share):
 
 
 @lean
-def level_context(level: LevelArrays, recent: np.ndarray, length: int, size: int, vocabulary: int) -> tuple[int, int]:
+def level_context(level: Level, recent: np.ndarray, length: int, size: int, vocabulary: int) -> tuple[int, int]:
     """(index in `level`, class) of the last `size` tokens, recent[0] being the latest; index −1 if unknown."""
     if size > length:
         return -1, 0

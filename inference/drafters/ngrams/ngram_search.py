@@ -12,7 +12,8 @@ import numpy as np
 
 from outrider.base.compiled import kept
 from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
-from outrider.draft_models.ngrams.overlay import ContextMap, LevelArrays, slot_of
+from outrider.draft_models.ngrams.overlay import ContextMap, slot_of
+from outrider.draft_models.ngrams.table import Level
 
 _ONE = np.uint64(1)
 
@@ -111,14 +112,14 @@ def following(tokens, counts, entries, at, end, total, entry, head):
 
 
 @lean
-def shifted(level: LevelArrays, packed: np.uint64, token: int) -> np.uint64:
+def shifted(level: Level, packed: np.uint64, token: int) -> np.uint64:
     """The state after `token` is appended to the state `packed`."""
     mask = (_ONE << np.uint64((level.order - 1) * level.bits)) - _ONE
     return ((packed << np.uint64(level.bits)) | np.uint64(token)) & mask
 
 
 @lean
-def state_of(level: LevelArrays, ids: np.ndarray, stop: int, vocabulary: int) -> tuple[np.uint64, bool]:
+def state_of(level: Level, ids: np.ndarray, stop: int, vocabulary: int) -> tuple[np.uint64, bool]:
     """The state at the end of ids[:stop], and whether it is valid: long enough, with every id within the table."""
     packed = np.uint64(0)
     if stop < level.order - 1:
@@ -204,7 +205,7 @@ def _add_node(
 
 
 @lean
-def _look_ahead(search: np.ndarray, node: int, level: LevelArrays, overlay: ContextMap) -> None:
+def _look_ahead(search: np.ndarray, node: int, level: Level, overlay: ContextMap) -> None:
     at, end, total = search[node].at, search[node].end, search[node].total
     search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
         level.tokens, level.counts, overlay.entries, at, end, total, search[node].entry, search[node].head
@@ -212,7 +213,7 @@ def _look_ahead(search: np.ndarray, node: int, level: LevelArrays, overlay: Cont
 
 
 @lean
-def _expand(search: np.ndarray, node: int, level: LevelArrays, overlay: ContextMap, widest: int) -> None:
+def _expand(search: np.ndarray, node: int, level: Level, overlay: ContextMap, widest: int) -> None:
     begin, end, total, head, _ = enter(level, overlay, search[node].state)
     search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
     search[node].head, search[node].entry = head, head
@@ -220,7 +221,7 @@ def _expand(search: np.ndarray, node: int, level: LevelArrays, overlay: ContextM
 
 
 @lean
-def _visit_next(search: np.ndarray, node: int, number: int, level: LevelArrays, overlay: ContextMap) -> None:
+def _visit_next(search: np.ndarray, node: int, number: int, level: Level, overlay: ContextMap) -> None:
     """Add the likeliest unvisited child as node `number`."""
     packed = shifted(level, search[node].state, search[node].ahead)
     _add_node(search, number, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)

@@ -30,7 +30,7 @@ from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
 from tests.data_prep.ngrams.corpora import require_same_counts
-from tests.ngram_reading import successors
+from tests.ngram_reading import level_bytes, successors
 from tests.refusals import refusal
 
 
@@ -105,7 +105,7 @@ def test_counts_of_a_sum_saturate(tmp_path: Path) -> None:
     table = made([[1, 2, 1, 2]])
     level = table.levels[2]
     most = np.full_like(level.counts, 2**32 - 3), np.full_like(level.totals, 2**32 - 3)
-    full = replace(table, levels={2: replace(level, counts=most[0], totals=most[1])})
+    full = replace(table, levels={2: level._replace(counts=most[0], totals=most[1])})
     both = merge_tables([full, replace(table, levels={2: level}), full], 1, None, tmp_path, 10**8).levels[2]
     assert (both.counts == 2**32 - 1).all()
     assert (both.totals == 2**32 - 1).all()
@@ -122,11 +122,11 @@ def test_parts_are_as_small_as_memory_wants_them() -> None:
 
 def test_pruned_to_a_size_no_more_is_left_out_than_must_be(tmp_path: Path) -> None:
     whole = made(JOINED)
-    assert smallest_min_count(whole, whole.level_bytes / 1e6) == 1
-    for size in np.linspace(0.9, 0.02, 5) * whole.level_bytes / 1e6:
+    assert smallest_min_count(whole, level_bytes(whole) / 1e6) == 1
+    for size in np.linspace(0.9, 0.02, 5) * level_bytes(whole) / 1e6:
         count = smallest_min_count(whole, size)
         sizes = [
-            merge_tables([whole], c, None, tmp_path / f"{size} {c}", 50_000).level_bytes for c in (count, count - 1)
+            level_bytes(merge_tables([whole], c, None, tmp_path / f"{size} {c}", 50_000)) for c in (count, count - 1)
         ]
         assert sizes[0] <= size * 10**6 < sizes[1]
     refusal(r"max_mb=1e-06: expected room", smallest_min_count, whole, 1e-6)
@@ -138,7 +138,7 @@ ROOT = Path(__file__).parents[3]
 def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     encoder = open_encoder(model, None)
     assert isinstance(encoder.eos, int)
-    texts = list(passages([{"id": "1", "text": "hello there"}], "all"))
+    texts = list(passages([{"id": "1", "text": "hello there"}], "all", encoder))
     shards: Shards = tokenise([*texts, Passage("you", ends=False)], model, None, encoder, tmp_path, 1)
     ids, lengths = read_token_shard(shards.paths[0])
     first, second = encoder.encode(["hello there", "you"])

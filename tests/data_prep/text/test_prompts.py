@@ -11,7 +11,7 @@ from outrider.base.errors import UserError
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.data_prep.text.settings import BENCHMARKS, DataConfig
-from outrider.data_prep.text.sources import is_heldout, python_stdlib_files
+from outrider.data_prep.text.sources import is_heldout, python_files
 from outrider.inference.batch.own_prompts import write_prompts
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
@@ -145,7 +145,7 @@ def test_a_benchmark_is_parted_for_training(cache):
 
 def test_library_prompts_are_beginnings_of_heldout_files():
     prompts = read_prompts("python_stdlib")
-    sources = {name: path.read_text() for name, path in python_stdlib_files()}
+    sources = {name: path.read_text() for name, path in python_files(packages=False)}
     assert len(prompts) >= 15
     for prompt in prompts:
         name, _, line = prompt.id.rpartition(":")
@@ -167,7 +167,7 @@ def test_library_prompts_go_on_inside_the_files_only_when_asked_for_more():
     more = read_prompts("python_stdlib", limit=len(one_each) + 8)
     assert len(more) == len(set(more)) == len(one_each) + 8
     assert set(one_each) < set(more)
-    sources = {name: path.read_text() for name, path in python_stdlib_files()}
+    sources = {name: path.read_text() for name, path in python_files(packages=False)}
     for prompt in more:
         name, _, line = prompt.id.rpartition(":")
         assert "".join(sources[name].splitlines(keepends=True)[int(line) - 1 :]).startswith(prompt.turns[0])

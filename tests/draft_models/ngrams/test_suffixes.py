@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.data_prep.ngrams.counting import merge_tables
 from outrider.draft_models.ngrams import suffixes
+from outrider.draft_models.ngrams.kernels import read_only
 from outrider.draft_models.ngrams.table import TrigramTable
 from tests.inference.ngram_cases import VOCABULARY, make_documents
 from tests.tiers import as_many
@@ -53,7 +54,7 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
     if long and seed:
         text = long[seed % len(long)][:-1][-seed - suffixes.REACH :]
     table = made(documents)
-    kept, places = suffixes.read_only(table.suffixes), suffixes.new_suffix_workspace()
+    kept, places = read_only(table.suffixes), suffixes.new_suffix_workspace()
     longest, narrow = suffixes.known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
     for size in range(suffixes.LEAST, min(suffixes.REACH, len(text)) + 1):
         expected = slow_successors(documents, text[-size:])
@@ -100,7 +101,7 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
     random, vocabulary = np.random.default_rng(1), len(shares)
     documents = [random.choice(vocabulary, size, p=shares).tolist() for size in (1500, 1000, 3, 0, 400)]
     documents.append(documents[0][200:700])
-    kept, places = suffixes.read_only(made(documents, vocabulary).suffixes), suffixes.new_suffix_workspace()
+    kept, places = read_only(made(documents, vocabulary).suffixes), suffixes.new_suffix_workspace()
     sizes = set()
     for number in range(vocabulary + 100):
         document = documents[random.choice([0, 1, 4, 5])]
@@ -122,7 +123,7 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
 
 def test_no_context_reaches_over_two_documents() -> None:
     """What separates them is followed by nothing, is no successor, and no id of a text is it."""
-    kept, places = suffixes.read_only(made([[0, 1, 2, 3]] * 2).suffixes), suffixes.new_suffix_workspace()
+    kept, places = read_only(made([[0, 1, 2, 3]] * 2).suffixes), suffixes.new_suffix_workspace()
     longest, narrow = suffixes.known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
     assert longest == 4
     assert suffixes.successors_at(kept, 4, narrow, places) == (0, 0, 2)
@@ -132,7 +133,7 @@ def test_no_context_reaches_over_two_documents() -> None:
 def test_many_places_are_sampled_evenly() -> None:
     """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
     documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100
-    kept, places = suffixes.read_only(made(documents).suffixes), suffixes.new_suffix_workspace()
+    kept, places = read_only(made(documents).suffixes), suffixes.new_suffix_workspace()
     longest, narrow = suffixes.known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
     assert (longest, narrow) == (5, 5)
     assert places.number[4:6].tolist() == [400, 100]

@@ -237,7 +237,7 @@ def test_arrays_that_do_not_fit_together_are_refused_whatever_their_digests(
     level = TABLE.levels[3]
     array = getattr(level, name).copy()
     array[:] = {"zeros": 0, "ones": np.iinfo(array.dtype).max, "descending": array[::-1].copy()}[fill]
-    replace(TABLE, levels={3: replace(level, **{name: array})}).save(tmp_path / "unsound")
+    replace(TABLE, levels={3: level._replace(**{name: array})}).save(tmp_path / "unsound")
     if (name, fill) in {("tokens", "zeros"), ("tokens", "descending"), ("totals", "ones")}:
         drafts(TrigramTable.open(tmp_path / "unsound"))  # wrong, and harmless
         return

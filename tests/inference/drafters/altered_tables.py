@@ -46,7 +46,7 @@ def tables(folder: Path) -> Iterator[bool]:
         }
         array[:] = filled[fill]
         where = folder / f"table{number}"
-        replace(table, levels={**table.levels, 3: replace(level, **{name: array})}).save(where)
+        replace(table, levels={**table.levels, 3: level._replace(**{name: array})}).save(where)
 
         def use(where: Path = where) -> None:
             opened = TrigramTable.open(where)
