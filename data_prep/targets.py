@@ -23,7 +23,7 @@ from outrider.base.progress import Stage
 from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished, require_free
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.draft_models.formats.convert import content_key, fetch_folder, find_original, write_safetensors
-from outrider.draft_models.formats.folder_model import FolderModel, Original
+from outrider.draft_models.formats.folder_model import FolderModel
 from outrider.draft_models.formats.gguf_model import load_package
 from outrider.draft_models.formats.model_name import model_name, write_name
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
@@ -59,7 +59,11 @@ def convert_target(config: ConvertConfig) -> None:
 
 def convert(config: ConvertConfig, folder: Path) -> None:
     """Like `convert_target`, to a directory that the caller has locked against other runs."""
-    original = find_original(config.target, config.revision) or _find_safetensors(config)
+    original = find_original(config.target, config.revision)
+    if original is None:  # it is safetensors already
+        _ = open_target(config.target, config.revision, by_layers=False).tokenizer  # raises if it is no target
+        located = fetch_folder(config.target, config.revision, SAFETENSORS)
+        original = FolderModel(config.target, located, SAFETENSORS)
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
     identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}
@@ -73,12 +77,6 @@ def convert(config: ConvertConfig, folder: Path) -> None:
     files = write_safetensors(original, folder, dtype=dtype, shard_bytes=shard_bytes, remedy=remedy)
     write_name(folder, model_name(config.target))
     print(f"convert_target out_dir={folder} files={files}", flush=True)
-
-
-def _find_safetensors(config: ConvertConfig) -> Original:
-    """A target that already is safetensors. Raises `UserError` if it is not a target."""
-    _ = open_target(config.target, config.revision, by_layers=False).tokenizer
-    return FolderModel(config.target, fetch_folder(config.target, config.revision, SAFETENSORS), SAFETENSORS)
 
 
 def _require_same_conversion(folder: Path, identity: dict[str, object], resume: bool) -> None:

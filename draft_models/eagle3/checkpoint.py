@@ -230,7 +230,6 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
 
 
 def dialect_name(name: str, dialect: Dialect) -> str:
-    """A tensor's name in a dialect."""
     midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
     return MIDLAYER + name.removeprefix(FIRST_LAYER) if midlayer else name
 

@@ -275,7 +275,6 @@ class Eagle3(nn.Module):
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """cos and sin [P, D] at the reserved positions."""
         return ((self.cos, self.sin),)
 
     def use_embedding(self, weight: Tensor) -> None:
@@ -288,14 +287,12 @@ class Eagle3(nn.Module):
         self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
 
     def reserve(self, positions: int) -> None:
-        """Prepare `rotary` for positions 0..positions−1."""
         if positions <= len(self.cos):
             return
         cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(positions)[None])
         self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """The rotary tables at positions [B, Q], which must have been reserved."""
         return Rotary(positions, ((self.cos[positions], self.sin[positions]),))
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -54,7 +54,6 @@ def token_bits(vocabulary: int) -> int:
 
 
 def token_type(vocabulary: int) -> np.dtype:
-    """The type of token ids below `vocabulary`."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 

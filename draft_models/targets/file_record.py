@@ -38,7 +38,6 @@ class FileRecord:
             self._path = cache_folder() / "records" / hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def read(self) -> object:
-        """Its content; None if there is none."""
         with suppress(UserError):
             return self._path and read_json(self._path, "record", "remove it")
         return None

@@ -58,10 +58,6 @@ class Fingerprint:
         words = [f"{key}: drafter {a!r}, target {b!r}" for key, a, b in pairs if a != b]
         return words + model_differences(drafter_fields, target_fields)
 
-    def unchecked(self, target: "Fingerprint") -> list[str]:
-        """The parts of the model of `target` without recorded tensors, which `differences` does not compare."""
-        return sorted(target.tensors.keys() - self.tensors.keys())
-
 
 def fingerprint_target(
     files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True

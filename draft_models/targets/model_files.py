@@ -51,12 +51,10 @@ def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The module list of its decoder layers."""
     return module_list(model, spec_of(model).layers)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm after its last layer."""
     return model.get_submodule(spec_of(model).norm)
 
 

@@ -191,11 +191,9 @@ class LayerStack(nn.Module):
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """cos and sin [P, D] of every rotary table, at the reserved positions."""
         return tuple((getattr(self, f"cos{i}"), getattr(self, f"sin{i}")) for i in range(len(self._rotary)))
 
     def reserve(self, positions: int) -> None:
-        """Extend the rotary tables to positions 0..positions−1."""
         if positions <= self._reserved:
             return
         self._reserved = positions
@@ -222,7 +220,6 @@ class LayerStack(nn.Module):
         return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """The rotary tables at positions [B, Q], which must have been reserved."""
         return Rotary(positions, tuple((cos[positions], sin[positions]) for cos, sin in self.tables))
 
     def run(
