@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from outrider.base.errors import UserError
 from outrider.base.files import package_version
@@ -47,8 +48,7 @@ class Command:
         return f"{self.module.replace('.', '/')}.py"
 
     def load_settings(self) -> type:
-        module, _, name = self.settings.partition(":")
-        settings_class: type = getattr(import_module(f"outrider.{module}"), name)
+        settings_class: type = resolve_name(f"outrider.{self.settings}")
         return settings_class
 
 

@@ -1,7 +1,7 @@
 """The description of a kind of drafters: what options need to know of it, before torch is imported."""
 
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,6 +46,5 @@ class Kind:
         return self.shaped or "stop.max_draft" in self.keys
 
     def load_plugin(self) -> "AnyPlugin":
-        module, _, name = self.plugin.partition(":")
-        plugin: AnyPlugin = getattr(import_module(module), name)()
+        plugin: AnyPlugin = resolve_name(self.plugin)()
         return plugin

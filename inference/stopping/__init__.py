@@ -9,7 +9,7 @@ docs/when-to-stop.md follow it (`python docs/make_options.py`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class RuleEntry:
     paper: str = ""
 
     def load_factory(self) -> "Callable[[int, StopConfig, RuleInputs], StopRule]":
-        module, _, name = self.factory.partition(":")
-        factory: Callable[[int, StopConfig, RuleInputs], StopRule] = getattr(import_module(module), name)
+        factory: Callable[[int, StopConfig, RuleInputs], StopRule] = resolve_name(self.factory)
         return factory
 
 
