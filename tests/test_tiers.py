@@ -8,15 +8,6 @@ import pytest
 from tests.tiers import COLLECTED, beyond_one_case, quick_where, typical_where
 
 
-def test_cases_that_are_not_quick_are_marked_and_none_is_lost() -> None:
-    cases = quick_where(lambda case: case == ("a", 1), [("a", 1), ("b", 2)])
-    assert cases[0] == ("a", 1)
-    assert cases[1].values == ("b", 2)
-    assert [mark.name for mark in cases[1].marks] == ["slow"]
-    (single,) = quick_where(lambda _: False, ["word"])
-    assert single.values == ("word",)
-
-
 def test_cases_that_repeat_another_are_marked_and_none_is_lost() -> None:
     """Also those that are marked already."""
     one, other, third = typical_where({"a", "b"}.__contains__, ["a", *quick_where("a".__eq__, ["b", "c"])])

@@ -29,22 +29,13 @@ def judged(claim: Any, counts: Mapping[str, Mapping[str, Counts]]) -> dict[str, 
     ("rises", 0, "ab", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "holds"),  # the same difference everywhere
     ("rises", 0, "ba", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "does not hold"),
     ("rises", 0, "ab", {"a": MANY, "b": MANY[::-1]}, "undecided"),
-    ("rises", 0, "ab", {"a": MANY, "b": MANY}, "undecided"),
     ("rises", 0, "ab", {"a": MANY[:4], "b": [x + 0.5 for x in MANY[:4]]}, "undecided"),  # too few
     ("rises", 0, "abc", {"a": MANY, "b": [x - 1 for x in MANY], "c": [x + 1 for x in MANY]}, "does not hold"),
     ("rises", 0, "abc", {"a": MANY, "b": MANY[::-1], "c": [x + 1 for x in MANY]}, "undecided"),  # one step is not
     ("rises", 0, "abc", {"a": MANY, "b": [x + 1 for x in MANY], "c": [x + 2 for x in MANY]}, "holds"),
     ("level", 0.1, "ab", {"a": MANY, "b": [x * 1.05 for x in MANY]}, "holds"),
     ("level", 0.1, "ab", {"a": MANY, "b": [x * 1.5 for x in MANY]}, "does not hold"),
-    (
-        "level",
-        0.1,
-        "abc",
-        {"a": MANY, "b": [x * 1.05 for x in MANY], "c": [x * 1.5 for x in MANY]},
-        "does not hold",
-    ),
     ("peaks", 0, "aba", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "holds"),
-    ("peaks", 0, "abba", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "holds"),
     ("peaks", 0, "bab", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "does not hold"),
     ("above", 1.5, "a", {"a": MANY}, "holds"),
     ("below", 1.5, "a", {"a": MANY}, "does not hold"),

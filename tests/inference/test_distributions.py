@@ -293,7 +293,7 @@ def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
 PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree", "opt_tree, drafter")
 
 
-@pytest.mark.parametrize("name", typical_where(lambda name: name.startswith("k_config"), PROCESSED))
+@pytest.mark.parametrize("name", typical_where("k_config, without_replacement".__eq__, PROCESSED))
 @pytest.mark.slow
 def test_distribution_after_processors_that_read_the_text(name: str) -> None:
     """Temperature, top-k and a repetition penalty, by which the distribution depends on all tokens that the text has

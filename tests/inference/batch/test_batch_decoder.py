@@ -9,6 +9,7 @@ from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.batch.responding import ENDS, layers_of
+from tests.pairwise import all_pairs
 from tests.tiny import random_prompt, save_target
 
 HYBRID = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -34,11 +35,14 @@ def one_by_one(model, prompt, draws, greedy_tokens, sampling, ends):
     return tuple(text[len(prompt) :])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "opt"])
 @pytest.mark.parametrize(
-    "sampling", [SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.3, top_k=9, top_p=0.8)]
+    ("architecture", "sampling", "layers"),
+    all_pairs(
+        ["llama", "mistral", "opt"],
+        [SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.3, top_k=9, top_p=0.8)],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("layers", [True, False])
 def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampling, layers):
     path = save_target(tmp_path, architecture, peak=0.5)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()

@@ -78,7 +78,7 @@ RUN: dict[str, Callable[[Any], None]] = {"audit": audit, "generate": generate_re
 
 
 @pytest.mark.parametrize("command", RUN)
-@pytest.mark.parametrize("ending", ["\r", "\n", "\r\n", "\x07", "\u2026", "\x7f"])
+@pytest.mark.parametrize("ending", ["\r\n", "\x07", "\u2026"])
 def test_a_key_that_no_header_holds_is_named_and_not_shown(
     command: str, ending: str, asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,13 +307,11 @@ INTERRUPTED.__cause__ = KeyboardInterrupt()
      (PermissionError(13, "denied"), 2), (SystemExit(1), 1)],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )  # fmt: skip
-@pytest.mark.parametrize("command", ["audit", "eesd"])
 def test_a_verdicts_status_is_no_crashs(
-    command: str, error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
-    words = {"audit": ["answers=a.jsonl"], "eesd": []}[command]
+    error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with patch.object(conf, "look_for_files", side_effect=error):
-        said = ["outrider", command, "target=owner/name", f"out_dir={tmp_path}", *words]
+        said = ["outrider", "audit", "target=owner/name", f"out_dir={tmp_path}", "answers=a.jsonl"]
         assert status_of(cli.main, *said) == status
     said = capsys.readouterr().err
     assert ("Traceback" in said) == (status == 3)

@@ -301,7 +301,7 @@ def from_few_slots(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "slots_of", lambda positions: 2 ** max(1, (positions - 1).bit_length()))
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), typical_where(each_value(CASES).__contains__, CASES))
+@pytest.mark.parametrize(("architecture", "dtype"), typical_where(each_value(CASES)[:1].__contains__, CASES))
 def test_a_cache_that_grows_has_the_bits_of_a_large_one(
     make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: torch.dtype
 ) -> None:

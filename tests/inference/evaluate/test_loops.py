@@ -13,7 +13,6 @@ from numpy.random import default_rng
 
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure.lossless import Deviation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup
 from outrider.inference.measure.statistics import LEAST, Loops, MedianInterval, looped
@@ -131,19 +130,6 @@ def test_nothing_is_recommended_from_loops_alone(tmp_path: Path) -> None:
         assert "template=none" in said
     left, *_ = reported(results([5.0] * 7, loops=(0, 1, 2)), tmp_path / "more")
     assert recommendation([left]).startswith("undecided: 3 of 7 texts")
-
-
-def test_ties_of_plain_decoding_are_noted_as_those_of_a_method(tmp_path: Path) -> None:
-    made = results([2.0] * 6)
-    odd, rounded = made[0], Deviation(8, (0.0, 0.0, 0.0), 2.0, 1, 5, own_gaps=2)
-    arms = {AUTOREGRESSIVE: replace(odd.generations[AUTOREGRESSIVE], tokens=(9,) * 5 + tuple(range(19)))}
-    made[0] = replace(odd, generations={**odd.generations, **arms})
-    made = [replace(r, deviations={"m": rounded, AUTOREGRESSIVE: rounded}) for r in made]
-    report, table, page = reported(made, tmp_path, dtype="bfloat16", computes_in="bfloat16")
-    assert report.lossless.autoregressive_excused_ties == 1
-    for said in (table, page):
-        assert "5/6 (+1 ties)" in said
-        assert "0 of 48 (transformers: 12)" in said
 
 
 def test_prompts_of_one_id_are_two_prompts() -> None:

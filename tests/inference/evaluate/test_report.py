@@ -378,23 +378,20 @@ def one_report(
 
 NGRAMS, CHAIN = one_report("ngrams", 1.95, 1.85, 2.23), one_report("chain", 0.9, 0.85, 0.95)
 EVEN, WRONG = one_report("even", 1.03, 0.97, 1.1), one_report("wrong", 3.0, 2.9, 3.1, verdict="not lossless")
-CLOSE = [one_report(name, 1.9, 1.7, 2.0) for name in "abc"]
+CLOSE = [one_report(name, 1.9, 1.7, 2.0) for name in "ab"]
 FASTEST, SLOW = ("fastest", "`ngrams`", "1.95", "[1.85, 2.23]"), ("nothing pays", "`chain`", "0.90", "[0.85, 0.95]")
 
 
 @pytest.mark.parametrize(("reports", "facts", "silent"), [
     ([CHAIN, NGRAMS, EVEN], FASTEST, ("overlap", "chain", "even")),
     ([WRONG, NGRAMS], (*FASTEST, "do not use `wrong`"), ("overlap",)),
-    ([NGRAMS, *CLOSE[:2]], (*FASTEST, "`a` and `b`", "overlap"), ()),
-    ([NGRAMS, *CLOSE], (*FASTEST, "3 others", "overlap"), ()),
+    ([NGRAMS, *CLOSE], (*FASTEST, "`a` and `b`", "overlap"), ()),
     ([one_report("noisy", 2.5, 0.9, 3.0), NGRAMS], (*FASTEST, "`noisy`", "overlap"), ()),
     ([CHAIN], (*SLOW, "0.62", "0.41"), ("never",)),
-    ([replace(CHAIN, break_even_acceptance=1.3)], (*SLOW, "1.30", "never", "0.41"), ()),
     ([replace(CHAIN, break_even_acceptance=None)], SLOW, ("acceptance",)),
     ([CHAIN, EVEN], ("undecided", "`even`", "1.03", "[0.97, 1.10]", "1.02", "more prompts"), ("chain",)),
     ([one_report("m", 2.0, 1.9, 2.1, prompts=4)], ("undecided", "5 timed prompts", "here: 4"), ("fastest",)),
     ([one_report("m", 2.0, 1.9, 2.1, busy="So it was.")], ("undecided", "busy"), ("fastest",)),
-    ([one_report("m", None)], ("undecided", "no lossless method was timed"), ()),
     ([WRONG], ("undecided", "no lossless method was timed", "do not use `wrong`"), ()),
     ([one_report("tree", 2.0, 1.9, 2.1, verdict="target differs"), NGRAMS], ("the target's own run differs",),
      ("tree", "ngrams", "do not use")),
