@@ -1,6 +1,6 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,21 +65,14 @@ def generate_responses(config: GenerateConfig) -> None:
 
 
 def _plan(config: GenerateConfig) -> str:
+    """The plan as text: its memory (see `Plan`), then what bounds the answers."""
     target = open_target(config.target, config.revision, by_layers=False)
     context, ids = context_limit(target.config), answered_ids(Path(config.out_dir)) if config.resume else set()
-    todo = _read_prompts(config, target, context, lambda task: task.id not in ids)
-    return describe_plan(config, target.config, todo.tasks, context)
-
-
-def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Sequence[Task], context: int) -> str:
-    """The plan as text: its memory (see `Plan`), then what bounds the answers.
-
-    tasks: all prompts to answer. context: the target's, in tokens.
-    """
+    tasks = _read_prompts(config, target, context, lambda task: task.id not in ids).tasks
     turns = sum(1 + len(task.upcoming) for task in tasks)
     facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
     longest = max((_longest(task, config, context) for task in tasks), default=0)
-    plan = Plan(memory_of(config, target, longest), facts, config.server or planned_device())
+    plan = Plan(memory_of(config, target.config, longest), facts, config.server or planned_device())
     return f"{plan}\n  {describe_limit(config)}; the first batch tells how long all prompts take"
 
 

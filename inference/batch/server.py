@@ -200,7 +200,11 @@ class TargetServer:
     def _read(self, reply: Json, prompt: list[int], count: int, *, greedy: bool) -> Answer:
         """The answer in a reply, checked as the module's text says; at most `count` tokens after `prompt`."""
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        _require_prompt(choice.get("prompt_token_ids"), usage.get("prompt_tokens"), prompt)
+        if choice.get("prompt_token_ids") not in (None, prompt) or usage.get("prompt_tokens") not in (
+            None,
+            len(prompt),
+        ):
+            raise ReplyError("the answer to another prompt")
         rows = read_rows(choice.get("logprobs")) if self.checked or not choice.get("token_ids") else None
         ids = list(choice.get("token_ids") or [row.token for row in rows or ()])
         if self.config.top_k_logits and (not ids or rows is None):
@@ -246,12 +250,6 @@ class TargetServer:
         for token in tokens:
             if type(token) is not int or not 0 <= token < self.vocabulary:
                 raise ReplyError(f"the token {token!r}, where the target has 0 to {self.vocabulary - 1}")
-
-
-def _require_prompt(ids: list[int] | None, length: int | None, prompt: list[int]) -> None:
-    """Raise `ReplyError` if the ids or the length that a reply repeats are those of another prompt."""
-    if ids not in (None, prompt) or length not in (None, len(prompt)):
-        raise ReplyError("the answer to another prompt")
 
 
 def _has_stopped(choice: Json) -> bool:

@@ -1,8 +1,8 @@
 """From logits to probabilities, with one code path for target and drafter, and from probabilities to tokens.
 
-transformers' own processors run in transformers' own order: first those that read the text (repetition penalty, the
-user's processors), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has its own text: the
-committed tokens and its branch.
+transformers' own processors run in transformers' own order: first those that read the text (such as the repetition
+penalty), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has its own text: the committed
+tokens and its branch.
 """
 
 from collections.abc import Sequence
@@ -32,38 +32,23 @@ _IGNORE_CONTEXT = (
 
 
 class Sampler:
-    """`config` and the user's `processors`, ready to apply.
+    """`config`, ready to apply; greedy decoding has no warpers.
 
     defaults: processors of the target's generation config (see `loading.generation_config`), run before `config`'s.
-
-    As in `generate`, a user's processor replaces the built-in one of the same type. Other user's processors run before
-    the warpers; greedy decoding has no warpers. A processor must be a pure function of its arguments: one that keeps
-    state between calls would mix branches.
     """
 
-    def __init__(
-        self,
-        config: "SamplingConfig",
-        processors: Sequence[transformers.LogitsProcessor] = (),
-        *,
-        defaults: Sequence[transformers.LogitsProcessor] = (),
-    ):
+    def __init__(self, config: "SamplingConfig", defaults: Sequence[transformers.LogitsProcessor] = ()):
         self.greedy = config.temperature == 0
-        built_ins = list(defaults)
+        self._steps = list(defaults)
         if config.repetition_penalty not in (None, 1):
-            built_ins.append(transformers.RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-        steps = [next((p for p in processors if type(p) is type(step)), step) for step in built_ins]
-        # All of transformers' own treat rows alike, except for one that in older versions sees the first row only.
-        alike = [step for step in built_ins if type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor]
-        self._batched = [step for step in steps if step in alike]
-        steps += [p for p in processors if p not in steps]
+            self._steps.append(transformers.RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
         warpers = (
             (config.temperature != 1, partial(transformers.TemperatureLogitsWarper, float(config.temperature))),
             (config.top_k > 0, partial(transformers.TopKLogitsWarper, config.top_k)),
             (config.top_p < 1, partial(transformers.TopPLogitsWarper, config.top_p)),
             (config.min_p > 0, partial(transformers.MinPLogitsWarper, config.min_p)),
         )
-        self._steps = steps if self.greedy else [*steps, *(make() for acts, make in warpers if acts)]
+        self._steps += [make() for acts, make in warpers if acts and not self.greedy]
         self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
 
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
@@ -94,11 +79,9 @@ class Sampler:
         return scores.softmax(-1)
 
     def _by_context(self, step: transformers.LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Apply a processor row by row, as plain decoding would; built-in ones take all rows of one depth at once.
-
-        It gets copies of the rows, because transformers lets a processor write to its input.
-        """
-        together = step in self._batched
+        """Apply a processor to all rows of one depth at once; it may write to its input, so it gets copies."""
+        # In older versions of transformers this one sees the first row only.
+        together = type(step) is not transformers.EncoderRepetitionPenaltyLogitsProcessor
         groups: dict[int, list[int]] = {}
         for row, context in enumerate(contexts):
             groups.setdefault(len(context) if together else row, []).append(row)

@@ -148,34 +148,33 @@ def compare_panels(linear: CodedLinear) -> None:
 
 
 def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
-    """The `fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`)."""
+    """The `fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`).
+
+    panels: whether to try "panels" too. This layout is for few rows, for which decoder layers have other kernels.
+    """
     first = linears[0]
     if isinstance(first, CodedLinear):  # PyTorch has no product with codes
         return "panels"
     dtype = dtype_of_linear(first)
-    able = layouts_here(first, panels=panels) if can_pack(device, dtype) else ["plain"]
+    able = ["plain"]
+    if can_pack(device, dtype):
+        able = [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(first))]
     kind = "int8 " if isinstance(first, Int8Linear) else ""
     question = f"{first.out_features}×{first.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
     question += "" if panels else " (in layers)"
-    return settle(question, able, lambda: able[0] if len(able) == 1 else fastest_layout(linears, panels=panels))
-
-
-def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
-    """Which of the `LAYOUTS` this machine has for a layer; panels: whether to include "panels"."""
-    return [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(linear))]
+    return settle(question, able, lambda: able[0] if len(able) == 1 else fastest_layout(linears, able))
 
 
 @torch.inference_mode()
 def fastest_layout(
     linears: Sequence[Linear],
+    able: Sequence[str],
     clock: Callable[[], float] = time.perf_counter,
     *,
-    panels: bool = True,
     small: int = SMALL,
 ) -> str:
-    """Measure which of `layouts_here` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
+    """Measure which of the `LAYOUTS` `able` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
-    panels: whether to try "panels" too. This layout is for few rows, for which decoder layers have other kernels.
     small: layers of fewer bytes of weights are not measured.
 
     Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
@@ -190,7 +189,7 @@ def fastest_layout(
     count = math.ceil(COLD / size)
     sample = list(linears[:count])
     sample += [copy.deepcopy(sample[index % len(sample)]) for index in range(len(sample), min(count, FEWEST))]
-    tried = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts_here(first, panels=panels)}
+    tried = {name: [LAYOUTS[name](linear) for linear in sample] for name in able}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
         x = torch.ones(rows, first.in_features, dtype=dtype)

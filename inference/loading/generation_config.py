@@ -196,7 +196,7 @@ class TextSettings:
         processors = make_processors(self.for_generate(), prompt, device)
         if not processors and not self.sampling.temperature:
             return None
-        return Sampler(replace(self.sampling, repetition_penalty=None), defaults=processors)
+        return Sampler(replace(self.sampling, repetition_penalty=None), processors)
 
 
 def generate_options(sampling: SamplingConfig) -> dict[str, object]:

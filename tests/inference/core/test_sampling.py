@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     EtaLogitsWarper,
-    LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -58,12 +57,11 @@ class Recorder(LogitsProcessor):
     """Forbids the last token, in place, and remembers the texts it was shown."""
 
     def __init__(self) -> None:
-        self.seen: list[list[list[int]]] = []
+        self.seen: list[list[int]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.seen.append(input_ids.tolist())
-        scores[:, input_ids[0, -1]] = -math.inf
-        return scores
+        self.seen += input_ids.tolist()
+        return scores.scatter_(1, input_ids[:, -1:], -math.inf)
 
 
 def test_branches_are_the_texts_before_each_row() -> None:
@@ -107,23 +105,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
     ),
 ])  # fmt: skip
-@pytest.mark.parametrize("users", [False, True], ids=["alone", "with processors"])
-def test_equals_generate(config: SamplingConfig, generate: dict, users: bool, target: Path) -> None:
-    """The processed scores of `generate` itself: same processors, same order, the user's among them.
-
-    So are those with the options by which the evaluation calls it.
-    """
+def test_equals_generate(config: SamplingConfig, generate: dict, target: Path) -> None:
+    """The processed scores of `generate` itself, also with the options by which the evaluation calls it."""
     model, _ = open_stack(target)
-    own = [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.1), LogitNormalization(), Recorder()]
-    processors = own if users else []
-    sampler = Sampler(config, processors)
+    sampler = Sampler(config)
     model.generation_config.pad_token_id = 0
     for seed, options in enumerate(({"do_sample": True, "top_k": 0, **generate}, generate_options(config))):
         ids = torch.tensor([random_prompt(30, seed)])
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            logits_processor=LogitsProcessorList(processors),
             max_new_tokens=4,
             output_scores=True,
             output_logits=True,
@@ -138,11 +129,11 @@ def test_equals_generate(config: SamplingConfig, generate: dict, users: bool, ta
             assert torch.equal(choices, out.sequences[0, 30:])
 
 
-def test_users_processors_see_exactly_their_branch() -> None:
+def test_processors_see_exactly_their_branch() -> None:
     recorder = Recorder()
     logits = logits_of()
     found = Sampler(EVERYTHING, [recorder]).probabilities(logits, contexts())
-    assert recorder.seen == [[[*TEXT, *path]] for path in PATHS]
+    assert recorder.seen == [[*TEXT, *path] for path in PATHS]
     assert torch.equal(logits, logits_of())  # theirs may write to its input, but not to ours
     for row, path in zip(found, PATHS, strict=True):
         assert row[(*TEXT, *path)[-1]] == 0
@@ -161,11 +152,10 @@ def test_users_processors_see_exactly_their_branch() -> None:
     ids=lambda processor: type(processor).__name__,
 )
 def test_any_processor_of_transformers(processor: LogitsProcessor) -> None:
-    """A user's, and one of the target's own config; of some versions one sees the first of several rows alone."""
+    """Of the target's own config; of some versions one sees the first of several rows alone."""
     expected = one_by_one([processor, TemperatureLogitsWarper(0.8)], logits_of())
-    for options in ({"processors": [processor]}, {"defaults": [processor]}):
-        found = Sampler(SamplingConfig(temperature=0.8), **options).probabilities(logits_of(), contexts())
-        torch.testing.assert_close(found, expected)
+    found = Sampler(SamplingConfig(temperature=0.8), [processor]).probabilities(logits_of(), contexts())
+    torch.testing.assert_close(found, expected)
 
 
 def test_temperature_zero_is_a_point_mass() -> None:
