@@ -122,7 +122,6 @@ class FixedBatch:
         self._make_room()
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """See `GrowingBatch.feed`."""
         if self._length == self._mask.shape[-1]:
             self._make_room()
         self._mask[..., self._length] = True
@@ -143,7 +142,6 @@ class FixedBatch:
         return open_count <= rows / 2 and rows > _FEW
 
     def keep(self, rows: Tensor) -> None:
-        """See `GrowingBatch.keep`."""
         for layer in self._layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         self._mask, self._positions, self._tokens = self._mask[rows], self._positions[rows], self._tokens[rows]

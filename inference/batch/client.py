@@ -56,9 +56,9 @@ class Client:
     Raises `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used.
     """
 
-    def __init__(self, url: str, label: str, timeout: float, retries: int, pause: Callable[[float], None] = time.sleep):
+    def __init__(self, url: str, label: str, timeout: float, retries: int):
         self.url, self.label = url.rstrip("/").removesuffix("/v1"), label
-        self._retries, self._pause = retries, pause
+        self._retries = retries
         key = secret("OPENAI_API_KEY")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
@@ -97,5 +97,5 @@ class Client:
             except ReplyError as error:
                 if not retries or not error.retry:
                     raise
-                self._pause(min(seconds if error.wait is None else error.wait, LONGEST_PAUSE))
+                time.sleep(min(seconds if error.wait is None else error.wait, LONGEST_PAUSE))
                 retries, seconds = retries - 1, 2 * seconds

@@ -39,7 +39,6 @@ class TopK(NamedTuple):
     tail: Tensor
 
     def at(self, indices: slice | Tensor) -> "TopK":
-        """The same for the tokens at `indices`."""
         return TopK(*(part[indices] for part in self))
 
     def then(self, continuation: "TopK") -> "TopK":
@@ -208,7 +207,6 @@ def describe_texts(tasks: Sequence[Task], answered: int) -> str:
 
 
 def describe_limit(config: GenerateConfig) -> str:
-    """The limits that end the answers, in words."""
     if config.minutes is not None:
         return f"minutes={config.minutes:g} end it at the latest"
     return "all are answered; minutes= would end it earlier, data.max_records= makes them fewer"

@@ -45,7 +45,6 @@ class PassRequest:
 
     @property
     def rows(self) -> int:
-        """The number of its rows."""
         return self.view.layout.stop - self.view.layout.start
 
     @property
@@ -196,7 +195,6 @@ class Batch(Runtime):
         self._forget(text)
 
     def close(self) -> None:
-        """End all texts."""
         for text in [*self.texts]:
             self.drop(text)
 
@@ -261,7 +259,6 @@ class _BetweenLayers:
         self._rows = 0  # of the layers since they waited
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `KVCache.update`."""
         if self._rows >= PIECE * len(self.layers):
             self._rows = 0
             getcurrent().parent.switch(None)

@@ -45,14 +45,12 @@ class Stopwatch:
         self.restart("other")
 
     def restart(self, part: str) -> None:
-        """Begin a round with `part`."""
         self._started = self._since = self._clock()
         self._part = part
         self.parts = {"draft": 0.0, "structure": 0.0, "verify": 0.0}
 
     @property
     def seconds(self) -> float:
-        """Seconds since the round began."""
         return self._clock() - self._started
 
     def begin(self, part: str) -> str:

@@ -134,12 +134,10 @@ class Session(Protocol):
         return
 
     def start_round(self) -> None:
-        """Start a round without rows."""
         self.round, self.fed, self.finished, self.extras = RoundRows(), [], (), []
 
     @property
     def rows(self) -> int:
-        """The number of rows in this round."""
         return len(self.round.parents)
 
     @property

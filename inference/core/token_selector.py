@@ -51,7 +51,6 @@ class TokenSelector:
             self.chance = RandomChance(generator)
 
     def begin(self, session: Session, prompt: Sequence[int]) -> None:
-        """Start a generation after `prompt`."""
         self._device = session.device
         if self.reads_context:
             self.text = torch.tensor(prompt, device=self._device)

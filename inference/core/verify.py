@@ -250,7 +250,6 @@ def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequen
 
 
 def _module(rows: object) -> ModuleType:
-    """The module whose functions take such arrays."""
     return torch if isinstance(rows, Tensor) else np
 
 

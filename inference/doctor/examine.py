@@ -63,7 +63,6 @@ def texts_of_length(length: int, prompts: Sequence[Sequence[int]]) -> Iterator[l
 
 
 def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -> dict[str, Examinee]:
-    """The drafters to examine, by kind."""
     examinees = {}
     for name, model in models.drafters.items():
         where, plugin = config.where(KINDS[name]), config.plugin(KINDS[name])

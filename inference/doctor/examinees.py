@@ -130,7 +130,6 @@ def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target
 
 
 def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
-    """A small LM for `target`."""
     lm = cast("SmallLM", bare(model))
 
     def drafting(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
@@ -177,7 +176,6 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
 
 
 def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Fact]:
-    """The facts in a head's files."""
     reading, record = stored.reading, read_record(stored.source, HEAD_TRAINING_FILE)
     yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
     match stored.config.get("speculators_config"):

@@ -94,7 +94,6 @@ def score_logits(logits: Tensor, recording: Recording, text: int) -> AgreementSc
 
 
 def join_scores(parts: Sequence[AgreementScores]) -> AgreementScores:
-    """The scores of several texts as one."""
     return AgreementScores(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
 
 

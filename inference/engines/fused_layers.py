@@ -100,7 +100,6 @@ class FusedLayer(nn.Module):
 
     @property
     def products(self) -> list[Linear]:
-        """Its linear layers."""
         return [self.qkv, self.out, self.up, self.down]
 
     def bind(self) -> None:

@@ -23,12 +23,10 @@ _PROMPT = "one text, one conversation (a list of messages {'role': …, 'content
 
 
 def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    """Whether `prompt` is a list of token ids."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(item) is int for item in prompt)
 
 
 def is_prompt_list(prompt: object) -> bool:
-    """Whether `prompt` is a list of prompts."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, Sequence) for item in prompt)
 
 
@@ -76,7 +74,6 @@ def refuse_unknown_options(call: Callable[_Parameters, _Return]) -> Callable[_Pa
 
 
 def option_names(call: Callable[..., object]) -> list[str]:
-    """The names of what `call` takes."""
     return [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
 
 

@@ -298,7 +298,6 @@ class Decoder:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's tokenizer."""
         return self.setup.tokenizer
 
     @property

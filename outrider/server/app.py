@@ -56,7 +56,6 @@ def serve(config: ServeConfig) -> None:
 
 
 def load_model(config: ServeConfig) -> Decoder:
-    """The model as the options say."""
     name, method = next(iter(config.methods.items()), (None, None))
     return Decoder.load(
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
@@ -148,7 +147,6 @@ class Service:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The routes."""
     app = FastAPI(openapi_url=None)  # its pages would load their scripts from elsewhere
     guarded = [Depends(service.require_key)]
 
@@ -204,7 +202,6 @@ async def _events(records: AsyncGenerator[str], reply: Reply, answers: Answers) 
 
 
 async def _cancel_once_gone(request: Request, answers: Answers) -> None:
-    """Cancel the answers as soon as the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     answers.cancel()

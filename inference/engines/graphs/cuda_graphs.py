@@ -49,7 +49,6 @@ class Graphed(Runtime):
         self.kernels: tuple[KernelChoice, ...] = ()
 
     def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
-        """See `Runtime.choose_kernels`."""
         layered = [target.layered for target in targets if can_capture(target.device)]
         return measure_kernels([stack for stack in layered if stack is not None], positions)
 
@@ -123,12 +122,10 @@ class Arena:
             cache.clear()
 
     def leave(self, user: Session) -> None:
-        """Take the arena back from the session `user`."""
         if self._user is not None and self._user() is user:
             self._user = None
 
     def draft_cache(self, owner: object, layers: range) -> KVCache:
-        """The cache of the layers of `owner`."""
         if id(owner) not in self.draft_caches:
             self.draft_caches[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
         return self.draft_caches[id(owner)][1]

@@ -75,16 +75,6 @@ def test_a_batch_shrinks_where_layers_keep_no_keys():
     assert sizes == [4] * 2 + [2] * 7  # those that have ended are not decoded on
 
 
-def test_the_first_tokens_are_greedy_and_the_rest_are_not(model):
-    prompt = random_prompt(9)
-    argmax = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=10**6)
-    hybrid = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=4)
-    several = [hybrid.answer([prompt], [uniforms(seed, "", 0, 12)])[0].tokens for seed in range(6)]
-    (greedy,) = argmax.answer([prompt], [uniforms(0, "", 0, 12)])
-    assert {tokens[:4] for tokens in several} == {greedy.tokens[:4]}
-    assert len({tokens[4] for tokens in several}) > 1
-
-
 @pytest.mark.parametrize("layers", [True, False])
 def test_the_kept_distribution_is_the_targets_own(model, target, layers):
     prompts = [random_prompt(5, seed=1), random_prompt(17, seed=2)]

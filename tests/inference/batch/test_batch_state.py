@@ -18,7 +18,6 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.faults import plant
 from tests.inference.batch.responding import layers_of
-from tests.tiers import quick_where
 from tests.tiny import random_prompt, save_target
 
 COUNTS = (14, 6, 1, 14, 10)  # tokens a prompt: rows leave on the way
@@ -79,23 +78,6 @@ def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
         found = answers_of(model)
     monkeypatch.setattr(batch_state, "can_be_fixed", lambda *_: False)
     assert answers_of(model) == found
-
-
-WHOLE = {"use_sliding_window": False, "layer_types": None}
-COMPILED = [("llama", {"attention_bias": True}), ("mistral", {}), ("qwen2", WHOLE), ("qwen3", {})]
-FAMILIES = [*COMPILED, ("opt", {})]
-
-
-@pytest.mark.parametrize(("architecture", "changes"), quick_where(lambda row: row[0] in ("llama", "opt"), FAMILIES))
-def test_answers_by_loops_are_those_of_a_growing_cache(
-    tmp_path: Any, architecture: str, changes: dict[str, object]
-) -> None:
-    """Tokens and distributions, for prompts and answers of any lengths; of compiled layers and of others."""
-    stack = layers_of(path := save_target(tmp_path, architecture, peak=0.5, kv_heads=2, **changes))
-    assert (stack.at_once is not None) == ((architecture, changes) in COMPILED)
-    for answer, other in zip(answers_by(stack), answers_by(load(path)), strict=True):
-        assert answer.tokens == other.tokens
-        torch.testing.assert_close(answer.top.logprobs, other.top.logprobs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

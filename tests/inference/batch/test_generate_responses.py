@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from outrider.base.errors import UserError
-from outrider.data_prep.text.rows import load_rows
-from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.inference.batch import directory
@@ -28,9 +25,7 @@ from outrider.inference.batch.responder import Responder
 from outrider.inference.core.batch import Batch
 from outrider.inference.measure.time_limit import TimeLimit
 from tests.inference.batch.responding import (
-    ENDS,
     TALKS,
-    letter_tokenizer,
     read_responses,
     responses,
     skipped,
@@ -278,28 +273,3 @@ def test_answers_without_an_end_can_be_left_out(make):
     assert whole.items() <= responses(dropped).items()
     assert {entry["reason"] for entry in skipped(dropped)} == {"truncated"}
     assert len(skipped(dropped)) + len(responses(dropped)) == len(TALKS)
-
-
-def test_training_reads_the_answers(make, tmp_path):
-    config = make(max_new_tokens=8)
-    generate_responses(config)
-    data = DataConfig(
-        source="local",
-        path=f"{config.out_dir}/responses-*.jsonl",
-        heldout_fraction=0.0,
-        cache_dir=str(tmp_path / "rows"),
-    )
-    tokenizer = letter_tokenizer()
-    rows = load_rows(data, tokenizer, 160, "train")
-    trained = []
-    for item in rows:
-        for document in range(int(item["documents"].max()) + 1):
-            labels = item["labels"][item["documents"] == document]
-            trained.append(tokenizer.decode(labels[labels != IGNORE]))
-    texts = [[m["content"] for m in record["messages"][1::2]] for record in responses(config).values()]
-    documents = [read for record in responses(config).values() for read in record["written"]["documents"]]
-    answers = ["".join(tokenizer.decode(read["ids"][b:e]) for b, e in read["answers"]) for read in documents]
-    assert all(any(text in answer for answer in answers) for said in texts for text in said)
-    finished = [(record["written"]["documents"][-1]["ids"][-1], record) for record in responses(config).values()]
-    assert {(last in ENDS, record["finish"]) for last, record in finished} == {(True, "end"), (False, "length")}
-    assert sorted(trained) == sorted(answers)

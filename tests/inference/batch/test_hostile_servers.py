@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider import cli
 from outrider import commands as conf
@@ -49,11 +49,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_answering(tmp_path_factory.mktemp("target"), num_hidden_layers=1, vocab_size=VOCABULARY)
-
-
-@pytest.fixture(scope="module")
-def model(target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(target).eval()
 
 
 @pytest.fixture
