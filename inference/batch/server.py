@@ -227,7 +227,7 @@ class TargetServer:
         """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
         text, ids = choice["text"], self._tokenised(choice["text"])
         same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-        if not same or count not in (len(ids), len(ids) + _has_stopped(choice)):
+        if not same or count not in (len(ids), len(ids) + (choice.get("finish_reason") == "stop")):
             raise ReplyError("a text without token ids that is not tokenised so", RETOKENISED, retry=False)
         return ids
 
@@ -237,7 +237,7 @@ class TargetServer:
         Without `checked`, and if the left-out end token may be one of several, nothing is added.
         """
         end = next((index for index, token in enumerate(tokens) if token in self.eos), None)
-        if end is not None or not _has_stopped(choice):
+        if end is not None or choice.get("finish_reason") != "stop":
             return tokens if end is None else tokens[: end + 1]
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         ends = self.eos if stop is None else self.eos & {stop}
@@ -250,10 +250,6 @@ class TargetServer:
         for token in tokens:
             if type(token) is not int or not 0 <= token < self.vocabulary:
                 raise ReplyError(f"the token {token!r}, where the target has 0 to {self.vocabulary - 1}")
-
-
-def _has_stopped(choice: Json) -> bool:
-    return choice.get("finish_reason") == "stop"
 
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:

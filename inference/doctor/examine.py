@@ -40,7 +40,8 @@ def examine(
     questions = [rendered[number * len(rendered) // count] for number in range(count)]
 
     def scores_of(prompts: Iterable[Sequence[int]], examinees: Examinees) -> dict[str, list[AgreementScores]]:
-        boundaries = boundaries_of(examinees)
+        variants = [variant for examinee in examinees.values() for variant in examinee.variants]
+        boundaries = sorted({boundary for variant in variants for boundary in variant.boundaries})
         recordings = (record_answer(models.stack, prompt, boundaries, new, setup.eos) for prompt in prompts)
         # One recording exists at a time, as its hidden states take much memory.
         return score_variants(filter(None, recordings), examinees)
@@ -71,11 +72,6 @@ def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -
         if config.doctor or (config.doctor is None and plugin.is_foreign(where, setup.target)):
             examinees[name] = EXAMINERS[name](model, where, setup.target, models.stack, config.reading)
     return examinees
-
-
-def boundaries_of(examinees: Examinees) -> tuple[int, ...]:
-    """The layer boundaries at which any variant of any examinee needs the target's hidden states."""
-    return tuple(sorted({tap for drafter in examinees.values() for way in drafter.variants for tap in way.boundaries}))
 
 
 def score_variants(recordings: Iterable[Recording], examinees: Examinees) -> dict[str, list[AgreementScores]]:

@@ -41,9 +41,8 @@ class Model(Decoder):
             else Prompt(str(number), "chat", tuple(prompt), True)
             for number, prompt in enumerate(prompts, start=1)
         ]
-        from outrider.inference.evaluate.evaluation import (
-            evaluate_checkpoint,  # the report's modules: loaded only for one
-        )
+        # The report's modules are loaded only for a report.
+        from outrider.inference.evaluate.evaluation import evaluate_checkpoint
 
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             with suppress(SystemExit):  # not lossless: the report says so

@@ -13,7 +13,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import open_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.inference.doctor.examine import boundaries_of, compare_variants, score_variants
+from outrider.inference.doctor.examine import compare_variants, score_variants
 from outrider.inference.doctor.examinees import Examinee, draft_by_head, examine_head
 from outrider.inference.doctor.scores import describe_findings, join_scores, refuse_reading, score_logits
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
@@ -127,8 +127,8 @@ def test_a_vocabulary_map_that_was_never_stored_is_named(clinic: Clinic, tmp_pat
 def test_only_boundaries_that_are_read_are_recorded(clinic: Clinic, tmp_path: Path) -> None:
     """Of a long text only at the boundaries of the declared reading."""
     examinee = examinee_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
-    assert boundaries_of({"eagle3": examinee}) == (0, *TAPS, TAPS[-1] + 1)
-    assert boundaries_of({"eagle3": examinee._replace(variants=examinee.variants[:1])}) == TAPS
+    assert {tap for variant in examinee.variants for tap in variant.boundaries} == {0, *TAPS, TAPS[-1] + 1}
+    assert examinee.variants[0].boundaries == TAPS
 
 
 def test_constant_positions_in_training_are_found(clinic: Clinic, tmp_path: Path) -> None:
