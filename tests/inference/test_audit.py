@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Re
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
-from outrider.inference.audit.audit import Part, audit, beyond, judge_arm, score_answers
+from outrider.inference.audit.audit import Finding, Part, audit, beyond, judge_arm, score_answers
 from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refused, tokens_needed
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler, invert
@@ -74,9 +74,13 @@ def greedy(answers: Sequence[ServedAnswer]) -> list[ServedAnswer]:
     return [replace(answer, temperature=0.0) for answer in answers]
 
 
+def judge(model: PreTrainedModel, answers: Sequence[ServedAnswer], seed: int = 0) -> Finding:
+    by_line = dict(enumerate(answers, 1))
+    return judge_arm(score_answers(model, by_line, Streams(seed)), by_line, LEVEL)
+
+
 def faults(model: PreTrainedModel, answers: Sequence[ServedAnswer], seed: int = 0) -> tuple[str, ...]:
-    given = dict(enumerate(answers, 1))
-    return judge_arm(score_answers(model, given, Streams(seed)), given, LEVEL).faults
+    return judge(model, answers, seed).faults
 
 
 def draw(logits: Tensor, step: int, coins: torch.Generator, temperature: float = 1.0) -> Tensor:
@@ -334,12 +338,12 @@ def test_another_prompt_is_seen_by_the_first_tokens_alone(model: PreTrainedModel
 
 def test_faults_are_found_where_they_are(model: PreTrainedModel) -> None:
     for lossy, lines in ((replaced, set(range(1, 17, 4))), (one_token_corrupted, {1})):
-        given = dict(enumerate(lossy(model, 0), 1))
-        at = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL).at
+        answers = lossy(model, 0)
+        at = judge(model, answers).at
         assert {(token.line, token.position) for token in at} == {(line, 20) for line in lines}
         if lossy is replaced:
             for token in at:
-                assert token.likeliest != token.token == given[token.line].output_ids[20]
+                assert token.likeliest != token.token == answers[token.line - 1].output_ids[20]
 
 
 def test_tokens_that_were_drawn_among_the_likeliest_are_accepted_where_it_is_said(model: PreTrainedModel) -> None:
@@ -419,7 +423,7 @@ def test_what_transformers_would_leave_out_in_the_servers_precision_is_counted_b
     half = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     counted = []
     for answers, by in ((with_top_p(half, rows=96), half), (with_top_p(model, said=0.7), model)):
-        found = judge_arm(score_answers(by, given := dict(enumerate(answers, 1)), Streams(0)), given, LEVEL)
+        found = judge(by, answers)
         counted.append((found.numbers["not_chosen"], found.numbers["not_chosen_by_transformers"], found.faults))
     (here, own, none), (more, exact, refused_for) = counted
     assert here > 0
@@ -438,28 +442,27 @@ def test_what_the_noise_refuses_is_measured_by_other_readings_of_transformers_to
         reference = make_reference(*given)
         return replace(reference, tipping_noise=lambda: (reference.states_noise, 1e9 * reference.logits_noise))
 
-    given = dict(enumerate(lossy(model, 0), 1))
+    answers = lossy(model, 0)
     for making, refuses in ((make_reference, True), (tipped, False)):
         with patch("outrider.inference.audit.audit.make_reference", making):
-            found = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL)
+            found = judge(model, answers)
         assert found.numbers["not_chosen"] > 0
         assert any("another token than the target's" in fault for fault in found.faults) == refuses
 
 
 def test_a_long_answer_is_read_in_parts_that_bound_memory(model: PreTrainedModel) -> None:
     for lossy in (replaced, one_token_corrupted):
-        given = dict(enumerate(lossy(model, 0), 1))
-        whole = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL)
+        answers = lossy(model, 0)
+        whole = judge(model, answers)
         with (
             patch("outrider.inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
             patch("outrider.inference.audit.audit.make_reference", Mock(side_effect=make_reference)) as made,
         ):
-            parts = judge_arm(score_answers(model, given, Streams(0)), given, LEVEL)
-        assert [len(call.args[2]) for call in made.call_args_list] == [10, 10, 10, 10, 8] * len(given)
+            parts = judge(model, answers)
+        assert [len(call.args[2]) for call in made.call_args_list] == [10, 10, 10, 10, 8] * len(answers)
         assert [token[:4] for token in parts.at] == [token[:4] for token in whole.at]
-        assert {key: parts.numbers[key] for key in ("tokens", "not_chosen", "sampled_tokens")} == {
-            key: whole.numbers[key] for key in ("tokens", "not_chosen", "sampled_tokens")
-        }
+        for number in ("tokens", "not_chosen", "sampled_tokens"):
+            assert parts.numbers[number] == whole.numbers[number]
         assert [token[:4] for token in parts.unlikeliest] == [token[:4] for token in whole.unlikeliest]
 
 
@@ -512,11 +515,10 @@ def test_texts_are_tokenised_again_and_counted(path: Path, model: PreTrainedMode
     )
     assert target.tokenizer("<s>def f")["input_ids"][:2] == [bos, bos]
     (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": prompt, "text": "oo():"}))
-    given = read_answers(str(tmp_path / "texts.jsonl"), target)
-    (answer,) = given.values()
+    (answer,) = read_answers(str(tmp_path / "texts.jsonl"), target).values()
     assert answer.prompt_ids == target.tokenizer("def f")["input_ids"]
     assert target.tokenizer.decode(answer.output_ids) == "oo():"
-    assert judge_arm(score_answers(model, given, Streams(0)), given, LEVEL).numbers["retokenised"] == 1
+    assert judge(model, [answer]).numbers["retokenised"] == 1
 
 
 @pytest.mark.parametrize(("line", "named"), [

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
 
-from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.commands import config_for
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
@@ -177,11 +176,11 @@ def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
 
 
 def test_prompts_of_other_transcripts() -> None:
-    with pytest.raises(UserError, match="prompt 8: no answer"):
-        replaying.recordings([asked("8", "q")], {"7": ("a",)}, replaying.Vocabulary(characters, None, 2, "d"))
+    read, vocabulary = replaying.recordings, replaying.Vocabulary(characters, None, 2, "d")
+    refusal("prompt 8: no answer", read, [asked("8", "q")], {"7": ("a",)}, vocabulary)
     for answers in ((), ("a",), ("a", "b", "c")):
-        with pytest.raises(UserError, match=f"prompt 7: 2 turns, but {len(answers)} answers"):
-            replaying.recordings([asked("7", "q", "r")], {"7": answers}, replaying.Vocabulary(characters, None, 2, "d"))
+        words = f"prompt 7: 2 turns, but {len(answers)} answers"
+        refusal(words, read, [asked("7", "q", "r")], {"7": answers}, vocabulary)
 
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:

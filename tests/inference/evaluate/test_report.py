@@ -246,7 +246,8 @@ def differing(made: list[PromptResult], arm: str, *indices: int) -> list[PromptR
 
 
 def test_mismatches_are_excused_where_the_arm_was_judged_to_round_only() -> None:
-    made = judged(judged(differing(differing(results(), "m", 0), AUTOREGRESSIVE, 1, 2), "m"), AUTOREGRESSIVE)
+    made = differing(differing(results(), "m", 0), AUTOREGRESSIVE, 1, 2)
+    made = judged(judged(made, "m", own_gaps=2), AUTOREGRESSIVE)
     report = report_of(made, computes_in="bfloat16")
     counts = (TRANSFORMERS, 6, 5, 3, 1, 4, 2)  # checked, identical, as plain decoding, ties; of plain decoding: two
     assert astuple(report.lossless)[:-1] == counts
@@ -254,7 +255,9 @@ def test_mismatches_are_excused_where_the_arm_was_judged_to_round_only() -> None
     assert report.verdict == "faster"
     rows = [row[-2:] for row in methods_tables([report])[0].rows]
     assert rows == [["reference", "4/6 (+2 ties)"], ["4/6 (+2 ties)", "reference"], ["3/6", "5/6 (+1 ties)"]]
-    assert "Without a drafter 2 of 6 texts part" in markdown([report])
+    for text in (markdown([report]), make_page([report], made, str)):
+        assert "Without a drafter 2 of 6 texts part" in text
+        assert "0 of 48 (transformers: 12)" in text
 
 
 @pytest.mark.parametrize(
