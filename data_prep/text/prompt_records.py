@@ -103,9 +103,9 @@ def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
     turns = raw["turns"] if "turns" in raw else raw.get("prompt")
     if "turns" in raw or isinstance(turns, list):
         return "turns" if "turns" in raw else "prompt", "question", _turns(turns, where)
-    for column, (kind, request) in _ASKED.items():
+    for column, (kind, instruction) in _ASKED.items():
         if column in raw:
-            return column, kind, (request + _request_text(raw, column, where),)
+            return column, kind, (instruction + _request_text(raw, column, where),)
     for column in ("prompt", "text"):
         if column in raw:
             kind = "code" if column == "prompt" and "task_id" in raw else "text"

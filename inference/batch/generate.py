@@ -204,12 +204,12 @@ def respond(
         groups, number = batch_tasks(todo.tasks, config), 0
         while number < len(groups):
             assert responder is not None
-            several = 1
+            group_count = 1
             if number and responder.by_layers is not None:  # at most a shard, and half of the remaining time
                 most = min(_TOGETHER, (config.shard_size - len(shard)) // config.batch_size)
-                several = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
-            batch = [task for group in groups[number : number + several] for task in group]
-            number = min(number + several, len(groups))
+                group_count = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
+            batch = [task for group in groups[number : number + group_count] for task in group]
+            number = min(number + group_count, len(groups))
             responder.answer(batch, lambda: limit.left(limit.spent()))
             closed_tasks = [task for task in batch if task.problem != UNANSWERED]
             shard.responses += [responder.response(task) for task in closed_tasks if task.answers]

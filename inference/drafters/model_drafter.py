@@ -81,18 +81,18 @@ class TimedModel:
     def __init__(
         self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_index: bool = False
     ):
-        self._model, self._vocabulary = model, vocabulary
+        self._draft_model, self._vocabulary = model, vocabulary
         self._ids = model.predicted if by_index else None
         self._selector, self._watch = selector, watch
         self.to_probs = None if selector.greedy else self._probabilities
 
     @property
     def hidden(self) -> Tensor:
-        return self._model.hidden
+        return self._draft_model.hidden
 
     @property
     def target_hidden(self) -> Tensor:
-        return self._model.target_hidden
+        return self._draft_model.target_hidden
 
     def begin_round(self) -> None:
         self._contexts: list[Tensor] = []
@@ -114,7 +114,7 @@ class TimedModel:
         self.fed.append(len(tokens))
         running = self._watch.begin("draft")
         self._starts.append(self._watch.seconds)
-        logits, predicted = self._model.extend(tokens, parents), self._model.predicted
+        logits, predicted = self._draft_model.extend(tokens, parents), self._draft_model.predicted
         if predicted is not None and self._ids is None:
             logits = spread_logits(logits, predicted, self._vocabulary)
         self._watch.begin(running)

@@ -159,7 +159,7 @@ class StructureConfig(Settings):
 
 @dataclass(frozen=True)
 class NgramConfig(Settings):
-    """Drafting from an n-gram table (see inference/drafters/ngram/ngrams.py)."""
+    """Drafting from an n-gram table (see inference/drafters/ngrams/drafter.py)."""
 
     evidence: Literal["table", "mixed"] = opt("table", "one order of it, adapted (ADED); or orders 2 to 4 and the text")
     nodes: Size = 64

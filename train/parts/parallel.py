@@ -1,4 +1,14 @@
-"""Drafts of several tokens in one pass (PARD, arXiv 2504.18583): the rows that a drafter learns them from."""
+"""Drafts of several tokens in one pass (PARD, arXiv 2504.18583): the rows that a drafter learns them from.
+
+A packed row of six tokens a … f, with `tokens` = 3, and after it the masks M of the drafts that begin at b and d:
+
+    column     0  1  2  3  4  5  |  6  7  8  9
+    id         a  b  c  d  e  f  |  M  M  M  M
+    anchor     0  1  2  3  4  5  |  1  1  3  3      a query sees the text up to its anchor,
+    depth                        |  1  2  1  2      and the masks of its anchor up to itself
+    position   0  1  2  3  4  5  |  2  3  4  5      anchor + depth
+    label      b  c  d  e  f  –  |  d  e  f  –      of the column anchor + depth
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,22 +46,22 @@ class DraftRows(NamedTuple):
 class DraftBand(Band):
     """The mask of packed rows that are followed by masks of drafts.
 
-    Query i of row b sees the text from first[b, i, 0] to first[b, i, 1]: itself, or for a mask its anchor. A mask also
-    sees the masks before it that have its anchor. text: the number of positions before the masks. window: of the
-    layers. Blocks of masks also say where their text ends, and the first mask seen.
+    first [B, T + M, 2]: query i of row b sees the text from first[b, i, 0] to first[b, i, 1], which is i itself or a
+    mask's anchor. A mask also sees the masks before it that have its anchor. text_length: T, the positions before the
+    masks. window: of the layers. A block of masks also has the end of the text that it sees, and the first mask.
     """
 
-    text: int
+    text_length: int
     window: int | None
 
-    def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
-        positions, (stop, mates) = torch.arange(end, device=self.first.device), more or (end, end)
-        keys, queries = torch.cat([positions[start:stop], positions[mates:]]), positions[begin:, None]
-        first, last = self.first[:, begin:end, :, None].unbind(2)
-        same_draft = (keys >= self.text) & (keys <= queries) & (self.first[:, None, keys, 1] == last)
+    def block(self, begin: int, end: int, start: int, *mask_block: int) -> Tensor:
+        columns, (text_end, first_mask) = torch.arange(end, device=self.first.device), mask_block or (end, end)
+        keys, queries = torch.cat([columns[start:text_end], columns[first_mask:]]), columns[begin:, None]  # [K], [Q, 1]
+        first, anchors = self.first[:, begin:end, :, None].unbind(2)  # [B, Q, 1] each
+        same_draft = (keys >= self.text_length) & (keys <= queries) & (self.first[:, None, keys, 1] == anchors)
         if self.window is not None:
             same_draft &= keys > queries - self.window
-        return ((keys < self.text) & (keys >= first) & (keys <= last) | same_draft)[:, None]
+        return ((keys < self.text_length) & (keys >= first) & (keys <= anchors) | same_draft)[:, None]  # [B, 1, Q, K]
 
 
 @dataclass(frozen=True)
@@ -76,20 +86,24 @@ class Parallel:
         """The predictions of each supervised token in expectation, those near a document's start aside."""
         return sum(self.keep**depth for depth in range(self.tokens))
 
-    def _blocks(self, text: int, first_seen: Tensor, anchors: Tensor) -> tuple[tuple[int, ...], ...]:
-        """Blocks of the masks [B, M] after `text` positions; first_seen: the first position that each sees."""
+    def _mask_blocks(self, text_length: int, first_seen: Tensor, anchors: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Blocks of the masks [B, M] after the text; first_seen [B, M]: the first position that each sees."""
         size = Band.BLOCK // (4 if first_seen.device.type == "cpu" else 1)
-        first, last = (x.tolist() for x in (first_seen.amin(0), anchors.amax(0)))
-        parts = [(part, min(part + size, len(last))) for part in range(0, len(last), size)]
-        return tuple((text + part, text + end, min(first[part:end]), max(last[part:end]) + 1,
-                      text + max(0, part - self.tokens + 2)) for part, end in parts)  # fmt: skip
+        first, last = first_seen.amin(0).tolist(), anchors.amax(0).tolist()
+        blocks = []
+        for begin in range(0, len(last), size):
+            end = min(begin + size, len(last))
+            first_mask = text_length + max(0, begin - self.tokens + 2)
+            seen_text = min(first[begin:end]), max(last[begin:end]) + 1
+            blocks.append((text_length + begin, text_length + end, *seen_text, first_mask))
+        return tuple(blocks)
 
-    def rows(self, student: Student, stack: LayerStack, *text: Tensor) -> DraftRows:
-        """Packed rows `text` (ids, labels, positions and documents, [B, T] each) and, in training, the masks of drafts
-        after them. stack: the layers that run the rows."""
+    def rows(self, student: Student, stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
+        """Packed rows (ids, labels, positions and documents, [B, T] each) and, in training, the masks of drafts after
+        them. stack: the layers that run the rows."""
         if self.tokens > 1 and student.training:  # it is judged of a token a pass
-            return self.masked_rows(student.step, stack, *text)
-        ids, labels, positions, _ = text
+            return self.masked_rows(student.step, stack, *packed_rows)
+        ids, labels, positions, _ = packed_rows
         return DraftRows(ids, positions, None, labels, lambda values: values, 1.0)
 
     def masked_rows(
@@ -100,30 +114,51 @@ class Parallel:
         A mask of depth j stands j positions after its anchor and predicts the label there, as a draft's token 1 + j
         does. Which masks there are is a function of seed, step and each row's content.
         """
-        depths, (count, length), device = self.tokens - 1, input_ids.shape, input_ids.device
-        deep = draw_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]
-        ahead = F.pad(documents, (0, depths), value=-2).unfold(1, self.tokens, 1)[..., 1:]
-        pairs = (deep & (ahead == documents[..., None]) & (labels != IGNORE)[..., None]).flatten(1)
-        counts = pairs.sum(1, keepdim=True)
-        chosen = pairs.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
-        real = torch.arange(chosen.shape[1], device=device) < counts
-        anchors, depth = chosen.div(depths, rounding_mode="floor").where(real, length - 1), (chosen % depths + 1) * real
-        columns = torch.arange(length, device=device).expand(count, -1)
-        source, last = torch.cat([columns, anchors + depth], 1), torch.cat([columns, anchors], 1)
-        seen = {}
-        for window in set(stack.windows):
-            text, first_seen = packed_band(documents, window), packed_band(documents).first.gather(1, anchors)
-            first_seen = first_seen if window is None else torch.maximum(first_seen, anchors + depth - (window - 1))
-            groups = zip(text.blocks, *(x.tensor_split(len(text.blocks)) for x in (first_seen, anchors)), strict=True)
-            blocks = tuple(text_blocks + self._blocks(length, *group) for text_blocks, *group in groups)
-            first = torch.stack([torch.cat([text.first, first_seen], 1), last], -1)
-            seen[window] = DraftBand(first, blocks, text=length, window=window)
+        (count, length), device = input_ids.shape, input_ids.device
+        anchors, depths, is_mask = self._draw_masks(step, input_ids, labels, documents)  # [B, M] each
+        columns = torch.arange(length, device=device).expand(count, -1)  # [B, T]
+        predicted_columns = torch.cat([columns, anchors + depths], 1)  # [B, T + M]
+        last_seen = torch.cat([columns, anchors], 1)  # [B, T + M]
+        seen = {
+            window: self._draft_band(documents, anchors, depths, last_seen, window) for window in set(stack.windows)
+        }
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
-        all_positions = torch.cat([positions, positions.gather(1, anchors) + depth], 1)
-        row_labels = labels.gather(1, source)
-        row_labels[:, length:].masked_fill_(~real, IGNORE)
+        all_positions = torch.cat([positions, positions.gather(1, anchors) + depths], 1)
+        row_labels = labels.gather(1, predicted_columns)
+        row_labels[:, length:].masked_fill_(~is_mask, IGNORE)
         rows = torch.arange(count, device=device)[:, None]
-        return DraftRows(ids, all_positions, seen, row_labels, lambda values: values[rows, source], self.predictions)
+        predictions = self.predictions
+        return DraftRows(
+            ids, all_positions, seen, row_labels, lambda values: values[rows, predicted_columns], predictions
+        )
+
+    def _draw_masks(
+        self, step: int, input_ids: Tensor, labels: Tensor, documents: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The anchor and the depth of every mask, and whether there is such a mask: rows have different numbers."""
+        mask_depths, length = self.tokens - 1, input_ids.shape[1]
+        is_kept = draw_depths(self.keep, self.tokens, self.seed, step, input_ids)[..., 1:]  # [B, T, depths]
+        later_documents = F.pad(documents, (0, mask_depths), value=-2).unfold(1, self.tokens, 1)[..., 1:]
+        in_document = later_documents == documents[..., None]
+        pairs = (is_kept & in_document & (labels != IGNORE)[..., None]).flatten(1)  # [B, T · depths]
+        counts = pairs.sum(1, keepdim=True)
+        chosen = pairs.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]  # [B, M]
+        is_mask = torch.arange(chosen.shape[1], device=input_ids.device) < counts
+        anchors = chosen.div(mask_depths, rounding_mode="floor").where(is_mask, length - 1)
+        return anchors, (chosen % mask_depths + 1) * is_mask, is_mask
+
+    def _draft_band(
+        self, documents: Tensor, anchors: Tensor, depths: Tensor, last_seen: Tensor, window: int | None
+    ) -> DraftBand:
+        text_band, first_seen = packed_band(documents, window), packed_band(documents).first.gather(1, anchors)
+        if window is not None:
+            first_seen = torch.maximum(first_seen, anchors + depths - (window - 1))
+        parts = len(text_band.blocks)
+        groups = zip(text_band.blocks, first_seen.tensor_split(parts), anchors.tensor_split(parts), strict=True)
+        length = documents.shape[1]
+        blocks = tuple(text_blocks + self._mask_blocks(length, *group) for text_blocks, *group in groups)
+        first = torch.stack([torch.cat([text_band.first, first_seen], 1), last_seen], -1)
+        return DraftBand(first, blocks, text_length=length, window=window)
 
 
 ONE_A_PASS = Parallel.of(0)

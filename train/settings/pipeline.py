@@ -89,8 +89,8 @@ class PipelineConfig(RunConfig):
         unknown = [name for name in self.to_do if name not in self.expected_minutes]
         self.require(MINUTES, not unknown, f"null: how long {', '.join(unknown)} will take is not known")
         self.require(MINUTES, not self.debug, "null with debug=true, where everything is small already")
-        limited = sum(map(self._written_limit, self.to_do))
-        loading = sum(self.expected_minutes[name] for name in self.to_do) - limited
+        limited_minutes = sum(map(self._written_limit, self.to_do))
+        loading = sum(self.expected_minutes[name] for name in self.to_do) - limited_minutes
         self.require(MINUTES, self.minutes > loading, f"more than the {loading:.1f} of loading, counting and saving")
-        self.require(MINUTES, limited > 0, "null: no step of the experiment has minutes that could change")
-        return (self.minutes - loading) / limited
+        self.require(MINUTES, limited_minutes > 0, "null: no step of the experiment has minutes that could change")
+        return (self.minutes - loading) / limited_minutes
