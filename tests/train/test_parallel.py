@@ -179,18 +179,19 @@ def test_the_loss_is_that_of_every_draft_alone(
         require_alone(alone(target, *case[2:]), target, few, rows, recorded)
 
 
-DRAWN, SEEN, HIDDEN = (Parallel, "masked_rows"), (DraftBand, "block"), (EarlyExitStudent, "hidden")
+ROWS, DRAWN, SEEN = (Parallel, "masked_rows"), (Parallel, "_draw_masks"), (DraftBand, "block")
+BAND, HIDDEN = (Parallel, "_draft_band"), (EarlyExitStudent, "hidden")
 FAULTS = {  # where, and what stands there instead
-    "the next token is seen": (*SEEN, "& (keys <= last)", "& (keys <= last + 1)"),
-    "other drafts are seen": (*SEEN, "keys, 1] == last", "keys, 1] <= last"),
+    "the next token is seen": (*SEEN, "& (keys <= anchors)", "& (keys <= anchors + 1)"),
+    "other drafts are seen": (*SEEN, "keys, 1] == anchors", "keys, 1] <= anchors"),
     "later masks are seen": (*SEEN, "& (keys <= queries)", ""),
-    "masks are not seen": (*SEEN, "(keys <= last) | same_draft", "(keys <= last)"),
+    "masks are not seen": (*SEEN, "(keys <= anchors) | same_draft", "(keys <= anchors)"),
     "other documents are seen": (*SEEN, "& (keys >= first) ", ""),
-    "windows end at the anchor": (*DRAWN, "anchors + depth - (window", "anchors - (window"),
-    "drafts pass the document's end": (*DRAWN, "(ahead == documents", "(ahead >= documents"),
-    "positions of the anchor": (*DRAWN, "anchors) + depth]", "anchors)]"),
-    "labels of the anchor": (*DRAWN, "labels.gather(1, source)", "labels.gather(1, last)"),
-    "taught what follows the anchor": (*DRAWN, "values[rows, source]", "values[rows, last]"),
+    "windows end at the anchor": (*BAND, "anchors + depths - (window", "anchors - (window"),
+    "drafts pass the document's end": (*DRAWN, "later_documents == documents", "later_documents >= documents"),
+    "positions of the anchor": (*ROWS, "anchors) + depths]", "anchors)]"),
+    "labels of the anchor": (*ROWS, "labels.gather(1, predicted_columns)", "labels.gather(1, last_seen)"),
+    "taught what follows the anchor": (*ROWS, "values[rows, predicted_columns]", "values[rows, last_seen]"),
     "depths dropped alike": (*DRAWN, "step, input_ids)[..., 1:]", "step, input_ids)[..., 1:2]"),
     "another step's drafts": (*DRAWN, "self.seed, step, input_ids", "self.seed, 0, input_ids"),
     "unsupervised anchors": (*DRAWN, "& (labels != IGNORE)[..., None]", ""),
@@ -206,7 +207,7 @@ FAULTS = {  # where, and what stands there instead
 def test_wrong_rows_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     plant(monkeypatch, *FAULTS[fault])
     target, rows = save_target(tmp_path, "mistral", kv_heads=2), batch(length=28)
-    for alone in (lm_alone, exit_alone) if FAULTS[fault][:2] in (DRAWN, SEEN) else (exit_alone,):
+    for alone in (lm_alone, exit_alone) if FAULTS[fault][:2] in (ROWS, DRAWN, BAND, SEEN) else (exit_alone,):
         made = alone(target, "forward_kl", DRAFTS, None, False)
         made[0].begin_step(3)
         with pytest.raises((AssertionError, RuntimeError)):
