@@ -137,9 +137,9 @@ def _count_corpus(
         "max_successors": config.max_successors,
         "corpus": {**config.corpus(), "digest": shards.digest},
     }
-    suffixes = (
-        sort_suffixes(join_documents(whole_documents(shards), vocabulary), vocabulary) if config.suffixes else None
-    )
+    suffixes = None
+    if config.suffixes:
+        suffixes = sort_suffixes(join_documents(whole_documents(shards), vocabulary), vocabulary)
     return TrigramTable(vocabulary, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
 
 

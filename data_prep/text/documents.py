@@ -79,10 +79,8 @@ def encode(
     Raises `UserError` for a tokenizer without chat template.
     """
     counted = nullcontext if counts is None else counts.refusing
-    documents, answers = (
-        [_recorded_documents(record, tokenizer, template) for record in records],
-        dict[int, list[_RenderedAnswer]](),
-    )
+    documents = [_recorded_documents(record, tokenizer, template) for record in records]
+    answers: dict[int, list[_RenderedAnswer]] = {}
     for number, record in enumerate(records):
         if not documents[number]:
             with counted():
@@ -151,9 +149,8 @@ def _encode_answers(
         return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), whole=False)]
     reads, bos = list[TokenisedText](), template != "tokenizer"  # a chat template writes it
     for answer, (prompt, separate_ids) in zip(answers, encoded, strict=True):
-        prompt = replace_prefix(
-            prepend_bos(prompt, tokenizer) if bos else prompt, [read.ids for read in reads], tokenizer
-        )
+        prompt = prepend_bos(prompt, tokenizer) if bos else prompt
+        prompt = replace_prefix(prompt, [read.ids for read in reads], tokenizer)
         ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
             raise UnusableTextError(
@@ -271,9 +268,8 @@ def _require_arguments(messages: list[Message], render: Callable[[list[Message]]
     calls = messages[-1].get("tool_calls", ())
     bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
     without = [*messages[:-1], messages[-1] | {"tool_calls": bare}]
-    if any(call["function"].get("arguments") for call in calls) and _render_or_empty(render, without) == render(
-        messages
-    ):
+    has_arguments = any(call["function"].get("arguments") for call in calls)
+    if has_arguments and _render_or_empty(render, without) == render(messages):
         raise UnusableTextError(f"{where}: it calls tools, whose arguments its chat template leaves out; take another")
 
 

@@ -329,9 +329,8 @@ class Eagle3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""
         logits = self.draft_logits(hidden)
-        return (
-            logits if self.draft_tokens is None else spread_logits(logits, self.draft_tokens, self.reading.vocabulary)
-        )
+        tokens = self.draft_tokens
+        return logits if tokens is None else spread_logits(logits, tokens, self.reading.vocabulary)
 
 
 def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:

@@ -96,9 +96,8 @@ def grouped_attention(
     if softcap is not None or s_aux is not None:
         if causal:
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-        return _by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux).transpose(
-            1, 2
-        ), None
+        out = _by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+        return out.transpose(1, 2), None
     if causal:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
