@@ -32,6 +32,7 @@ from outrider.train.core.driver import TrainingRun
 from outrider.train.eesd import EarlyExitStudent
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig
+from outrider.train.steps import write_words
 from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, open_stack, random_prompt, reference_generate, save_exit, save_target
 
@@ -166,27 +167,20 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
     return load_file(out_dir / "model.safetensors")
 
 
+def captured_by(run: Path) -> dict[str, Tensor]:
+    """What a calibration has captured, as SPLIT.NAME."""
+    (file,) = (run / "captured").glob("*.safetensors")
+    return load_file(file)
+
+
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two sets of weights are equal to the bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def options_of(config: Any) -> list[str]:
-    """The command line that says every option of `config`."""
-    return list(_overrides("", asdict(config)))
-
-
 def command(name: str, config: Any, out_dir: Path) -> list[str]:
     """For `sharded_job.run_command`: the training command of that name, as `config` has it but into `out_dir`."""
-    return [name, *options_of(replace(config, out_dir=str(out_dir)))]
-
-
-def _overrides(prefix: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _overrides(f"{prefix}.{key}".lstrip("."), inner)
-    else:
-        yield f"{prefix}={json.dumps(value)}"
+    return [name, *write_words(asdict(replace(config, out_dir=str(out_dir))))]
 
 
 def kill_when(found: Callable[[], object], job: Fork, later: float = 0.0) -> None:
@@ -212,7 +206,7 @@ def evaluated_by(evaluate: Callable[[Any, int], dict[str, float]], watch: Callab
 
 
 def interrupted_at(step: int, run: Callable[[], None]) -> None:
-    """Run with a signal's exception instead of the publication of checkpoint-`step`."""
+    """Run with a signal's exception instead of the publication of checkpoint-`step`, which ends it."""
     with pytest.MonkeyPatch.context() as patch:
         real = run_dir.publish
 
@@ -222,7 +216,8 @@ def interrupted_at(step: int, run: Callable[[], None]) -> None:
             real(staged, final, keep)
 
         patch.setattr(run_dir, "publish", publish)
-        run()
+        with pytest.raises(KeyboardInterrupt):
+            run()
 
 
 def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,6 @@ from outrider.inference.report.types import read_reports
 from outrider.train import auto_run
 from outrider.train.auto import main
 from outrider.train.auto_choice import (
-    ENOUGH_TOKENS,
     LEAST_MINUTES,
     NO_CHOICE,
     Choice,
@@ -119,13 +118,6 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     assert "minutes" not in pipeline.steps["trigrams"]
 
 
-def test_minutes_without_prompts_to_answer_go_to_the_report() -> None:
-    few = choose_trainings(CONFIG, replace(LOOK, prompts=20), {})
-    many = choose_trainings(replace(CONFIG, train=()), LOOK, {})
-    assert few.minutes["responses"] < 1.2 < many.minutes["responses"]
-    assert sum(few.minutes.values()) == pytest.approx(sum(many.minutes.values()))
-
-
 def test_measured_texts_are_as_long_as_answers() -> None:
     for tokens, length in ((10.0, 64), (140.0, 140), (900.0, 256)):
         pipeline = configure(CONFIG, NO_CHOICE, replace(LOOK, answer_tokens=tokens))
@@ -218,7 +210,6 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(
     tmp_path: Path, tiny_models: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig(target=str(tiny_models / "target"), plan=True, out_dir=str(tmp_path / "out"))
-    refusal("has no chat template", run_auto, config, config_for)
     monkeypatch.setattr("outrider.draft_models.targets.open_target.why_not_by_layers", lambda _: "no layers")
     with pytest.raises(UserError, match=r"train='early_exit': expected another kind: .*no layers"):
         run_auto(replace(config, target=chat_target, train=("early_exit",)), config_for)
@@ -232,12 +223,6 @@ def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -
     assert (pipeline.resume, configure(CONFIG, NO_CHOICE, LOOK).resume) == (False, True)
     step = settings_of(pipeline)["prompts"]
     assert (step.file, step.target, step.count < 100) == (prompts, None if own else "org/model", not own)
-
-
-def test_a_choice_of_nothing_leaves_the_table() -> None:
-    pipeline = configure(CONFIG, NO_CHOICE, LOOK)
-    assert pipeline.to_do == ["prompts", "responses", "trigrams", "report"]
-    assert ENOUGH_TOKENS > 281_548  # from which none of three drafters paid
 
 
 def test_a_batch_fits_the_memory_and_the_minutes() -> None:

@@ -25,7 +25,7 @@ from outrider.inference.loading.rehearsal import check_inputs
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.train import auto
-from outrider.train.auto_choice import Choice, FirstAnswers, choose_trainings, configure_pipeline, describe_choice
+from outrider.train.auto_choice import FirstAnswers, choose_trainings, configure_pipeline, describe_choice
 from outrider.train.auto_run import run_auto
 from outrider.train.pipeline_run import plan_steps, run_pipeline
 from outrider.train.settings.auto import AutoConfig
@@ -80,12 +80,6 @@ def test_what_a_step_leaves_goes_to_the_report(tmp_path: Path, steps: SimpleName
     (tmp_path / "out/report/report.json").unlink()
     run_pipeline(pipeline, plan, TimeLimit(15.0, started=steps.clock.now, earlier=300.0, clock=steps.clock))
     assert steps.given["report"].minutes == pytest.approx(left - BUSY.loading, rel=0.01)
-
-
-def test_without_a_limit_a_step_has_the_minutes_of_its_experiment(tmp_path: Path, steps: SimpleNamespace) -> None:
-    pipeline = replace(configure(CONFIG, choose_trainings(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
-    run_pipeline(pipeline, plan_steps(pipeline, config_for))
-    assert steps.given["report"].minutes == pipeline.steps["report"]["minutes"]
 
 
 def test_a_plan_gives_no_minutes_to_answers_that_are_there() -> None:
@@ -192,17 +186,12 @@ def test_an_error_about_a_template_spells_the_option_of_its_command(
     check_inputs(compose_and_build(name, [*given, f"{option}=none"]), lambda _: True)
 
 
-def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: Path, tmp_path: Path) -> None:
+def test_auto_without_a_template_names_both(tiny_models: Path, tmp_path: Path) -> None:
     config = AutoConfig(target=str(tiny_models / TARGET), out_dir=str(tmp_path / "out"))
     with pytest.raises(UserError, match="no chat template") as raised:
         run_auto(config, config_for)
     assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {"template=none", "template=vicuna"}
     assert not (tmp_path / "out").exists()
-    pipeline = configure(replace(config, template="none"), Choice(("early_exit",), {}, {}), BUSY)
-    given = pipeline.steps
-    asked = {step for step, options in given.items() if options.get("data.template") == "none"}
-    assert asked == {"responses", "eesd", "trigrams"}
-    assert given["report"]["template"] == "none"
 
 
 def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_models: Path) -> None:

@@ -38,7 +38,7 @@ from outrider.train.parts.top_k_rows import TopKRows, load_top_k_rows
 from outrider.train.settings.drafters import CalibrateConfig
 from tests.refusals import refusal
 from tests.tiny import LAYERS, byte_tokenizer, open_stack, save_target
-from tests.train.jobs import CHAT, TEXT, calibrating, same, save_for_calibration, save_responses
+from tests.train.jobs import CHAT, TEXT, calibrating, captured_by, same, save_for_calibration, save_responses
 
 END = 105  # a token that the target says now and then
 WITH_TARGET = capturing.capture
@@ -76,12 +76,6 @@ def by_record(folder: Path, out_dir: Path, answers: str = "greedy", **changes: A
     data = DataConfig(source="local", path=str(folder / answers), heldout_fraction=0.3)
     run = calibrating(folder, out_dir, data=data, answers="recorded", prompts=8, heldout_prompts=4)
     return replace(run, **changes)
-
-
-def evidence(run: Path) -> Batch:
-    """What was captured, as SPLIT.NAME."""
-    (file,) = run.glob("captured/*")
-    return load_file(file)
 
 
 def decoded_by(stack: Target, ends: set[bool]) -> Callable[..., Batch]:
@@ -130,8 +124,8 @@ def test_the_head_is_that_of_the_whole_target(
         calibrate(replace(run, out_dir=str(tmp_path / "live")))
         assert stored.read_bytes() == head
         assert ends == {True, False}
-        ours, first = evidence(tmp_path / "recorded"), list[TextToContinue]()
-        assert same(ours, evidence(tmp_path / "live"))
+        ours, first = captured_by(tmp_path / "recorded"), list[TextToContinue]()
+        assert same(ours, captured_by(tmp_path / "live"))
         assert 0 < ours["train.label"].mean() < 1
 
         def misread(drafting: Drafting, text: TextToContinue, whole: bool) -> Batch:
@@ -142,7 +136,7 @@ def test_the_head_is_that_of_the_whole_target(
 
         monkeypatch.setattr(capturing, "capture", misread)
         calibrate(replace(run, out_dir=str(tmp_path / "misread")))
-        assert not same(evidence(tmp_path / "misread"), ours)
+        assert not same(captured_by(tmp_path / "misread"), ours)
         assert stored.read_bytes() != head
 
 
@@ -183,7 +177,7 @@ def test_wrong_answers_are_refused_before_a_model_is_loaded(
     small = {"checkpoint": str(folder / "small")}
     bad: dict[str, dict[str, Any]] = {
         "sampled, but for the first tokens; make others": {"answers": "sampled"},
-        "no response with the target's top-k": {"answers": "without"},
+        "no response with the target's top-k .*without_top_k=.*top_k_logits=K": {"answers": "without"},
         "no file matches": {"answers": "nowhere"},
         "of another target than": {**small, "target": str(other)},
         "of another template than tokenizer": {**small, "target": str(tmp_path / "templated")},
@@ -277,15 +271,6 @@ def test_a_distribution_is_at_the_token_before_its_own_and_in_its_document(tmp_p
     assert other.key != rows.key  # of equal texts, another distribution
     with pytest.raises(UserError, match=r"top-k of several k \(\[2, 3\]\); give one run's"):
         load_top_k_rows(save_top_k(tmp_path / "one", 3), byte_tokenizer(), 300)
-
-
-def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    Shard([Response({"id": "a", "text": f"{TEXT}.", "prompt_tokens": 3}, None)]).save(plain, 0)
-    data = replace(corpus, path=str(plain / "responses-00000.jsonl"))
-    with pytest.raises(UserError, match=r"no response with the target's top-k .*without_top_k=1.*top_k_logits=K"):
-        load_top_k_rows(data, byte_tokenizer(), 64)
 
 
 def test_heldout_distributions_are_not_trained_on(tmp_path: Path, target: Path) -> None:

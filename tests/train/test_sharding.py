@@ -33,7 +33,7 @@ from tests.launched import free_port, launched
 from tests.tiers import typical_where
 from tests.train import sharded_job
 from tests.train.fit_job import TinyModel
-from tests.train.jobs import FIT, command, distilling, finetuning, heading
+from tests.train.jobs import FIT, command, distilling, finetuning, heading, log
 
 ROOT = Path(__file__).parent.parent.parent
 ZERO3 = {  # conf/accelerate/zero3.yaml leaves parameters of fewer than 100,000 elements whole
@@ -89,10 +89,9 @@ def share_everything(folder: Path) -> Path:
     return config
 
 
-def curve(run: Path, name: str) -> dict[int, float]:
+def curve(run: Path, name: str) -> dict[float, float]:
     """What was logged as `name`, by step; the latest where a step was done again."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    return {line["step"]: line[name] for line in log(run) if name in line}
 
 
 def forked(config: Path, folder: Path) -> str:

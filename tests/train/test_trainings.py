@@ -106,8 +106,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     more = more | ({"drafter": DrafterConfig(path=str(small))} if "lora_rank" in more else {})
     fit = replace(FIT, steps=8, save_every=2, eval_every=3)
     stopped, whole = (training.run(target, corpus, tmp_path / name, fit=fit, **more) for name in ("stopped", "whole"))
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_at(6, lambda: training.train(stopped))
+    interrupted_at(6, lambda: training.train(stopped))
     assert not (tmp_path / "stopped" / training.file).exists()
     record = tmp_path / "stopped" / "checkpoint-4" / run_dir.RUN_FILE
     before = json.loads(record.read_text())
