@@ -1,5 +1,6 @@
 """Stop rules on trees: where they end a tree, what they see of it, and that tokens stay the target's own."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from outrider.inference.stopping.interface import FixedLength, Step, StopRule
 from outrider.inference.stopping.rules import make_rule
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
+from tests.pairwise import each_value
+from tests.tiers import typical_where
 from tests.tiny import STRUCTURES, random_prompt
 
 LIMIT = 6
@@ -181,8 +184,10 @@ def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
 make = pytest.fixture(scope="module")(targets)
 
 
-@pytest.mark.parametrize("structure", TREES)
-@pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3"])
+REAL = list(itertools.product(TREES, ["early_exit", "small_lm", "eagle3"]))
+
+
+@pytest.mark.parametrize(("structure", "kind"), typical_where(each_value(REAL).__contains__, REAL))
 def test_real_hidden_states_are_those_behind_the_logits(
     make: Callable[..., Target], runtime: Runtime, structure: str, kind: str
 ) -> None:
