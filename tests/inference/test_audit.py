@@ -31,8 +31,8 @@ from outrider.inference.measure.lossless import Reference, make_reference
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
 from outrider.inference.shapes.factory import make_structure
+from tests.inference.table_target import TableModel
 from tests.refusals import refusal
-from tests.table_target import TableModel
 from tests.tiers import quick_where
 from tests.tiny import STRUCTURES as SHAPES
 from tests.tiny import make_drafter, method_of, open_stack, random_prompt, save_target

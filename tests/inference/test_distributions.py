@@ -35,7 +35,7 @@ from outrider.inference.sizing.policy import Tuning
 from tests.faults import plant
 from tests.inference.ngram_cases import make_documents
 from tests.inference.priced import costs
-from tests.table_target import TableHead, TableModel, TableRuntime
+from tests.inference.table_target import TableHead, TableModel, TableRuntime
 from tests.tiers import as_many, quick_where, typical_where
 
 LEVEL = 1e-4

@@ -22,7 +22,7 @@ from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, 
 from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.stopping.interface import FixedLength, Step, StopRule
 from outrider.inference.stopping.rules import make_rule
-from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
+from tests.inference.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
 from tests.pairwise import each_value
 from tests.tiers import typical_where

@@ -20,8 +20,8 @@ from outrider.inference.shapes.structure import plain_probs
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping import RULES
+from tests.inference.known_source import KnownSource, random_q, root
 from tests.inference.ngram_cases import TABLE, FakeSession
-from tests.known_source import KnownSource, random_q, root
 from tests.refusals import refusal
 
 # Of every option a value that is not its default.

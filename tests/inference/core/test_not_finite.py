@@ -32,7 +32,7 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
-from tests.graph_contract import keep_contracts
+from tests.inference.graph_contract import keep_contracts
 from tests.known_targets import PROMPT, Target, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.refusals import refusal

@@ -24,7 +24,7 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.loading.models import load_plain
 from outrider.inference.settings.method import NgramConfig
 from tests.draft_models.ngrams.test_suffixes import slow_successors
-from tests.graph_contract import keep_contracts
+from tests.inference.graph_contract import keep_contracts
 from tests.inference.ngram_cases import (
     TABLE,
     TEXTS,

@@ -21,8 +21,8 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.loading.rehearsal import shrink
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
-from tests.graph_contract import keep_contracts
 from tests.inference.evaluate.evaluating import evaluate
+from tests.inference.graph_contract import keep_contracts
 from tests.refusals import refusal
 from tests.tiny import open_stack, random_prompt, save_target
 

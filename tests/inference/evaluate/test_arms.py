@@ -34,7 +34,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.train.pipeline_run import run_pipeline
 from outrider.train.settings.pipeline import PipelineConfig
 from tests.inference.ngram_cases import make_table
-from tests.table_target import TableModel, TableRuntime
+from tests.inference.table_target import TableModel, TableRuntime
 from tests.tiny import random_prompt, save_target
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.inference.core.tree import OptimalTree
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_tree
-from tests.known_source import KnownSource, Path_, Q, check, dyadic_q, random_q, root, sources, weight
+from tests.inference.known_source import KnownSource, Path_, Q, check, dyadic_q, random_q, root, sources, weight
 from tests.tiers import as_many
 
 

@@ -25,8 +25,8 @@ from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.shapes.structure import Structure, plain_probs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
+from tests.inference.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
 from tests.inference.priced import costs
-from tests.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
 from tests.refusals import refusal
 from tests.tiny import STRUCTURES
 

@@ -11,7 +11,18 @@ from outrider.inference.core.tree import ROOT
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_tree
 from outrider.inference.shapes.token_graph import Graph
-from tests.known_source import ROOT_TOKEN, KnownSource, Path_, Q, check, paths_of, root, sources, untied, weight
+from tests.inference.known_source import (
+    ROOT_TOKEN,
+    KnownSource,
+    Path_,
+    Q,
+    check,
+    paths_of,
+    root,
+    sources,
+    untied,
+    weight,
+)
 from tests.tiers import as_many
 
 graphs = st.fixed_dictionaries(

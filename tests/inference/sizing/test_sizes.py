@@ -39,8 +39,8 @@ from outrider.inference.sizing.policy import (
 from outrider.inference.stopping.by_costs import BestLength
 from outrider.inference.stopping.interface import Source, Step
 from outrider.inference.stopping.rules import make_rule
+from tests.inference.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.inference.priced import costs
-from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.tiers import as_many
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=15)

@@ -19,8 +19,8 @@ from outrider.inference.stopping import THRESHOLDS
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import make_rule
 from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships
+from tests.inference.known_source import KnownSource, paths_of, root
 from tests.inference.priced import costs
-from tests.known_source import KnownSource, paths_of, root
 
 
 class Deciding:

@@ -1,4 +1,4 @@
-"""Every pass that becomes a graph keeps the contract (`tests/graph_contract.py`); planted faults break it."""
+"""Every pass that becomes a graph keeps the contract (`tests/inference/graph_contract.py`); planted faults break it."""
 
 import copy
 import random
@@ -42,10 +42,10 @@ from outrider.inference.loading.models import prepare_models
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure
-from tests import graph_contract as contract
 from tests.eagle3_runs import require_same_texts
 from tests.faults import plant
 from tests.fitted_heads import fitted_head, remade
+from tests.inference import graph_contract as contract
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
 

@@ -40,8 +40,8 @@ from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Gr
 from outrider.inference.loading.models import make_runtime, prepare_models
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure
-from tests import torch_kernels
-from tests.graph_contract import Contract, Watch, keep_contracts, lay_out_as_on_a_gpu
+from tests.inference.engines.graphs import torch_kernels
+from tests.inference.graph_contract import Contract, Watch, keep_contracts, lay_out_as_on_a_gpu
 from tests.known_targets import tokens_of
 from tests.refusals import refusal
 from tests.tiny import (
@@ -142,7 +142,7 @@ def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
     assert decode(stack, EarlyExitDraftModel(drafter), method, runtime, prompt, 24) == expected
 
 
-# --- as graphs (see tests/graph_contract.py) -------------------------------------------------------------------------
+# --- as graphs (see tests/inference/graph_contract.py) ---------------------------------------------------------------
 
 
 @pytest.fixture
