@@ -21,6 +21,7 @@ from outrider.draft_models.targets.open_target import load_config
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel, Eagle3Plugin
 from outrider.train.eagle3 import Eagle3Student, train_eagle3
 from outrider.train.parts import target_states
+from outrider.train.settings.drafters import Eagle3Config
 from tests.refusals import refusal
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
 from tests.train.jobs import FIT, heading, log, require_lossless, same, weights
@@ -78,10 +79,15 @@ def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig)
     assert not torch.equal(saved["norm.weight"], target.model.norm.weight)
 
 
+def reading_again(target: Path, corpus: DataConfig, out_dir: Path, features: str | None) -> Eagle3Config:
+    """A training that reads half of its few rows twice."""
+    few, fit = replace(corpus, max_records=12, heldout_fraction=0.3), replace(FIT, steps=None, epochs=1.5)
+    return heading(target, few, out_dir, eval_rows=1, decode_prompts=1, fit=fit, features=features)
+
+
 def test_training_from_stored_features_is_the_same(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """Bit for bit in float32. Those that another target, dtype or text made are refused."""
-    fit = replace(FIT, steps=None, epochs=1.5)
-    run = heading(sure, corpus, tmp_path / "online", eval_rows=1, fit=fit, features=None)
+    run = reading_again(sure, corpus, tmp_path / "online", None)
     train_eagle3(run)
     kept = replace(run, features=str(tmp_path / "features"))
     for folder, one in (("filled", kept), ("read", kept), ("in turn", replace(run, features="auto"))):
@@ -176,8 +182,8 @@ def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
 
 def test_kept_states_go_at_the_end_of_their_training(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """Not by an error, nor by a command that is refused; a finished training makes none; a given folder stays."""
-    out, fit = tmp_path / "out", replace(FIT, steps=None, epochs=1.5)
-    run = heading(sure, corpus, out, eval_rows=1, fit=fit, features="auto", resume=True)
+    out = tmp_path / "out"
+    run = replace(reading_again(sure, corpus, out, "auto"), resume=True)
     broken = patch("outrider.train.eagle3.score_steps", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), broken:
         train_eagle3(run)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from outrider.draft_models.targets.settings import TARGET
 from outrider.train.pipeline_run import check_steps, estimate_left, plan_steps, run_pipeline
 from outrider.train.settings.pipeline import PipelineConfig
 from outrider.train.steps import Record, Step
+from tests.forked import Fork
 from tests.refusals import refusal
 from tests.tiers import typical_where
 from tests.train.test_pipeline_options import EXPERIMENTS, PAPERS, pipeline
@@ -305,13 +307,13 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path: Path) -> None:
         f"mission = Mission(Path({str(tmp_path)!r}))\nmission.script = Path({str(script)!r})\n"
         "with terminable(), reported('again'):\n    mission.run()\n"
     )
-    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    running = Fork(["-c", code])
     deadline = time.monotonic() + 60
     while not pid.exists() or not pid.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     child = int(pid.read_text())
-    running.terminate()
+    running.send_signal(signal.SIGTERM)
     assert running.communicate(timeout=30)[1].splitlines()[-2:] == ["interrupted; this continues it:", "again"]
     assert running.returncode == 143
     with pytest.raises(ProcessLookupError):

@@ -23,6 +23,7 @@ from outrider.train.eesd import train_early_exit
 from outrider.train.finetune_drafter import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from tests.refusals import refusal
+from tests.tiers import typical_where
 from tests.tiny import save_target
 from tests.train.jobs import FIT, distilling, evaluated_by, finetuning, heading, interrupted_at, same
 
@@ -40,7 +41,7 @@ class TrainingCase:
     option: dict[str, Any]
 
     def run(self, target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> Any:
-        given = {"fit": FIT, "decode_prompts": 2, "decode_tokens": 8, **changes}
+        given = {"fit": FIT, "decode_prompts": 1, "decode_tokens": 8, **changes}
         return self.settings(target, corpus, out_dir, **given)
 
     def weights(self, out_dir: Path) -> dict[str, Tensor]:
@@ -95,16 +96,17 @@ def test_the_drafter_is_the_best_not_the_last(
 RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})]
 
 
-@pytest.mark.parametrize(
-    ("name", "more"), [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2}), ("early_exit", {"parallel": 3})]
-)
+STOPPED = [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2}), ("early_exit", {"parallel": 3})]
+
+
+@pytest.mark.parametrize(("name", "more"), typical_where(RUNS[:3].__contains__, STOPPED))
 def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str, more: dict[str, Any]
 ) -> None:
     """The best weights are those after the stop or before it; another version of the code goes on."""
     training = TRAININGS[name]
     more = more | ({"drafter": DrafterConfig(path=str(small))} if "lora_rank" in more else {})
-    fit = replace(FIT, steps=8, save_every=2, eval_every=3)
+    fit = replace(FIT, steps=6, save_every=2, eval_every=3)
     stopped, whole = (training.run(target, corpus, tmp_path / name, fit=fit, **more) for name in ("stopped", "whole"))
     interrupted_at(6, lambda: training.train(stopped))
     assert not (tmp_path / "stopped" / training.file).exists()
@@ -115,15 +117,18 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     training.train(replace(stopped, resume=True))
     training.train(whole)
     assert same(training.weights(tmp_path / "stopped"), training.weights(tmp_path / "whole"))
-    assert same(*(load_file(tmp_path / out / "checkpoint-8" / "model.safetensors") for out in ("stopped", "whole")))
-    assert json.loads((tmp_path / "stopped" / "checkpoint-8" / run_dir.RUN_FILE).read_text()) == before
+    assert same(*(load_file(tmp_path / out / "checkpoint-6" / "model.safetensors") for out in ("stopped", "whole")))
+    assert json.loads((tmp_path / "stopped" / "checkpoint-6" / run_dir.RUN_FILE).read_text()) == before
 
 
 def test_a_finished_drafter_is_left_alone(
     training: TrainingCase, tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With time for all its steps it has the weights of a run without a limit; where it was not saved, it is."""
-    run, timed = (training.run(target, corpus, tmp_path / str(minutes), minutes=minutes) for minutes in (None, 1000.0))
+    fit = replace(FIT, steps=2)
+    run, timed = (
+        training.run(target, corpus, tmp_path / str(minutes), fit=fit, minutes=minutes) for minutes in (None, 1000.0)
+    )
     training.train(run)
     training.train(timed)
     out = Path(timed.out_dir)
@@ -147,7 +152,7 @@ def test_a_finished_drafter_is_left_alone(
 def test_a_limit_of_next_to_nothing_is_a_step(
     training: TrainingCase, tmp_path: Path, target: Path, corpus: DataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = training.run(target, corpus, tmp_path / "out", minutes=1e-9)
+    run = training.run(target, corpus, tmp_path / "out", fit=replace(FIT, steps=2), minutes=1e-9)
     training.train(run)
     assert "step=1/1 loss=" in capsys.readouterr().out
     training.train(replace(run, resume=True))
@@ -184,9 +189,8 @@ def test_accumulation_equals_one_batch(
 ) -> None:
     training = TRAININGS[name]
     for rows in (None, 1):
-        training.train(
-            training.run(target, corpus, tmp_path / str(rows), fit=replace(FIT, micro_batch_rows=rows), **more)
-        )
+        fit = replace(FIT, steps=2, micro_batch_rows=rows)
+        training.train(training.run(target, corpus, tmp_path / str(rows), fit=fit, **more))
     one, parts = (training.weights(tmp_path / str(rows)) for rows in (None, 1))
     torch.testing.assert_close(parts, one, rtol=1e-4, atol=3e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
 
@@ -208,9 +212,8 @@ def test_gradient_checkpointing_changes_nothing(
     counts = []
     for folder, recomputed in (("kept", False), ("recomputed", True)):
         calls.clear()
-        run = training.run(
-            target, corpus, tmp_path / folder, fit=replace(FIT, gradient_checkpointing=recomputed), **more
-        )
+        fit = replace(FIT, steps=2, gradient_checkpointing=recomputed)
+        run = training.run(target, corpus, tmp_path / folder, fit=fit, **more)
         with evaluated_by(lambda *_: {"tau": 1.0}, watch):
             training.train(run)
         counts.append(len(calls))
