@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate.evaluation import evaluate
 from outrider.inference.loading import memory_plan
-from outrider.inference.loading.memory_plan import Storage, cache_bytes, pass_bytes, weight_bytes
+from outrider.inference.loading.memory_plan import Storage, cache_bytes, explain_out_of_memory, pass_bytes, weight_bytes
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.optimizers import build_optimizer
@@ -28,8 +29,10 @@ from outrider.train.eesd import EarlyExitStudent, empty_student, plan_memory, tr
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
 from tests.families import FAMILIES, TYPICAL, save_family
+from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, random_prompt, save_exit, save_target
+from tests.train.jobs import distilling, write_corpus
 
 LOOKUP = {"m": MethodConfig(source="prompt_lookup")}
 CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1), frozen_dtype="bfloat16")
@@ -176,6 +179,18 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     unused = sum(p.numel() for p in learned if p.grad is None)  # biases of routers, which choose but do not weigh
     assert unused < 1e-3 * sum(p.numel() for p in learned)
     assert state - 12 * unused == sum(t.nbytes for t in (*learned, *gradients, *moments))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError()])
+def test_a_training_that_does_not_fit_says_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    path, data = save_target(tmp_path / "target"), write_corpus(tmp_path)
+    config = distilling(path, data, tmp_path / "out")
+    monkeypatch.setattr("outrider.train.core.driver.fit", Mock(side_effect=error))
+    refusal(r"^out of memory .*activations of \d+ rows .*fit\.micro_batch_rows=1", train_early_exit, config)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), explain_out_of_memory(list):
+        torch.ones(2, 3) @ torch.ones(2, 3)
 
 
 @pytest.mark.parametrize("tied", [True, False])
