@@ -14,7 +14,7 @@ from outrider.train.settings.pipeline import STEPS, PipelineConfig
 from outrider.train.steps import write_words
 from tests.conf.test_configs import GROUPS
 from tests.refusals import refusal
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 
 ROOT = Path(__file__).parents[2]
 PAPERS = {  # experiments about targets of the papers: the target, and the steps that they leave out
@@ -59,8 +59,16 @@ def test_the_clones_drafters_are_made_as_their_records_say() -> None:
             assert {key: after[key] for key in keys} == {key: before[key] for key in keys}
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
+WITH_REHEARSALS = [(name, debug) for name in EXPERIMENTS for debug in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "debug"),
+    typical_where(
+        lambda case: not case[1] or case[0] in ("demo", "vicuna_7b", "smollm2_drafters"),
+        quick_where(lambda case: case[0] == "demo", WITH_REHEARSALS),
+    ),
+)
 def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
     """In a rehearsal without a network, in the directory of the rehearsal."""
     config = pipeline([f"experiment={name}", f"debug={str(debug).lower()}"])

@@ -181,7 +181,7 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
     finetune_drafter(adapters)
     exits = distilling(
         target, corpus, folder / "early_exit-alone", decode_prompts=2, decode_tokens=8, objective="forward_kl",
-        fit=replace(FIT, steps=6, lr=2e-2, eval_every=3, log_every=1),
+        fit=replace(FIT, lr=2e-2, eval_every=2, log_every=1),
     )  # fmt: skip
     train_early_exit(exits)
     steps = heading(target, corpus, folder / "steps-alone", fit=replace(FIT, lr=2e-2, eval_every=2, log_every=1))

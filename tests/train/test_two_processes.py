@@ -36,7 +36,7 @@ def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConf
     drafted = jobs.save_for_calibration(tmp_path / "drafted")
     target, left = drafted / "target", drafted / "drafter" / calibration.WEIGHTS_FILE
     one = {name: tmp_path / f"{name}-alone" for name in ("fit", "exit", "adapters", "steps", "head")}
-    exits = jobs.distilling(target, corpus, one["exit"], fit=replace(jobs.FIT, steps=6))
+    exits = jobs.distilling(target, corpus, one["exit"], fit=jobs.FIT)
     # On-policy steps too: what a row samples depends on the row, not on the process that has it.
     adapters = jobs.finetuning(
         target, corpus, one["adapters"], drafter=DrafterConfig(path=str(small)), on_policy=0.5, lora_rank=2
