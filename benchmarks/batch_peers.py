@@ -20,14 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "outrider" / "inference" / "serving"))
 
-from engine_worker import ENGINES, Json, Request, Transformers, main
+from engine_worker import ENGINES, Continuation, Json, Transformers, main
 
 
-def by_clients(asked: Json, pieces: Callable[[list[int], int], Iterable[list[int]]]) -> list[Request]:
+def by_clients(asked: Json, pieces: Callable[[list[int], int], Iterable[list[int]]]) -> list[Continuation]:
     """The requests of clients in threads. pieces: the new tokens after a prompt with a seed, as they come."""
 
-    def one(prompt: list[int], seed: int) -> Request:
-        request = Request()
+    def one(prompt: list[int], seed: int) -> Continuation:
+        request = Continuation()
         for tokens in pieces(prompt, seed):
             request.add(tokens)
         return request
@@ -55,7 +55,7 @@ class Outrider:
         self.model = outrider.load(**{**shared, **job["options"]})
         self.version, self.speculate, self.setup = version("outrider"), job["draft"] is not None, self.model.setup
 
-    def run(self, asked: Json) -> list[Request]:
+    def run(self, asked: Json) -> list[Continuation]:
         from outrider.inference.settings.sampling import SamplingConfig
 
         self.model.setup = replace(self.setup, eos=frozenset(asked["eos"]))
@@ -79,7 +79,7 @@ class Served:
         self.url = next(line.split()[-1] for line in server.stdout if line.startswith("serving"))
         self.version, self.speculate = version("outrider"), job["draft"] is not None
 
-    def run(self, asked: Json) -> list[Request]:
+    def run(self, asked: Json) -> list[Continuation]:
         own = {"max_tokens": asked["max_new_tokens"], "speculate": self.speculate, "return_token_ids": True}
         own |= {"temperature": asked["temperature"], **asked["sampling"], "stream": True}
 
@@ -120,7 +120,7 @@ class Llama:
             time.sleep(0.05)
         raise RuntimeError(f"{self.program} ended with status {self.server.returncode}")
 
-    def run(self, asked: Json) -> list[Request]:
+    def run(self, asked: Json) -> list[Continuation]:
         if asked["concurrency"] != self.slots:
             self.start(asked["concurrency"])
         own = {"n_predict": asked["max_new_tokens"], "ignore_eos": not asked["eos"], "cache_prompt": False}

@@ -240,14 +240,14 @@ def test_of_every_shape(shape: dict[str, Any], tied: bool, tmp_path: Path) -> No
     assert '"method": "draft_model"' in (tmp_path / "out/README.md").read_text()
 
 
-@pytest.mark.parametrize("fault", ["decoder_layers", "final_norm", "_put_head"])
+@pytest.mark.parametrize("fault", ["decoder_layers", "final_norm", "_set_head"])
 def test_a_part_that_stays_the_targets_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     drafter = save_another(target, tmp_path / "exit")
     faults: dict[str, Callable[..., Any]] = {  # weights go into a copy, or nowhere
         "decoder_layers": lambda model: copy.deepcopy(model.model.layers),
         "final_norm": lambda model: copy.deepcopy(model.model.norm),
-        "_put_head": lambda *_: None,
+        "_set_head": lambda *_: None,
     }
     monkeypatch.setattr(exports, fault, faults[fault])
     model = exported(tmp_path / "exit", tmp_path / "out")

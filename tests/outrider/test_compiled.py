@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
+
+from outrider.base.compiled import kept
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -32,6 +35,13 @@ def entry(address):
 print(outer(3), repr(numba.config.CACHE_DIR))
 print("over", file=sys.stderr)
 """
+
+
+def test_numbas_own_setting_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = numba.config.CACHE_DIR
+    assert kept(lambda x: x + 1)(1) == 2
+    assert before == numba.config.CACHE_DIR
 
 
 @pytest.mark.slow

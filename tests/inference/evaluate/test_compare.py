@@ -61,7 +61,7 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     written: list[Sequence[Sequence[int]]] = []
 
     def noted(
-        texts: Sequence[Any], _: object, template: str, *, answer_ids: Sequence[Sequence[int]], most: int, where: str
+        texts: Sequence[Any], _: object, template: str, *, answer_ids: Sequence[Sequence[int]], context: int, where: str
     ) -> list[int]:
         assert template == "vicuna"
         assert where == "prompt p"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from outrider.commands.evaluating import with_methods
 
+from outrider.commands.composing import with_methods
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.verify import verify_greedy
