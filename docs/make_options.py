@@ -15,7 +15,7 @@ from outrider.cli import COMMANDS, Command
 from outrider.commands.composing import compose_config, groups_of
 from outrider.commands.options import options_of, usual
 from outrider.inference.settings.method import CONF_DIR
-from outrider.inference.stopping import RULES, RuleEntry
+from outrider.inference.settings.stop_rules import RULES, RuleEntry
 
 PAGE, STOPS = (Path(__file__).parent / name for name in ("options.md", "when-to-stop.md"))
 _AUTO = "the draft is shorter than the length that should be fastest, by measured costs and acceptance"  # of `fixed`

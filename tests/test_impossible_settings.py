@@ -129,6 +129,7 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"on_policy": 0.5, "objective": "cross_entropy"}, r"on_policy=0.5: expected 0 without a target"),
         ({"on_policy": 0.5, "on_policy_tokens": 48, "seq_len": 48}, r"on_policy_tokens=48: expected"),
         ({"lora_rank": 4}, "lora_rank=4: expected 0 for a drafter from random weights"),
+        ({"lora_alpha": 8.0}, "lora_alpha=8.0: expected null without a lora_rank"),
         ({"on_policy": 0.5, "minutes": 1}, "minutes=1: expected null with on_policy"),
         ({"teacher": "cached", "objective": "cross_entropy"}, "teacher='cached': expected online"),
         ({"data": DataConfig(heldout_fraction=0.0)}, "heldout_fraction"),

@@ -18,7 +18,7 @@ from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.inference.settings.kind import Kind
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
 from outrider.inference.settings.sampling import Verification
-from outrider.inference.stopping import RULES, THRESHOLDS
+from outrider.inference.settings.stop_rules import RULES, THRESHOLDS
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the

@@ -9,12 +9,14 @@ right. Both bound the acceptance probability from below by 1 − √(c H(q)), an
 """
 
 import math
+from collections.abc import Callable
+from importlib import import_module
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.settings.method import AUTO, StopConfig
+from outrider.inference.settings.stop_rules import RULES
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping import RULES
 from outrider.inference.stopping.by_costs import BestLength
 from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask, sigmoid
 
@@ -199,4 +201,6 @@ def make_rule(
     inputs = RuleInputs(streams, head, tuning, drawn)
     if stop.max_draft == AUTO:
         return BestLength(inputs.tuning)
-    return RULES[stop.rule].load_factory()(stop.longest(levels), stop, inputs)
+    module, _, name = RULES[stop.rule].factory.partition(":")
+    factory: Callable[[int, StopConfig, RuleInputs], StopRule] = getattr(import_module(module, __package__), name)
+    return factory(stop.longest(levels), stop, inputs)

@@ -15,11 +15,11 @@ from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.loading.drafters import new_drafter
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.stop_rules import RULES
 from outrider.inference.shapes.factory import make_structure
 from outrider.inference.shapes.structure import plain_probs
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping import RULES
 from tests.inference.known_source import KnownSource, random_q, root
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.refusals import refusal

@@ -5,11 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
-import pytest
-
-from outrider.base.compiled import kept
-
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
@@ -37,14 +32,6 @@ print("over", file=sys.stderr)
 """
 
 
-def test_numbas_own_setting_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = numba.config.CACHE_DIR
-    assert kept(lambda x: x + 1)(1) == 2
-    assert before == numba.config.CACHE_DIR
-
-
-@pytest.mark.slow
 def test_compiling_is_spoken_of_once_and_its_files_are_with_the_users_caches(tmp_path: Path) -> None:
     """The first process compiles, the second does not."""
     program = tmp_path / "program" / "program.py"

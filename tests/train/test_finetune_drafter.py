@@ -214,9 +214,11 @@ def test_what_is_started_is_what_was_asked_for(target: Path, small: Path, corpus
         "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 48, "tie_word_embeddings": True, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
     } == shape  # fmt: skip
-    run = finetuning(target, corpus, Path("out"), lora_rank=2, drafter=DrafterConfig(path=str(small)))
-    lm: Any = start_lm(run, load_config(str(small)), tokenizer, torch.device("cpu"))
-    assert (lm.peft_config["default"].r, lm.peft_config["default"].lora_alpha) == (2, 4)
+    path = DrafterConfig(path=str(small))
+    for alpha, expected in ((None, 4), (7.0, 7)):
+        run = finetuning(target, corpus, Path("out"), lora_rank=2, lora_alpha=alpha, drafter=path)
+        lm: Any = start_lm(run, load_config(str(small)), tokenizer, torch.device("cpu"))
+        assert (lm.peft_config["default"].r, lm.peft_config["default"].lora_alpha) == (2, expected)
 
 
 def test_a_drafter_must_prove_itself(target: Path, small: Path, corpus: DataConfig) -> None:

@@ -86,7 +86,9 @@ def start_lm(
         passes = {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens}
         lm.config.update(passes if parallel.tokens > 1 else {})
         if config.lora_rank:
-            lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
+            alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+            # Only its type says integer: peft divides it by r.
+            lora = LoraConfig(r=config.lora_rank, lora_alpha=cast(int, alpha), target_modules="all-linear")
             lm = cast(PreTrainedModel, get_peft_model(lm, lora))
     return nn.Module.to(lm, device)
 

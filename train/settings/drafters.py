@@ -222,7 +222,8 @@ class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     draft_vocabulary: Count | None = opt(None, debug=64)
     """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
     finished drafter"""
-    lora_rank: NotNegative = opt(0, "0: all weights are trained; of adapters, whose alpha is twice that")
+    lora_rank: NotNegative = opt(0, "0: all weights are trained")
+    lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
     frozen_dtype: RunDtype = "auto"
     """of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it"""
     out_dir: str = free("runs/finetune_drafter", "where everything goes")
@@ -241,6 +242,7 @@ class FinetuneConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
         adapted = self.lora_rank == 0 or self.drafter.path is not None
         finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
         self.require("lora_rank", adapted, finished)
+        self.require("lora_alpha", self.lora_alpha is None or self.lora_rank > 0, "null without a lora_rank")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.core.verify import Chance, Rejection
 from outrider.inference.settings.method import StopConfig, StructureConfig
+from outrider.inference.settings.stop_rules import THRESHOLDS
 from outrider.inference.shapes.factory import Chain, make_tree
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping import THRESHOLDS
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import make_rule
 from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships

@@ -19,8 +19,9 @@ from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
 from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import StopConfig, settings_of
+from outrider.inference.settings.stop_rules import RULES, RuleEntry
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
-from outrider.inference.stopping import RULES, RuleEntry, rules
+from outrider.inference.stopping import rules
 from outrider.inference.stopping.by_costs import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
 from outrider.inference.stopping.interface import RuleInputs, Step, StopRule
 from tests.inference.priced import costs
