@@ -133,8 +133,9 @@ def _find_unfit(config: AutoConfig) -> dict[str, str]:
 
 def _describe_memory(target: OpenTarget, available: float) -> str:
     """The memory of an evaluation without drafters, and the machine's. Raises `UserError` if that is too little."""
-    plain = EvaluateConfig(target=target.source, dtype="fast", methods={PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)})
-    size = sum(part.size for part in evaluation_memory(plain, target.config))
+    methods = {PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)}
+    evaluation = EvaluateConfig(target=target.source, dtype="fast", methods=methods)
+    size = sum(part.size for part in evaluation_memory(evaluation, target.config))
     memory = f"memory_gb={size / GB:.1f} of {available / GB:.1f}"
     if size > available:
         raise UserError(f"target={target.source}: decoding it takes {memory}; take a smaller one")

@@ -118,13 +118,13 @@ def calibrate(config: CalibrateConfig) -> None:
         settings = {"capture": settings, "l2": config.l2, "odds": config.odds, "examples": len(examples["label"])}
 
         def evaluate(step: int) -> Metrics:
-            return {"brier": brier_score(predict_acceptance(student.folded(), heldout), heldout["label"])}
+            return {"brier": brier_score(predict_acceptance(student.fold_standardisation(), heldout), heldout["label"])}
 
         identity = {**settings, "labels": digest_of(examples["label"].tolist())[:16]}
         result = run.fit(student, Examples(examples), config.fit, identity=identity, evaluate=evaluate)
         if result is not None:
             facts = {**settings, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
-            save_head(config, kind, digest, student.cpu().folded(), captured, {**facts, "target": record})
+            save_head(config, kind, digest, student.cpu().fold_standardisation(), captured, {**facts, "target": record})
 
 
 # --- the drafter, its target, and the texts that they continue
@@ -238,7 +238,7 @@ def load_decoder(
 
 
 class CalibrationStudent(Student):
-    """The head on standardised inputs, so that one learning rate fits every model; see `folded`.
+    """The head on standardised inputs, so that one learning rate fits every model; see `fold_standardisation`.
 
     It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
     odds=False: the draft's odds get no weight, as in the paper.
@@ -286,15 +286,15 @@ class CalibrationStudent(Student):
         return {"loss_sum": loss + self.l2 * len(logits) * penalty}
 
     @torch.no_grad()
-    def folded(self) -> CalibrationHead:
+    def fold_standardisation(self) -> CalibrationHead:
         """The same head for raw inputs: the standardisation is folded into its weights."""
-        plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
-        plain.target.copy_(self.head.target / self.scale_target)
-        plain.draft.copy_(self.head.draft / self.scale_draft)
-        plain.odds.copy_(self.head.odds / self.scale_odds)
-        shift = plain.target @ self.mean_target + plain.draft @ self.mean_draft + plain.odds * self.mean_odds
-        plain.bias.copy_(self.head.bias - shift)
-        return plain.requires_grad_(False)
+        raw_head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
+        raw_head.target.copy_(self.head.target / self.scale_target)
+        raw_head.draft.copy_(self.head.draft / self.scale_draft)
+        raw_head.odds.copy_(self.head.odds / self.scale_odds)
+        shift = raw_head.target @ self.mean_target + raw_head.draft @ self.mean_draft + raw_head.odds * self.mean_odds
+        raw_head.bias.copy_(self.head.bias - shift)
+        return raw_head.requires_grad_(False)
 
 
 class Examples:
@@ -348,6 +348,6 @@ def plan_memory(config: CalibrateConfig, kind: Kind, target: PreTrainedConfig) -
     positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
     storage = Storage.of(config.dtype, target, positions, device)
     plugin = kind.load_plugin().read_with(config.reading)
-    held = target_memory(target, storage, layers_read(config, kind))
-    held += drafter_memory(kind, plugin, config.checkpoint, target, storage)
-    return Plan(held, {"positions": positions, "dtype": dtype_name(config.dtype, target, device)})
+    parts = target_memory(target, storage, layers_read(config, kind))
+    parts += drafter_memory(kind, plugin, config.checkpoint, target, storage)
+    return Plan(parts, {"positions": positions, "dtype": dtype_name(config.dtype, target, device)})

@@ -229,7 +229,7 @@ class EarlyExitStudent(Student):
         hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
         return self.drafter.norm(hidden), target
 
-    def supervised(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def run_supervised(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The exit's states [n, d] after its norm at the supervised positions of a batch of rows, and those of the
         target if it is in this module."""
         moved = {name: value.to(self.stack.device) for name, value in batch.items()}
@@ -267,7 +267,7 @@ def make_evaluation(
 
     def evaluate(step: int) -> Metrics:
         logits = student.stack.logits_after_norm if student.online else None
-        metrics = text.judge(student.drafter.logits_after_norm, student.supervised, logits)
+        metrics = text.judge(student.drafter.logits_after_norm, student.run_supervised, logits)
         if config.parallel:
             metrics.pop("tau_analytic", None)
         if full_target is not None:
@@ -299,11 +299,11 @@ def plan_memory(config: EesdConfig, target: PreTrainedConfig) -> Plan:
     """The memory of training an early exit of the shape in `config` on a target of this config."""
     student, values = empty_student(config, target)
     through = student.stack.layers[: config.exit_layer] if config.parallel else None  # to the vectors of masks
-    held = fit_memory(config, student, target.hidden_size, target.vocab_size, through)
-    held += [decoding_target(target)] if config.decode_prompts else []
+    parts = fit_memory(config, student, target.hidden_size, target.vocab_size, through)
+    parts += [decoding_target(target)] if config.decode_prompts else []
     facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": values}
     facts |= {"read_gb": f"{values * stored_dtype(target).itemsize / 1e9:.2f}"}
-    return Plan(held, facts | {"trained_parameters": student.count_parameters()[0]})
+    return Plan(parts, facts | {"trained_parameters": student.count_parameters()[0]})
 
 
 def empty_student(config: EesdConfig, target: PreTrainedConfig) -> tuple[EarlyExitStudent, int]:

@@ -1,4 +1,11 @@
-"""The pipeline: from a target over its answers, drafters and a table to one report."""
+"""The pipeline: from a target over its answers, drafters and a table to one report.
+
+`plan_steps` makes a `Step` of each command, `check_steps` reads the inputs of all steps, `run_pipeline` runs them.
+
+An option that names the product of an earlier step is recorded with `HERE` in place of the pipeline's directory, as in
+checkpoint={out_dir}/eesd. So a pipeline can be moved, and a resumed run still agrees with its records. On the command
+line of the step the path is written out: checkpoint=runs/demo/eesd.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,16 +17,15 @@ from outrider.base.files import require_writable
 from outrider.base.run_dirs import clear, only_run, require_free, require_rehearsal
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM
+from outrider.draft_models.targets.settings import TARGET
 from outrider.inference.loading.rehearsal import check_inputs, shrink
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.train.settings.pipeline import LOGS, MINUTES, REMOVED, PipelineConfig
+from outrider.train.settings.pipeline import LOGS, MINUTES, REMOVED, STEPS, TARGET_STEPS, PipelineConfig
 from outrider.train.steps import ROOT, ConfigFor, Records, Step, read_records, run_step, write_words
 
-HERE = "{out_dir}"  # in the recorded options: the pipeline's directory, which may be moved
+HERE = "{out_dir}"
 REPOSITORY = "{repository}"  # in an experiment: the directory of this project
-Links = Mapping[str, str | None]  # the options of a step that name the target and products; None: no step makes it
 # The option that names the target's answers, by the value of `data` in the options of a step that reads them.
 _READERS = {"responses": "data.path", "self_distillation": "data.mix.generated.path"}
 
@@ -29,40 +35,8 @@ def plan_steps(config: PipelineConfig, config_for: ConfigFor) -> list[Step]:
 
     Raises `UserError`, naming the step, for options that a command refuses.
     """
-    steps, largest = list[Step](), size_limits(config)
-
-    def step(name: str, script: str, product: str, links: Links, also_reads: str = "") -> str | None:
-        """Add a step if the experiment has it; its directory, or None."""
-        if name not in config.to_do:
-            return None
-        options = merge_options(config, name, links, largest)
-        inputs = [earlier.name for earlier in steps if f"{HERE}/{earlier.name}" in str(options)]
-        inputs += [earlier.name for earlier in steps if earlier.name == also_reads]
-        paths = {key: _fill(value, str(config.folder)) for key, value in options.items()}
-        words = write_words({**paths, "out_dir": str(config.folder / name), "resume": True})
-        with _naming(name):
-            settings = config_for(script, words)
-        settings, file = shrink(settings, config.folder) if config.debug else settings, config.folder / name / product
-        steps.append(Step(name, script, words, settings, file, write_words(options), inputs, config.expected(name)))
-        return f"{HERE}/{name}"
-
-    target = config.target or step("fetch", "data_prep/fetch_target.py", "fetched.json", {})
-    target = target or step("target", "train/toy_target.py", "toy_target.json", {})
-    writer = None if "file" in config.steps.get("prompts", {}) else target
-    prompts = step("prompts", "data_prep/write_prompts.py", "prompts.json", {"target": writer})
-    questions, heldout = (prompts and f"{prompts}/{part}.jsonl" for part in ("train", "heldout"))
-    question_links: Links = {"target": target, "data.path": questions}
-    step("responses", "data_prep/generate_responses.py", "summary.json", question_links)
-    early_exit = step("eesd", "train/eesd.py", "drafter.json", {"target": target})
-    step("calibrate", "train/calibrate.py", "calibration.json", {"checkpoint": early_exit})
-    eagle3 = step(EAGLE3, "train/eagle3.py", "eagle3.json", {"target": target})
-    small_lm = step(SMALL_LM, "train/finetune_drafter.py", "finetune_drafter.json", {"target": target})
-    table = step("trigrams", "data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": target})
-    drafters = {"checkpoint": early_exit, EAGLE3: eagle3, SMALL_LM: small_lm, "table": table}
-    report_links: Links = {"target": target, "prompts": heldout, **drafters}
-    # The calibration head lies in the directory of the early exit.
-    step("report", "inference/evaluate_checkpoint.py", "report.json", report_links, also_reads="calibrate")
-    return steps
+    largest = size_limits(config)
+    return [plan_step(config, name, largest, config_for) for name in config.to_do]
 
 
 def size_limits(config: PipelineConfig) -> dict[str, int]:
@@ -77,46 +51,78 @@ def size_limits(config: PipelineConfig) -> dict[str, int]:
     return {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
 
 
-def merge_options(config: PipelineConfig, name: str, links: Links, largest: Mapping[str, int]) -> dict[str, object]:
-    """The options of a step: the experiment's, with numbers of at most `largest`, and the user's."""
+def plan_step(config: PipelineConfig, name: str, largest: Mapping[str, int], config_for: ConfigFor) -> Step:
+    """The step `name`. largest: see `size_limits`."""
+    options, command = merge_options(config, name, largest), STEPS[name]
+    inputs = [step for step in config.to_do if f"{HERE}/{step}" in str(options)]
+    if name == "report" and "calibrate" in config.to_do:  # which writes to the directory of the early exit
+        inputs.append("calibrate")
+    paths = {key: _fill_paths(value, str(config.folder)) for key, value in options.items()}
+    words = write_words({**paths, "out_dir": str(config.folder / name), "resume": True})
+    with _name_step(name):
+        settings = config_for(command.script, words)
+    settings = shrink(settings, config.folder) if config.debug else settings
+    product, minutes = config.folder / name / command.product, config.estimate_minutes(name)
+    return Step(name, command.script, words, settings, product, write_words(options), inputs, minutes)
+
+
+def merge_options(config: PipelineConfig, name: str, largest: Mapping[str, int]) -> dict[str, object]:
+    """The options of a step: the products that it reads, the experiment's options, and the user's, which replace them.
+
+    A number in the experiment is at most that of `largest`.
+    """
     experiment, more = {**config.steps[name]}, config.more.get(name, {})
     for key, value in config.steps[name].items():
         if key in largest and isinstance(value, int):
             experiment[key] = min(value, largest[key])
-    if config.minutes is not None and config.limit(name):
-        experiment[MINUTES] = config.limit(name)
+    if config.minutes is not None and config.scaled_minutes(name):
+        experiment[MINUTES] = config.scaled_minutes(name)
+    links = STEPS[name].links
+    if name == "prompts" and "file" in experiment:  # then no target writes them
+        links = {}
+    options: dict[str, object] = {option: path for option in links if (path := _find_product(config, links[option]))}
     reader = _READERS.get(str({**experiment, **more}.get("data")))
     answers = {reader: f"{HERE}/responses/responses-*.jsonl"} if reader else {}
-    options = {key: path for key, path in links.items() if path} | answers | experiment | more
+    options |= answers | experiment | more
     return {key: value for key, value in options.items() if value != REMOVED}
 
 
-def _fill(value: object, folder: str) -> object:
+def _find_product(config: PipelineConfig, product: str) -> str | None:
+    """The path of a product, or the target; None if no step makes it. product: as in `StepCommand.links`."""
+    if product == TARGET and config.target:
+        return config.target
+    steps = TARGET_STEPS if product == TARGET else (product.partition("/")[0],)
+    step = next((step for step in steps if step in config.to_do), None)
+    return step and f"{HERE}/{step if product == TARGET else product}"
+
+
+def _fill_paths(value: object, folder: str) -> object:
     """The value of an option with paths in place of `HERE` and `REPOSITORY`."""
     return value.replace(HERE, folder).replace(REPOSITORY, str(ROOT)) if isinstance(value, str) else value
 
 
 def check_steps(config: PipelineConfig, steps: Sequence[Step]) -> None:
     """Raise `UserError`, naming the step, for inputs that a step cannot read: files, a target with its tokenizer, and
-    records. Those that earlier steps write are not read, nor those of a finished step."""
+    records. The inputs of a finished step are not read."""
     for step in steps:
         if config.debug or not step.product.exists():
-            with _naming(step.name):
+            with _name_step(step.name):
                 _read_inputs(step)
 
 
 def _read_inputs(step: Step) -> None:
-    written_keys = {word.partition("=")[0] for word in step.options if HERE in word}  # by earlier steps
+    """Read the inputs of a step, except products of other steps."""
+    products = {word.partition("=")[0] for word in step.options if HERE in word}
 
     def is_input(key: str) -> bool:
-        return key not in written_keys
+        return key not in products
 
     step.settings.require_paths(is_input)
     check_inputs(step.settings, is_input)
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _name_step(name: str) -> Iterator[None]:
     """Context manager: a `UserError` names the step."""
     try:
         yield

@@ -121,7 +121,7 @@ def tokenise(
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}" + ("" if encoder.rows is None else f" {encoder.rows}")
     paths, continued, count = list[Path](), list[bool](), 0
 
-    def missing() -> Iterator[_ShardInput]:
+    def missing_shards() -> Iterator[_ShardInput]:
         nonlocal count
         pieces = _split_long(documents, encoder, piece)
         for batch in batches(pieces, lambda passage: len(passage.text) or 4 * len(passage.ids), shard):
@@ -134,7 +134,7 @@ def tokenise(
                 yield paths[-1], batch, dtype
 
     with Stage("tokenising", unit="tokens") as stage:
-        for tokens in _write_all(missing(), source, revision, encoder, workers):
+        for tokens in _write_all(missing_shards(), source, revision, encoder, workers):
             stage.advance(tokens)
     for stale in set(folder.iterdir()) - set(paths):
         stale.unlink()

@@ -301,9 +301,9 @@ class StreamedText:
         self._tokenizer, self._ends, self.tokens = tokenizer, ends, list[int]()
         self._local, self._token_texts = _decodes_locally(tokenizer), _TEXTS.setdefault(tokenizer, {})
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
-        plain, cleaned_text = self._decoded(ids), tokenizer.decode(ids, skip_special_tokens=True)
-        unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(plain) == plain
-        self._cleans = cleaned_text != plain or unsure  # unsure: no tokens give the text `_SPACED`
+        raw_text, clean_text = self._decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
+        unsure = tokenizer.clean_up_tokenization_spaces and tokenizer.clean_up_tokenization(raw_text) == raw_text
+        self._cleans = clean_text != raw_text or unsure  # unsure: no tokens give the text `_SPACED`
         self._before, self._end = 0, 0  # tokens[before:end] are the last piece whose end no later token changes
         self._closed = 0  # number of tokens up to the last one whose text no later token changes
         self._seen, self._waiting = 0, ""  # characters since `before` that were processed; the held-back ones
@@ -312,37 +312,37 @@ class StreamedText:
         """The piece that becomes certain with these tokens; it may be empty."""
         for token in tokens:
             self.tokens.append(token)
-            self._closed = self._closed if token in self._ends or self._alone(token)[1] else len(self.tokens)
+            self._closed = self._closed if token in self._ends or self._decode_alone(token)[1] else len(self.tokens)
         if (end := self._closed) > self._end:
-            text = self._decoded(self.tokens[self._before : end])
-            self._see(text.rstrip("\ufffd"))
-            if self._local and not text.endswith("\ufffd") and (piece := self._decoded(self.tokens[self._end : end])):
+            text = self._decode(self.tokens[self._before : end])
+            self._append_new(text.rstrip("\ufffd"))
+            if self._local and not text.endswith("\ufffd") and (piece := self._decode(self.tokens[self._end : end])):
                 self._before, self._end, self._seen = self._end, end, len(piece)
-        return self._cleaned(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))
+        return self._take_text(len(self._waiting.rstrip(_CLEANED) if self._cleans else self._waiting))
 
     def flush(self) -> str:
         """The text that was held back."""
         end = len(self.tokens) - (self.tokens[-1:] != [] and self.tokens[-1] in self._ends)
-        self._see(self._decoded(self.tokens[self._before : end]))
-        return self._cleaned(len(self._waiting))
+        self._append_new(self._decode(self.tokens[self._before : end]))
+        return self._take_text(len(self._waiting))
 
-    def _see(self, text: str) -> None:
+    def _append_new(self, text: str) -> None:
         self._waiting += text[self._seen :]
         self._seen = max(self._seen, len(text))
 
-    def _cleaned(self, size: int) -> str:
+    def _take_text(self, size: int) -> str:
         """The next `size` characters, cleaned up."""
         piece, self._waiting = self._waiting[:size], self._waiting[size:]
         return self._tokenizer.clean_up_tokenization(piece) if self._cleans else piece
 
-    def _alone(self, token: int) -> tuple[str, bool]:
+    def _decode_alone(self, token: int) -> tuple[str, bool]:
         """The token's own text, and whether it may be a part of an incomplete character, or is not shown."""
         if token not in self._token_texts:
-            text, name = self._decoded([token]), str(self._tokenizer.convert_ids_to_tokens(token))
+            text, name = self._decode([token]), str(self._tokenizer.convert_ids_to_tokens(token))
             self._token_texts[token] = text, not text or bool(_BYTE.fullmatch(name))
         return self._token_texts[token]
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         if len(tokens) == 1 and tokens[0] in self._token_texts:
             return self._token_texts[tokens[0]][0]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

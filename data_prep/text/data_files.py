@@ -136,7 +136,7 @@ def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
     try:
         yield from enumerate((raw for batch in _record_batches(path) for raw in batch.to_pylist()), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def _record_batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
@@ -208,7 +208,7 @@ def _read_lines(path: Path, most: int, *, in_total: bool = False) -> Iterator[by
                     raise UserError(f"{path}: a line, or a text, of more than {most} bytes: expected no more; split it")
                 yield line.encode() if isinstance(line, str) else line
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def _read_text(path: Path) -> str:
@@ -249,8 +249,8 @@ def file_digest(path: Path) -> bytes:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
+def _read_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")

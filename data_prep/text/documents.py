@@ -78,7 +78,7 @@ def encode(
 
     Raises `UserError` for a tokenizer without chat template.
     """
-    counted = nullcontext if counts is None else counts.refusing
+    counted = nullcontext if counts is None else counts.count_refused
     documents = [_recorded_documents(record, tokenizer, template) for record in records]
     answers: dict[int, list[_RenderedAnswer]] = {}
     for number, record in enumerate(records):
@@ -201,8 +201,9 @@ def _answers_of(
         return []
     messages = messages[: indices[-1] + 1]
     prompts, added = [render(messages[:i]) for i in indices], _added_tokens(tokenizer, len(tokenizer))
-    plain = _render_or_empty(render, [*messages[: indices[0]], {"role": "assistant", "content": MARK}]).rpartition(MARK)
-    closes = not plain[1] or plain[2].rstrip().endswith(added)  # an added token that ends its content does not
+    answer_mark: Message = {"role": "assistant", "content": MARK}
+    _, mark, ending = _render_or_empty(render, [*messages[: indices[0]], answer_mark]).rpartition(MARK)
+    closes = not mark or ending.rstrip().endswith(added)  # an added token that ends its content does not
     onwards = [*prompts[1:], _render_or_empty(render, [*messages, {"role": "user", "content": "?"}])]
     end = (tokenizer.eos_token or "") if template == "none" else ""
     for i, prompt, onward in zip(indices, prompts, onwards, strict=True):

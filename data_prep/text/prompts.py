@@ -99,11 +99,11 @@ def split_prompts(
             f"{where}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}: {remedy}"
         )
     count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
-    held = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
+    heldout_numbers = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
     splits: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
     ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else groups
     for number, key in enumerate(ordered):
-        splits["heldout" if number in held else "train"] += groups[key][: 1 if by_hash else None]
+        splits["heldout" if number in heldout_numbers else "train"] += groups[key][: 1 if by_hash else None]
     return splits
 
 

@@ -117,7 +117,7 @@ class Counts(Counter[str]):
         self.first = self.first or why
 
     @contextmanager
-    def refusing(self, among: str = "records") -> Iterator[None]:
+    def count_refused(self, among: str = "records") -> Iterator[None]:
         """Count an `UnusableTextError` as "refused" instead of raising it; the count `among` loses its record."""
         try:
             yield

@@ -166,7 +166,7 @@ def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase
     counts = Counts()
     splits = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
     for record in chain.from_iterable(splits):
-        with counts.refusing():
+        with counts.count_refused():
             if tokenizer is None:
                 return
             if "messages" in record:

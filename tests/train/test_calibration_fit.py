@@ -128,7 +128,7 @@ def test_rows_hold_every_example_once() -> None:
 def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
     captured = synthetic(200, 0)
     model = CalibrationStudent(captured, l2=100)
-    untrained = predict_acceptance(model.folded(), captured)
+    untrained = predict_acceptance(model.fold_standardisation(), captured)
     odds = captured["confidence"].logit()  # before it has learnt anything it shifts the draft's own
     torch.testing.assert_close(untrained, (odds - odds.mean() + captured["label"].mean().logit()).sigmoid())
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> No
             parameter.normal_()
     rows = Examples(captured)
     loss = sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
-    predicted = predict_acceptance(model.folded(), captured)
+    predicted = predict_acceptance(model.fold_standardisation(), captured)
     entropy = torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum")
     penalty = sum(weights.square().sum() for weights in (model.head.target, model.head.draft))
     torch.testing.assert_close(loss, entropy + 100 * penalty, rtol=1e-4, atol=1e-3)
@@ -160,7 +160,7 @@ def test_the_papers_head_sees_hidden_states_alone() -> None:
         rows = Examples(captured)
         sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows))).backward()
         gradients[odds] = {name for name, weight in model.head.named_parameters() if weight.grad is not None}
-        head = model.folded()
+        head = model.fold_standardisation()
         assert torch.equal(predict_acceptance(head, captured), predict_acceptance(head, surer)) is not odds
     assert gradients[True] - gradients[False] == {"odds"}
     tempered, batch = confident(drawn_rounds(1.0, 2.5, 2000, 1))
@@ -190,7 +190,7 @@ def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
-    scores = score_head(model.folded(), train, heldout)["predictors"]
+    scores = score_head(model.fold_standardisation(), train, heldout)["predictors"]
     assert scores["head"]["brier"] < 0.7 * min(scores["constant"]["brier"], scores["confidence"]["brier"])
     assert scores["head"]["ece"] < 0.03
     constant = torch.full_like(heldout["label"], float(train["label"].mean()))

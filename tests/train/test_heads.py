@@ -55,7 +55,7 @@ def test_what_is_watched_are_the_models_choices(target: OpenTarget) -> None:
     student, stack, keep = exit_student(few, 2), target.stack(dtype=torch.float32), rows["labels"] != IGNORE
     (choices,) = HeldOutText([{name: value[0] for name, value in rows.items()}], 1, stack).choices
     assert torch.equal(choices != IGNORE, keep)
-    watched = student.drafter.logits_after_norm(student.supervised(rows)[0]).argmax(-1)
+    watched = student.drafter.logits_after_norm(student.run_supervised(rows)[0]).argmax(-1)
     for found, model in ((watched, few), (choices[keep], whole(target))):
         assert torch.equal(found, own_logits(model).argmax(-1)[keep[0]])
 

@@ -101,7 +101,7 @@ def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
     whole = sum(plain.expected_minutes[step] for step in plain.to_do)
     for minutes in (0.6 * whole, 2 * whole):
         config = replace(plain, minutes=minutes)
-        assert sum(config.expected(step) or 0.0 for step in config.to_do) == pytest.approx(minutes)
+        assert sum(config.estimate_minutes(step) or 0.0 for step in config.to_do) == pytest.approx(minutes)
         assert minutes_of(config) == pytest.approx(minutes_of(plain) + minutes - whole, rel=0.02)
     by_user = pipeline([f"experiment={name}", f"minutes={whole}", "steps.report.minutes=99"])
     assert settings_of(by_user)["report"].minutes == 99
@@ -118,7 +118,7 @@ def test_minutes_that_cannot_be_kept_are_refused() -> None:
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step, none less than it has by its options; in all what README says."""
     config = pipeline([f"experiment={name}"])
-    assert all(config.expected_minutes[step] >= config.limit(step) for step in config.to_do)
+    assert all(config.expected_minutes[step] >= config.scaled_minutes(step) for step in config.to_do)
     assert 0.5 * most <= sum(config.expected_minutes[step] for step in config.to_do) <= most
 
 

@@ -125,7 +125,7 @@ def fit(
             nonlocal metrics
             assert evaluate is not None
             student.eval()
-            with report.evaluating(step), torch.no_grad(), sharding.whole_model(student, engine.module):
+            with report.time_evaluation(step), torch.no_grad(), sharding.whole_model(student, engine.module):
                 metrics = evaluate(step)
             student.train()
             if metrics:
@@ -133,7 +133,7 @@ def fit(
 
         def save(step: int) -> None:
             reached = TrainingState(step, metrics, budget.limit.spent(), budget.total)
-            with report.paused():
+            with report.pause_clock():
                 _save(engine, run, reached, out_dir, config.keep_checkpoints)
 
         with report:

@@ -46,17 +46,17 @@ class TrainingLog(Stage):
         return tuple(self.accelerator.reduce(sums, "sum").tolist())
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause_clock(self) -> Iterator[None]:
         """Exclude the time spent inside from the time of the steps around it."""
         began = time.perf_counter()
         yield
         self._interval_start += time.perf_counter() - began
 
     @contextmanager
-    def evaluating(self, step: int) -> Iterator[None]:
-        """`paused`, for the evaluation after `step` steps; the last one is expected to take the same time."""
+    def time_evaluation(self, step: int) -> Iterator[None]:
+        """`pause_clock`, for the evaluation after `step` steps; the last one is expected to take the same time."""
         began = time.perf_counter()
-        with self.paused(), Stage(f"evaluating after step {step}"):
+        with self.pause_clock(), Stage(f"evaluating after step {step}"):
             yield
         self.after = time.perf_counter() - began
 

@@ -34,7 +34,7 @@ def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str
         if isinstance(detached, DTensor):
             values[name] = detached.full_tensor()
         elif hasattr(parameter, "ds_id"):
-            with _gathered([parameter]):
+            with _gather_parameters([parameter]):
                 values[name] = parameter.detach().clone()
         else:
             values[name] = detached
@@ -68,7 +68,7 @@ def whole_model(model: nn.Module, engine: nn.Module) -> Iterator[None]:
         offload._remove_module_hooks()
         offload.forward_hooks.clear()
         offload.backward_hooks.clear()
-    with _gathered([p for p in model.parameters() if hasattr(p, "ds_id")]):
+    with _gather_parameters([p for p in model.parameters() if hasattr(p, "ds_id")]):
         yield
     if offload is not None:
         offload.setup_zero_stage3_hooks()
@@ -162,7 +162,7 @@ def is_shared_out(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
-def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+def _gather_parameters(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
     if not parameters:
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters  # Linux only

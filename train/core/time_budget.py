@@ -54,8 +54,8 @@ class StepBudget:
         seconds = self.limit.left(0.0)
         if is_measured and not self._warned and pace > seconds / ENOUGH:
             shorter = f"with a smaller fit.batch_rows or seq_len there are more; a training wants {ENOUGH} or more"
-            held = max(1, round(seconds / pace))
-            warn(f"minutes={self.limit.minutes:g}: one step takes {pace:.3g} s, so they hold {held}; {shorter}")
+            steps = max(1, round(seconds / pace))
+            warn(f"minutes={self.limit.minutes:g}: one step takes {pace:.3g} s, so they hold {steps}; {shorter}")
         self._warned |= is_measured
 
     def ended_by(self, config: FitConfig, rows: int) -> str:

@@ -1,4 +1,8 @@
-"""Shared parts of trainings, except their evaluation: draft vocabulary, dtypes, limits, records and saving."""
+"""What the trainings of drafters share, in the order of a training; their evaluation is in `heldout`.
+
+Before the rows are read, `require_vocabulary` and `require_context` check sizes. `pick_tokens` chooses the draft
+vocabulary from the rows. At the end `export_model` writes a small LM, and `write_records` the card of any drafter.
+"""
 
 import os
 import shutil
@@ -45,12 +49,12 @@ def pick_tokens(
     if size is None:
         return None
     vocabulary = target.config.vocab_size
-    step = -(-len(rows) // COUNTED_ROWS)
-    counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
+    stride = -(-len(rows) // COUNTED_ROWS)
+    counts = count_tokens((rows[index] for index in range(0, len(rows), stride)), vocabulary)  # [vocabulary]
     always = [*always, *(token for token in sorted(end_tokens(target)) if token < vocabulary)][:size]
-    tokens = choose_tokens(counts, size, always)
-    held = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
-    shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(held, tokens):.4f}"
+    tokens = choose_tokens(counts, size, always)  # [size]
+    heldout_counts = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
+    shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(heldout_counts, tokens):.4f}"
     print(f"draft_vocabulary={size} of={vocabulary} {shares}", flush=True)
     return tokens
 
@@ -73,7 +77,7 @@ def llama_config(
     shape: DrafterConfig | ToyTargetConfig, vocabulary: int, positions: int, tokenizer: PreTrainedTokenizerBase
 ) -> LlamaConfig:
     """The config of a Llama of this shape. positions: the context that its config states."""
-    described = {
+    fields = {
         "vocab_size": vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -83,37 +87,43 @@ def llama_config(
         "max_position_embeddings": positions,
         "tie_word_embeddings": shape.tied,
     }
-    return LlamaConfig.from_dict({**described, **special_tokens(tokenizer)})
+    return LlamaConfig.from_dict({**fields, **special_tokens(tokenizer)})
 
 
 def write_records(
     config: DrafterTraining,
     use: str,
-    facts: Mapping[str, object],
+    card_facts: Mapping[str, object],
     result: FitResult,
     metrics: Collection[str],
     record: tuple[str, Mapping[str, object]] | None = None,
     shape: str = "",
 ) -> None:
-    """Write the card of a finished drafter, and say that it is saved.
+    """Write the card of a finished drafter, then the record of its training, and print that the drafter is saved.
 
-    use: of it; facts: about it; metrics: the names of those that card and line say; shape: what the line says first.
-    record: a file, and the settings of the training that are written there with its results, last.
+    use: how the drafter is used, the text of the card. card_facts: rows of the card about this kind of drafter.
+    metrics: names of metrics in `result`, which the card and the printed line show. record: the name of a file in
+    out_dir, and the settings that it contains besides the results. shape: the drafter's, for the printed line.
     """
     out_dir = Path(config.out_dir)
-    rows: dict[str, object] = {"data": config.data.source, "steps": result.steps}
-    rows |= {"chosen step": result.step} if "tau" in metrics else {}
-    arguments = [part.chat_template_kwargs for _, _, part in config.data.parts()] or [config.data.chat_template_kwargs]
-    rows |= {name: round(result.metrics[name], 3) for name in metrics}
-    rows |= {KWARGS: arguments} if any(arguments) else {}
-    write_card(out_dir, use, config.target, {**facts, **rows})
+    write_card(out_dir, use, config.target, {**card_facts, **_training_facts(config, result, metrics)})
     if record is not None:
         file, settings = record
         report = {"target": config.target, "step": result.step, "metrics": result.metrics, "steps": result.steps}
         report |= {"training_seconds": result.seconds, "last_metrics": result.last_metrics, "settings": settings}
         write_json(out_dir / file, {**report, "fit": asdict(config.fit), "made_with": provenance()})
     figures = [f"{name}={result.metrics[name]:.4f}" for name in metrics]
-    say(" ".join([f"saved drafter={out_dir}", *([shape] if shape else []), f"step={result.step}", *figures]))
+    say(" ".join(filter(None, [f"saved drafter={out_dir}", shape, f"step={result.step}", *figures])))
+
+
+def _training_facts(config: DrafterTraining, result: FitResult, metrics: Collection[str]) -> dict[str, object]:
+    """The rows of a card about the training: data, steps, metrics, and the arguments of the chat template."""
+    facts: dict[str, object] = {"data": config.data.source, "steps": result.steps}
+    if "tau" in metrics:
+        facts["chosen step"] = result.step
+    facts |= {name: round(result.metrics[name], 3) for name in metrics}
+    arguments = [part.chat_template_kwargs for _, _, part in config.data.parts()] or [config.data.chat_template_kwargs]
+    return facts | ({KWARGS: arguments} if any(arguments) else {})
 
 
 def export_model(
@@ -122,9 +132,11 @@ def export_model(
     out_dir: Path,
     convert: Callable[[Path], Path] = lambda staged: staged,
 ) -> None:
-    """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load.
+    """Write `lm` and `tokenizer` to `out_dir` as a Hugging Face directory.
 
-    convert: (folder) → the files to write instead, made in that folder. Raises `UserError`.
+    The files are written to a folder beside their place, then moved. config.json is moved last, so an incomplete
+    directory does not load. convert: from that folder to a folder in it, whose files are moved instead. Raises
+    `UserError`.
     """
     staged = out_dir / run_dir.STAGING
     shutil.rmtree(staged, ignore_errors=True)

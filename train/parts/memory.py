@@ -39,7 +39,7 @@ def fit_memory(
     handed_on = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
     # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
     inside = 0 if fit.gradient_checkpointing else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
-    held = [
+    parts = [
         Memory("frozen weights", frozen, "frozen_dtype=bfloat16"),
         Memory(
             "trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"
@@ -52,7 +52,7 @@ def fit_memory(
         Memory("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
         Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(loose, default=0)),
     ]
-    return [*held, *([Memory("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
+    return [*parts, *([Memory("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
 
 
 def decoding_target(target: PreTrainedConfig) -> Memory:

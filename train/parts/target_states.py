@@ -141,16 +141,16 @@ class RowsInTurn:
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         row = self.rows[index]
-        if self._stored is None:
+        if self._mapped_states is None:
             return row
-        states, written = self._stored
+        states, written = self._mapped_states
         if not written[index]:
             states[index] = self.states_of(default_collate([row]))[0]
             written[index] = 1
         return {**row, "states": states[index]}
 
     @cached_property
-    def _stored(self) -> tuple[Tensor, Tensor] | None:
+    def _mapped_states(self) -> tuple[Tensor, Tensor] | None:
         """The states of all rows, and which are there, uint8 [rows]."""
         shape, file = (len(self.rows), *self.row_shape), require_writable(self.folder) / STATES_FILE
         size = math.prod(shape) * self.dtype.itemsize

@@ -70,17 +70,17 @@ class TopKRows:
         lengths = [*(len(segment) for segment in segments), padding]
         numbers = [*range(len(segments)), -1]
 
-        def padded(values: Tensor, fill: int = 0) -> Tensor:
+        def pad(values: Tensor, fill: int = 0) -> Tensor:
             return torch.cat([values, values.new_full((padding, *values.shape[1:]), fill)])
 
         return {
-            "input_ids": padded(self._tokens[offsets].long()),
-            "labels": padded(self._labels[offsets].long(), IGNORE),
+            "input_ids": pad(self._tokens[offsets].long()),
+            "labels": pad(self._labels[offsets].long(), IGNORE),
             "positions": torch.cat([torch.arange(length) for length in lengths]),
             "documents": torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)),
-            "top_ids": padded(self._ids[offsets].long()),
-            "top_logprobs": padded(self._logprobs[offsets].float()),
-            "tail": padded(self._tail[offsets].float()),
+            "top_ids": pad(self._ids[offsets].long()),
+            "top_logprobs": pad(self._logprobs[offsets].float()),
+            "tail": pad(self._tail[offsets].float()),
         }
 
 
@@ -128,7 +128,7 @@ def _examples(
             counts["without_top_k"] += 1
             continue
         documents = []
-        with counts.refusing("responses"):
+        with counts.count_refused("responses"):
             require_rows(response.top.ids.numpy(), tokenizer, f"{file}: {response.record['id']}")
             documents = top_k_documents(response, tokenizer, config.template)
             counts["retokenised"] += not documents

@@ -126,8 +126,8 @@ class EesdConfig(Distillation, DrafterTraining, Rehearsed, RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_teacher(self)
-        plain, why = self.fit.optimizer == "adamw", "adamw for train_layer=false: muon is for a layer's matrices"
-        self.require("fit.optimizer", self.train_layer or plain, why)
+        expected = "adamw for train_layer=false: muon is for a layer's matrices"
+        self.require("fit.optimizer", self.train_layer or self.fit.optimizer == "adamw", expected)
         self.require("exit_depth", self.train_layer or self.exit_depth == 1, "1 with train_layer=false")
 
 

@@ -8,15 +8,46 @@ from typing import ClassVar
 from outrider.base.errors import require
 from outrider.base.run_dirs import rehearsal_folder
 from outrider.base.settings import Positive, RunConfig, free, opt
-from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
+from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, TARGET, Model
 
 TARGET_STEPS = ("target", "fetch")  # either provides the target
-STEPS = (*TARGET_STEPS, "prompts", "responses", "eesd", "calibrate", EAGLE3, SMALL_LM, "trigrams", "report")
 LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 MINUTES = "minutes"  # the option of a command for its time limit
 REMOVED = "~"  # the value in `more` of an option that is taken back
 _SET_BY_PIPELINE = ("out_dir", "resume")
 Options = Mapping[str, object]  # of a command: values by dotted key
+
+
+@dataclass(frozen=True)
+class StepCommand:
+    """The command of a step: its script, the file that it writes last, and its options that name other steps' products.
+
+    links: by option, the product: a step's directory, or a file in it. `TARGET` stands for the pipeline's target.
+    """
+
+    script: str
+    product: str
+    links: Mapping[str, str]
+
+
+_DRAFTERS = {"checkpoint": "eesd", EAGLE3: EAGLE3, SMALL_LM: SMALL_LM, "table": "trigrams"}
+STEPS: Mapping[str, StepCommand] = {  # in the order in which they run
+    "target": StepCommand("train/toy_target.py", "toy_target.json", {}),
+    "fetch": StepCommand("data_prep/fetch_target.py", "fetched.json", {}),
+    "prompts": StepCommand("data_prep/write_prompts.py", "prompts.json", {"target": TARGET}),
+    "responses": StepCommand(
+        "data_prep/generate_responses.py", "summary.json", {"target": TARGET, "data.path": "prompts/train.jsonl"}
+    ),
+    "eesd": StepCommand("train/eesd.py", "drafter.json", {"target": TARGET}),
+    "calibrate": StepCommand("train/calibrate.py", "calibration.json", {"checkpoint": "eesd"}),
+    EAGLE3: StepCommand("train/eagle3.py", "eagle3.json", {"target": TARGET}),
+    SMALL_LM: StepCommand("train/finetune_drafter.py", "finetune_drafter.json", {"target": TARGET}),
+    "trigrams": StepCommand("data_prep/build_trigrams.py", "table.safetensors", {"tokenizer": TARGET}),
+    "report": StepCommand(
+        "inference/evaluate_checkpoint.py", "report.json",
+        {"target": TARGET, "prompts": "prompts/heldout.jsonl", **_DRAFTERS},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +99,12 @@ class PipelineConfig(RunConfig):
         """The names of the steps that run, in order."""
         return [name for name in STEPS if name in self.steps and not (self.target and name in TARGET_STEPS)]
 
-    def limit(self, name: str) -> float:
+    def scaled_minutes(self, name: str) -> float:
         """The minutes that the experiment gives a step, scaled for `minutes`; 0 if it gives none."""
         minutes = self._time_scale() * self._written_limit(name)
         return minutes if self.minutes is None else float(f"{minutes:.3g}")
 
-    def expected(self, name: str) -> float | None:
+    def estimate_minutes(self, name: str) -> float | None:
         """The minutes that a step takes with its limit; None if unknown."""
         minutes = None if self.debug else self.expected_minutes.get(name)
         return minutes and minutes + (self._time_scale() - 1) * self._written_limit(name)
