@@ -1,4 +1,8 @@
-"""Building an n-gram table: read, tokenise and count a corpus; optionally merge with other tables and prune."""
+"""Building an n-gram table: read, tokenise and count a corpus; optionally merge with other tables and prune.
+
+`build_table` is the command. It works in the folder <out_dir>.building: `shards` has the token ids, from which an
+interrupted build continues; `counts` has the arrays of the table until `TrigramTable.save` writes the table whole.
+"""
 
 import os
 import shutil
@@ -58,7 +62,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
                 "removing it starts afresh"
             )
         require_writable(work / "shards")
-        with _cleaning_up(work):
+        with _clean_up(work):
             documents = passages(read_records(config.data, "train", counts := Counts()), config.text, encoder)
             shards = tokenise(
                 documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes, shard, piece
@@ -67,7 +71,7 @@ def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: 
 
 
 @contextmanager
-def _cleaning_up(work: Path) -> Iterator[None]:
+def _clean_up(work: Path) -> Iterator[None]:
     """Remove `work` at the end of the context; after an error keep its shards, from which a build can be resumed."""
     try:
         yield
@@ -93,7 +97,8 @@ def _write_table(
     counts: Counts,
     shards: Shards,
 ) -> None:
-    """Count `shards` and write the table; counts: how many records were read, skipped, …"""
+    """Count `shards` and write the table. addends: tables to merge. began: the time at which the command started.
+    counts: how many records were read, skipped, …"""
     if not shards.tokens:
         outcomes = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
         why = counts.first or "give more data"
@@ -106,7 +111,7 @@ def _write_table(
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
         _require_sorting_memory(shards, addends, memory)
-    tokenised, folder = time.perf_counter(), work / "counts"
+    tokenised_at, folder = time.perf_counter(), work / "counts"
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
     table = _count_corpus(config, encoder, shards, addends, folder)
     _require_contexts(config, table)
@@ -118,7 +123,7 @@ def _write_table(
         facts = {**table.facts, "max_mb": config.max_mb, "kept_from": count}
         table = replace(merge_tables([table], count, None, folder / "pruned", memory), facts=facts)
     table.save(config.out_dir)
-    _print_figures(config.out_dir, table, counts, tokenised - began, time.perf_counter() - tokenised)
+    _print_figures(config.out_dir, table, counts, tokenised_at - began, time.perf_counter() - tokenised_at)
 
 
 def _count_corpus(
@@ -159,9 +164,9 @@ def _require_contexts(config: TrigramConfig, table: TrigramTable) -> None:
 def _require_sorting_memory(shards: Shards, addends: list[TrigramTable], memory: int) -> None:
     """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory` bytes."""
     merged = sum(len(addend.suffixes.tokens) for addend in addends if addend.suffixes is not None)
-    needed = SORT_BYTES * (shards.tokens + shards.documents + merged)
-    expected = f"at least {needed / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
-    require(needed <= memory, "memory_gb", memory / _GB, expected)
+    sorting_bytes = SORT_BYTES * (shards.tokens + shards.documents + merged)
+    expected = f"at least {sorting_bytes / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
+    require(sorting_bytes <= memory, "memory_gb", memory / _GB, expected)
 
 
 def _print_figures(

@@ -1,12 +1,16 @@
 # mypy: allow-untyped-defs
 """Out-of-core counting of n-grams: shards of token ids → a table's level, in nearly constant memory; merging of tables.
 
-For each order there are two passes. First, blocks of n-grams are sorted and counted, each to a sorted run on disk.
-Then the runs are merged, one range of keys after another, and written as the level's arrays. Only `Level.buckets` is
-held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`), so ranges of equal width
-have about equal sizes. The arrays do not depend on the size of blocks and ranges.
+`count_order` makes the level of one order in two passes. `count_runs` sorts and counts blocks of n-grams, and writes
+each block as a run. `_merge_runs` adds the runs, one range of keys after another, and `write_level` writes the sums as
+the level's arrays. Example, the document a b a b c, order 2, blocks of two n-grams, with counts after colons:
 
-Merging and pruning go through the memory-mapped tables range by range, too.
+    blocks  ab ba | ab bc      runs  ab:1 ba:1 | ab:1 bc:1      level  a → b:2, b → a:1 c:1
+
+Only `Level.buckets` is held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`),
+so ranges of equal width have about equal sizes. The arrays do not depend on the size of blocks and ranges.
+
+`merge_tables` adds and prunes finished tables, which are memory-mapped, range by range too.
 """
 
 import shutil
@@ -45,10 +49,11 @@ _LARGEST = 2**32 - 1  # counts saturate here
 
 
 class Runs(NamedTuple):
-    """Sorted runs, one after another in one mapped array per field of `Grams`; bounds int64 [runs, partitions + 1]:
-    where each run's partitions of the key space begin.
+    """Sorted runs, one after another in one mapped array per field of `Grams`.
 
-    narrow: the token's bits if tokens are in the low bits of keys, and the array of tokens is empty; else 0.
+    bounds int64 [runs, partitions + 1]: where each run's partitions begin, which are parts of equal width of the key
+    space. narrow: the number of bits of a token if tokens are in the low bits of keys and the array of tokens is empty,
+    as key and token fit into 64 bits; else 0.
     """
 
     grams: Grams
@@ -104,14 +109,14 @@ def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder:
     bits = token_bits(vocabulary)
     key_bits = (order - 1) * bits
     narrow = order * bits <= 64
-    capacity = min(memory // (_NARROW_BYTES if narrow else _WIDE_BYTES), _LARGEST_BLOCK)
-    cuts = min(_PARTITIONS, key_bits)
-    edges = np.arange(1, 2**cuts, dtype=np.uint64) << np.uint64(key_bits - cuts)
-    bounds, written = [np.empty((0, 2**cuts + 1), np.int64)], 0
+    capacity = min(memory // (_NARROW_BYTES if narrow else _WIDE_BYTES), _LARGEST_BLOCK)  # n-grams of a block
+    partition_bits = min(_PARTITIONS, key_bits)
+    edges = np.arange(1, 2**partition_bits, dtype=np.uint64) << np.uint64(key_bits - partition_bits)  # between them
+    bounds, written = [np.empty((0, 2**partition_bits + 1), np.int64)], 0
 
-    def runs(stage: Stage) -> Iterator[dict[str, np.ndarray]]:
+    def count_blocks(stage: Stage) -> Iterator[dict[str, np.ndarray]]:
         nonlocal written
-        for keys, tokens in _blocks(shards, order, bits, narrow, capacity, stage):
+        for keys, tokens in _read_blocks(shards, order, bits, narrow, capacity, stage):
             grams = _aggregate(keys, tokens, bits, narrow)
             bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)][None])
             written += len(grams.keys)
@@ -122,17 +127,16 @@ def count_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder:
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     types: dict[str, np.dtype] = {"keys": u8, "tokens": u4, "counts": u4}
     with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
-        stored = Grams(**_write_arrays(folder, types, runs(stage)))
+        stored = Grams(**_write_arrays(folder, types, count_blocks(stage)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
 
 
-def _blocks(
+def _read_blocks(
     shards: Shards, order: int, bits: int, narrow: bool, capacity: int, stage: Stage
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All n-grams, at most `capacity` at a time.
+    """All n-grams in blocks of at most `capacity`: keys uint64 [n] of their contexts, and their last tokens uint32 [n].
 
-    (keys uint64, last tokens uint32), unsorted; in the narrow form the token is in the key's low bits and the second
-    array is empty.
+    They are not sorted. narrow: the token is in the key's low bits, and the second array is empty.
     """
     keys = np.empty(capacity, np.uint64)
     tokens = np.empty(0 if narrow else capacity, np.uint32)
@@ -144,8 +148,8 @@ def _blocks(
             ids = np.concatenate([tail, ids])
             lengths = np.r_[lengths[:1] + len(tail), lengths[1:]]
         tail = ids[len(ids) - min(order - 1, int(lengths[-1])) :]
-        for part, sizes in _parts(ids, lengths, order, capacity):
-            size = int(np.maximum(sizes - order + 1, 0).sum())
+        for part, sizes in _split_documents(ids, lengths, order, capacity):
+            size = int(np.maximum(sizes - order + 1, 0).sum())  # n-grams of the part
             if filled + size > capacity:
                 yield keys[:filled], tokens[:filled]
                 filled = 0
@@ -155,7 +159,9 @@ def _blocks(
         yield keys[:filled], tokens[:filled]
 
 
-def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _split_documents(
+    ids: np.ndarray, lengths: np.ndarray, order: int, most: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Documents, as ids [n] and lengths int64, in parts of at most `most` n-grams; every n-gram is in exactly one part.
 
     The later part of a split document starts with the order − 1 tokens before the split.
@@ -170,6 +176,7 @@ def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Itera
 
 @kept
 def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
+    """Write the n-grams of documents, with ids [n] and `lengths`, to a part of a block (see `_read_blocks`)."""
     key_bits = (order - 1) * bits
     mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
     begin, out = 0, 0
@@ -295,7 +302,7 @@ def merge_level(
         parts = [_slice_level(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
         grams = merge_all([part.grams() for part in parts])
         grouped = Grouped(*group_contexts(*grams, min_count, max_successors or vocabulary))
-        yield grouped._replace(totals=_totals(parts, grouped.keys))
+        yield grouped._replace(totals=_sum_totals(parts, grouped.keys))
 
 
 def _slice_level(level: Level, begin: int, end: int) -> Level:
@@ -306,7 +313,7 @@ def _slice_level(level: Level, begin: int, end: int) -> Level:
     return level._replace(**arrays, tokens=level.tokens[inside], counts=level.counts[inside])
 
 
-def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
+def _sum_totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
     """The totals of these contexts, summed over `parts`."""
     sums = np.zeros(len(keys), np.uint64)
     for part in parts:

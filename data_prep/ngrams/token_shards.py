@@ -1,6 +1,7 @@
 """Text → token ids in shards on disk, by several processes. These shards survive a killed build of a table.
 
-A shard holds about `SHARD_CHARACTERS` of text; a long document continues in the next one. A shard's name is its index
+`passages` makes the texts to count of records, `tokenise` writes their shards, `read_token_shard` reads one back. A
+shard holds about `SHARD_CHARACTERS` of text; a long document continues in the next one. A shard's name is its index
 in the corpus and a hash of its input, and appears by a rename. Shard boundaries depend on text and tokenizer alone. So
 an existing shard is valid whoever wrote it, and the bytes do not depend on the number of processes.
 """
@@ -31,7 +32,7 @@ from outrider.draft_models.targets.encoder import Encoder, open_encoder
 
 SHARD_CHARACTERS = 4_000_000  # about a million tokens
 _FORMAT = "1"  # part of every shard's name: raise it when the same text would give other bytes
-_WAITING = 2  # queued shards per process, so that none is idle
+_QUEUED = 2  # shards that wait for each process, so that no process is idle
 
 
 class Passage(NamedTuple):
@@ -70,35 +71,36 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder) -> Iterator
     text: assistant (only the assistant's messages of a conversation) or all (all messages). An answer whose tokens are
     recorded (`Written`) in the vocabulary of `encoder` becomes a passage of these tokens.
     """
-    size = encoder.vocabulary
     for record in records:
-        written, complete = _recorded_passages(record, encoder, size), not record.get("truncated")
+        recorded_answers, complete = _recorded_passages(record, encoder), not record.get("truncated")
         if "text" in record:
-            yield next(written, Passage(record["text"], ends=complete))
+            yield next(recorded_answers, Passage(record["text"], ends=complete))
             continue
         last = len(record["messages"]) - 1
         for number, message in enumerate(record["messages"]):
             if message["role"] == "assistant":
                 texts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
-                answer = next(written, Passage("\n".join(filter(None, texts)), ends=complete or number < last))
+                text_answer = Passage("\n".join(filter(None, texts)), ends=complete or number < last)
+                answer = next(recorded_answers, text_answer)
                 if (answer.ids or answer.text) and UNLEARNED not in message:  # a call of tools may have no text
                     yield answer
             elif text == "all" and message["content"]:
                 yield Passage(message["content"], ends=False)
 
 
-def _recorded_passages(record: Record, encoder: Encoder, size: int) -> Iterator[Passage]:
+def _recorded_passages(record: Record, encoder: Encoder) -> Iterator[Passage]:
     """The recorded tokens of a record's answers, or of its plain text, if their vocabulary is that of `encoder`."""
     written = record.get("written")
     if written is None:
         return
-    in_range = all(max(read.ids) < size for read in written.documents)
+    in_range = all(max(text.ids) < encoder.vocabulary for text in written.documents)
     if not (in_range and encoder.digest.startswith(written.tokenizer)):
         warn_of_text(record["id"], "their tokens are of another tokenizer")
         return
-    for read in written.documents:
-        for begin, end in read.answers if "messages" in record else [(read.ids[0] == encoder.bos, len(read.ids))]:
-            yield Passage("", ends=False, ids=tuple(read.ids[begin:end]))
+    for text in written.documents:
+        whole_text = (int(text.ids[0] == encoder.bos), len(text.ids))
+        for begin, end in text.answers if "messages" in record else [whole_text]:
+            yield Passage("", ends=False, ids=tuple(text.ids[begin:end]))
 
 
 def tokenise(
@@ -122,6 +124,7 @@ def tokenise(
     paths, continued, count = list[Path](), list[bool](), 0
 
     def missing_shards() -> Iterator[_ShardInput]:
+        """The shards to write; it also fills `paths` and `continued` for all shards."""
         nonlocal count
         pieces = _split_long(documents, encoder, piece)
         for batch in batches(pieces, lambda passage: len(passage.text) or 4 * len(passage.ids), shard):
@@ -153,14 +156,14 @@ def _count_tokens(path: Path) -> int:
 
 
 def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
-    """The token ids of every document, whole."""
-    begun = np.empty(0, shards.dtype)
-    for path, continues in zip(shards.paths, [*shards.continued[1:], False], strict=True):
+    """The token ids of every document, also of one that several shards hold."""
+    beginning = np.empty(0, shards.dtype)  # of a document that goes on in the next shard
+    for path, goes_on in zip(shards.paths, [*shards.continued[1:], False], strict=True):
         ids, lengths = read_token_shard(path)
-        parts = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
-        parts[0] = np.concatenate([begun, parts[0]])
-        begun = parts.pop() if continues else begun[:0]
-        yield from parts
+        documents = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
+        documents[0] = np.concatenate([beginning, documents[0]])
+        beginning = documents.pop() if goes_on else beginning[:0]
+        yield from documents
 
 
 def _write_all(
@@ -175,7 +178,7 @@ def _write_all(
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _open_process, (source, revision))
     try:
         for job in jobs:
-            if len(waiting) == _WAITING * workers:
+            if len(waiting) == _QUEUED * workers:
                 yield waiting.popleft().result()
             waiting.append(pool.submit(_write_in_process, *job))
         while waiting:

@@ -1,4 +1,13 @@
-"""Records in normal form → documents: token ids and supervised mask. Long texts are tokenised in pieces."""
+"""Records in normal form → documents: token ids, and a mask of the supervised ones, from which a drafter learns.
+
+`encode` makes the documents of a batch of records. A record that has the target's own tokens keeps them. Of any other
+conversation `_render_answers` makes texts, `encode_all` tokenises the texts of all records together, and
+`_encode_answers` joins the ids of each record. Example, the answer "Hello" to "Hi" by a template of two marks:
+
+    prompt  "<user>Hi<end><answer>"     text  "Hello<end>", supervised     after  "\n"
+
+`encode_all` also cuts long texts into pieces, so that tokenising needs little memory.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +39,15 @@ if TYPE_CHECKING:
 
 PIECE = 2**18  # characters tokenised at once
 _AROUND = 256  # characters on either side of a cut that are tokenised to test it
-_TRIED = 8  # candidate cuts of each kind
-# A cut is (end of a piece, begin of the next). A space between words may belong to neither piece, because some
-# tokenizers prepend one to every text.
+_MOST_CUTS = 8  # candidate cuts of each kind
+# Kinds of cuts: a character, and from it the offsets of the end of a piece and of the begin of the next one. A space
+# between words may belong to neither piece, because some tokenizers prepend one to every text.
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
-_PLACES = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
+_CUTS = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
 _TAG = re.compile(r"</?\w+>")  # <think>
 _OF_ANSWERS, _OF_RESULTS = {*THOUGHTS, "tool_calls"}, {"tool_call_id", "name"}  # fields of messages that are checked
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]  # texts → ids without special tokens
+Render = Callable[[list[Message]], str]  # messages → their text by a template
 Item = TypeVar("Item")
 
 
@@ -50,7 +60,8 @@ class Document(NamedTuple):
 
 
 class _RenderedAnswer(NamedTuple):
-    """An answer, the prompt before it, and what a template writes after it; a plain text is an answer to nothing."""
+    """The text of an answer, of the prompt before it, and of what a template writes after it. A plain text is an answer
+    to no prompt. learned: whether its tokens are supervised."""
 
     prompt: str
     text: str
@@ -78,27 +89,27 @@ def encode(
 
     Raises `UserError` for a tokenizer without chat template.
     """
-    counted = nullcontext if counts is None else counts.count_refused
+    refusals = nullcontext if counts is None else counts.count_refused
     documents = [_recorded_documents(record, tokenizer, template) for record in records]
     answers: dict[int, list[_RenderedAnswer]] = {}
     for number, record in enumerate(records):
         if not documents[number]:
-            with counted():
-                answers[number] = _answers_of(record, tokenizer, template, counts)
-    texts = [text for several in answers.values() for answer in several for text in answer[:2]]
-    encoded = iter(encode_all(texts, lambda texts: list(tokenize(tokenizer, texts)["input_ids"])))
+            with refusals():
+                answers[number] = _render_answers(record, tokenizer, template, counts)
+    texts = [text for rendered in answers.values() for answer in rendered for text in (answer.prompt, answer.text)]
+    ids_of_texts = iter(encode_all(texts, lambda texts: list(tokenize(tokenizer, texts)["input_ids"])))
     for number, rendered in answers.items():
-        ids = [(next(encoded), next(encoded)) for _ in rendered]
-        with counted():
+        ids = [(next(ids_of_texts), next(ids_of_texts)) for _ in rendered]  # of each prompt and of its answer
+        with refusals():
             documents[number] = _encode_answers(records[number], rendered, ids, tokenizer, template)
             if counts is not None and not any(document.supervised.any() for document in documents[number]):
                 counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant to learn from"
     usable: list[Document] = []
-    for record, several in zip(records, documents, strict=True):
-        with counted():
-            for document in several:
+    for record, record_documents in zip(records, documents, strict=True):
+        with refusals():
+            for document in record_documents:
                 require_rows(document.ids, tokenizer, record["id"])
-            usable += several
+            usable += record_documents
     return usable
 
 
@@ -185,10 +196,14 @@ def _answer_ids(
 # ----------------------------------------------------------------------------------------------- conversations
 
 
-def _answers_of(
+def _render_answers(
     record: Record, tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts | None
 ) -> list[_RenderedAnswer]:
-    """The answers of a conversation, rendered; `counts` notes what is not read."""
+    """The answers of a conversation, rendered; `counts` notes what is not read.
+
+    An answer is the text that the template adds to its prompt when the answer follows, up to the token that ends the
+    turn (see `_cut_at_end`).
+    """
     if "text" in record:
         return [_RenderedAnswer("", record["text"])]
 
@@ -201,32 +216,45 @@ def _answers_of(
         return []
     messages = messages[: indices[-1] + 1]
     prompts, added = [render(messages[:i]) for i in indices], _added_tokens(tokenizer, len(tokenizer))
-    answer_mark: Message = {"role": "assistant", "content": MARK}
-    _, mark, ending = _render_or_empty(render, [*messages[: indices[0]], answer_mark]).rpartition(MARK)
-    closes = not mark or ending.rstrip().endswith(added)  # an added token that ends its content does not
-    onwards = [*prompts[1:], _render_or_empty(render, [*messages, {"role": "user", "content": "?"}])]
+    closes = _closes_answers(render, messages[: indices[0]], added)
+    continuations = [*prompts[1:], _render_or_empty(render, [*messages, {"role": "user", "content": "?"}])]
     end = (tokenizer.eos_token or "") if template == "none" else ""
-    for i, prompt, onward in zip(indices, prompts, onwards, strict=True):
-        through = render(messages[: i + 1]) + end * (i == indices[-1])
-        if not through.startswith(prompt):
+    for i, prompt, continuation in zip(indices, prompts, continuations, strict=True):
+        conversation = render(messages[: i + 1]) + end * (i == indices[-1])
+        if not conversation.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
             raise UnusableTextError(f"{record['id']}: the chat template {why}; {template_remedy()}")
-        text = _up_to_end(through[len(prompt) :], onward.removeprefix(prompt), added, closes)
+        text = _cut_at_end(conversation[len(prompt) :], continuation.removeprefix(prompt), added, closes)
         if UNLEARNED not in messages[i]:
             _require_rendered(messages[i], text, record["id"])
             _require_arguments(messages[: i + 1], render, record["id"])
-        answers.append(_RenderedAnswer(prompt, text, through[len(prompt + text) :], UNLEARNED not in messages[i]))
-    if record.get("truncated"):  # the answer ends where a mark after its text is rendered
-        keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
-        marked = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in keys}])
-        text = marked[len(prompts[-1]) : max(0, marked.find(MARK, len(prompts[-1])))]
-        answers[-1] = answers[-1]._replace(text=text, after=through[len(prompts[-1] + text) :])
+        answers.append(_RenderedAnswer(prompt, text, conversation[len(prompt + text) :], UNLEARNED not in messages[i]))
+    if record.get("truncated"):
+        answers[-1] = _remove_end(answers[-1], messages, conversation, render)
     if counts is not None:
         counts.note(_unread_fields(messages, render), record["id"])
     return answers
 
 
-def _render_or_empty(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+def _closes_answers(render: Render, opening: list[Message], added: tuple[str, ...]) -> bool:
+    """Whether the template writes an added token after an answer to `opening`; an answer may also end with one itself.
+
+    True for a template that refuses the answer.
+    """
+    answer_mark: Message = {"role": "assistant", "content": MARK}
+    _, mark, ending = _render_or_empty(render, [*opening, answer_mark]).rpartition(MARK)
+    return not mark or ending.rstrip().endswith(added)
+
+
+def _remove_end(answer: _RenderedAnswer, messages: list[Message], conversation: str, render: Render) -> _RenderedAnswer:
+    """The last answer of `conversation`, which is truncated: it ends where a mark after its text is rendered."""
+    keys = ["content"] if messages[-1]["content"].strip() else [key for key in THOUGHTS if key in messages[-1]]
+    marked = render([*messages[:-1], messages[-1] | {key: messages[-1][key].rstrip() + MARK for key in keys}])
+    text = marked[len(answer.prompt) : max(0, marked.find(MARK, len(answer.prompt)))]
+    return answer._replace(text=text, after=conversation[len(answer.prompt + text) :])
+
+
+def _render_or_empty(render: Render, messages: list[Message]) -> str:
     """The rendered text; "" if the template refuses the messages."""
     try:
         return render(messages)
@@ -234,18 +262,19 @@ def _render_or_empty(render: Callable[[list[Message]], str], messages: list[Mess
         return ""
 
 
-def _up_to_end(answer: str, onward: str, added: tuple[str, ...], closes: bool) -> str:
+def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes: bool) -> str:
     """An answer up to the added token that ends it: the last one that stays where the conversation goes on.
 
-    onward: the same text where it goes on. closes: false if the mark of the next turn ends every answer instead.
+    continuation: the same text where another turn follows. closes: false if the mark of the next turn ends every answer
+    instead.
     """
     ends, end = list[int](), len(answer.rstrip())  # line breaks after an end-of-turn token are never generated
     while closes and answer[:end].endswith(added):
         ends.append(end)
         end = len(answer[: end - max(len(mark) for mark in added if answer[:end].endswith(mark))].rstrip())
     if ends:
-        return answer[: next((end for end in ends if onward.startswith(answer[:end])), ends[0])]
-    return answer + max((mark for mark in added if onward.startswith(answer + mark)), key=len, default="")
+        return answer[: next((end for end in ends if continuation.startswith(answer[:end])), ends[0])]
+    return answer + max((mark for mark in added if continuation.startswith(answer + mark)), key=len, default="")
 
 
 def _require_rendered(message: Message, answer: str, where: str) -> None:
@@ -264,7 +293,7 @@ def _require_rendered(message: Message, answer: str, where: str) -> None:
             raise UnusableTextError(f"{where}: the template writes {close} around another thought than the content's")
 
 
-def _require_arguments(messages: list[Message], render: Callable[[list[Message]], str], where: str) -> None:
+def _require_arguments(messages: list[Message], render: Render, where: str) -> None:
     """Raise `UnusableTextError` if the last message is rendered alike without the arguments of its calls."""
     calls = messages[-1].get("tool_calls", ())
     bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
@@ -274,7 +303,7 @@ def _require_arguments(messages: list[Message], render: Callable[[list[Message]]
         raise UnusableTextError(f"{where}: it calls tools, whose arguments its chat template leaves out; take another")
 
 
-def _unread_fields(messages: list[Message], render: Callable[[list[Message]], str]) -> Iterator[str]:
+def _unread_fields(messages: list[Message], render: Render) -> Iterator[str]:
     """The fields, and the texts of the system and of tools, without which the messages are rendered alike."""
     read = {"role", "content", UNLEARNED, *ABOUT}
     checked = {"assistant": read | _OF_ANSWERS, "tool": read | _OF_RESULTS}
@@ -323,15 +352,16 @@ def _find_cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, in
     """(end of the piece that begins at `start`, begin of the next piece)."""
     limit = start + most
     first = limit - most // 4
-    for pattern, end, begin in _PLACES:
+    for pattern, end, begin in _CUTS:
         cuts = [first + match.start() for match in pattern.finditer(text[first:limit])]
-        for cut in reversed(cuts[-_TRIED:]):
+        for cut in reversed(cuts[-_MOST_CUTS:]):
             if _keeps_tokens(text, start, cut + end, cut + begin, encode):
                 return cut + end, cut + begin
     return limit, limit
 
 
 def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) -> bool:
+    """Whether text[start:stop] and the text from `after` have, near the cut, the tokens that they have together."""
     begin, end = max(start, stop - _AROUND), after + _AROUND
     ids, head, tail = encode([text[begin:end], text[begin:stop], text[after:end]])
     return [*ids] == [*head, *tail]

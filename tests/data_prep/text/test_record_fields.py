@@ -96,8 +96,8 @@ def _whole(prompt: list[int], answer: str, alone: list[int], tokenizer: Any) -> 
     [
         ("spaced", documents, "_answer_ids", _whole),
         ("qwen2", records, "to_messages", lambda raw, turns: messages.to_messages({}, turns)),
-        ("glm4", documents, "_up_to_end", lambda answer, *_: answer),
-        ("phi", documents, "_up_to_end", lambda answer, *_: answer),
+        ("glm4", documents, "_cut_at_end", lambda answer, *_: answer),
+        ("phi", documents, "_cut_at_end", lambda answer, *_: answer),
     ],
 )
 def test_planted_faults_are_caught(
