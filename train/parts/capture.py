@@ -1,6 +1,10 @@
 """Capture of drafting outcomes: a target with its drafter continues texts, and every tested token is recorded.
 
-The target decodes them, or its greedy answers are on record (see `inference.measure.replay`).
+A drafted token is tested if the target says whether it is accepted: the tokens up to the first rejected one. The target
+decodes the texts, or its greedy answers are on record (see `inference.measure.replay`).
+
+`capture_splits` captures the texts of both splits once and keeps the tokens in a file. It calls `capture_texts` for
+each split, which calls `capture` for each text, whose tokens a `Recorder` records.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -83,8 +87,8 @@ class Recorder(StopRule):
     def observe(self, drafted: int, accepted: int) -> None:
         tokens = torch.cat(self._tokens).tolist() if self._tokens else []
         count = drafted if self.untested else min(accepted + 1, drafted)
-        last = next((index for index, token in enumerate(tokens[:accepted]) if token in self.ends), count)
-        for index, example in enumerate(self._round[: min(count, last + 1)]):
+        end = next((index for index, token in enumerate(tokens[:accepted]) if token in self.ends), count)
+        for index, example in enumerate(self._round[: min(count, end + 1)]):
             self.examples.append({**example, "label": torch.tensor([float(index < accepted)])})
         self._round.clear()
         self._tokens.clear()

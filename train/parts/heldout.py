@@ -1,4 +1,8 @@
-"""Evaluation of a drafter during training, on held-out text: the metrics by which a training is judged."""
+"""Evaluation of a drafter during training, on held-out text: the metrics by which a training is judged.
+
+`Decoding` decodes prompts with the target and the drafter, and measures τ: tokens for each pass of the target.
+`HeldOutText` runs both over text once, and computes τ for drafts of `WATCHED_DRAFT` tokens from each position.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -65,9 +69,9 @@ class Decoding:
     def __call__(self, stack: LayerStack, model: DraftModel, drafters: Drafters = MappingProxyType({})) -> Metrics:
         """Decode with the target `stack` and drafts by `model`, `WATCHED_DRAFT` tokens a round.
 
-        drafters: by their kind, what is made ready to decode first, and the target with it.
-        tau: tokens per target pass, the bonus included.
-        accept_<i>: among the rounds that drafted an i-th token, the share in which it was accepted.
+        drafters: modules by kind that are prepared for decoding first, with the target; none: nothing is prepared.
+        Returns tau, the tokens for each pass of the target, its own token included; and accept_<i>, the share of
+        accepted tokens among the i-th tokens of drafts.
         """
         if drafters:
             prepare_models(stack, drafters)
@@ -81,9 +85,10 @@ class Decoding:
 
 
 class HeldOutText:
-    """Held-out rows, `size` at a time, with the whole target's predictions at supervised positions, if it is given.
+    """Held-out rows, `size` at a time, with the predictions of a whole `target` at the supervised positions, if any.
 
-    acceptances: whether to store the target's distributions there, in addition to its argmax.
+    choices: the target's most likely token, int64 [B, T] of each batch. acceptances: whether to keep the target's
+    distributions there too, from which the acceptance probability of a drafter's distribution follows.
     """
 
     def __init__(self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True):
@@ -93,9 +98,8 @@ class HeldOutText:
             accept = None
             if target is not None:
                 hidden, keep = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
-                self.choices.append(
-                    scatter_positions(argmax_and_acceptance(target.logits_after_norm, hidden, None)[0], keep, IGNORE)
-                )
+                likeliest, _ = argmax_and_acceptance(target.logits_after_norm, hidden, None)  # [n]
+                self.choices.append(scatter_positions(likeliest, keep, IGNORE))
                 accept = acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
             self.acceptances.append(accept)
 
@@ -106,15 +110,17 @@ class HeldOutText:
         states_of: Callable[[Batch], tuple[Tensor, Tensor | None]],
         target_logits: Logits | None = None,
     ) -> Metrics:
-        """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
-        the same against the target's argmax, if that is known. tau_analytic: the expected τ of sampling along the text
-        at temperature 1, if the target's distributions are known. tau_text: τ of greedy drafts if the target had
-        written the text.
+        """The metrics of a drafter on the text.
 
-        states_of: a drafter's states [n, d] at the supervised positions of a batch, whose `logits` are its own, and the
-        target's there, of `target_logits`, if these are not stored here. A batch may also contain the target's top k.
+        top1: the share of supervised positions at which the drafter's most likely token is the text's next token.
+        top1_target: the same for the target's most likely token, if a target was given. tau_text: τ of greedy drafts
+        if the target had written the text. tau_analytic: the expected τ of sampling along the text at temperature 1, if
+        the target's distributions are known: from `acceptances`, from `states_of`, or a batch's top k.
+
+        states_of: from a batch to the drafter's states [n, d] at its supervised positions and the target's states
+        there, or None. logits, target_logits: from such states to logits.
         """
-        guesses, accepted = list[Tensor](), list[Tensor]()
+        guesses, accepted = list[Tensor](), list[Tensor]()  # [B, T] of each batch
         pairs = list(zip(self.batches, self.acceptances, strict=True))
         for batch, accept in counted(pairs, "judging held-out text", "batches"):
             states, target_states = states_of(batch)
@@ -128,9 +134,8 @@ class HeldOutText:
             guesses.append(scatter_positions(choices, keep, IGNORE))
             accepted += [] if probabilities is None else [scatter_positions(probabilities, keep, torch.nan)]
         labels = [batch["labels"].to(guess.device) for batch, guess in zip(self.batches, guesses, strict=True)]
-        right = [
-            (guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in zip(guesses, labels, strict=True)
-        ]
+        pairs_of_ids = zip(guesses, labels, strict=True)
+        right = [(guess == ids).float().where(ids != IGNORE, torch.nan) for guess, ids in pairs_of_ids]
         metrics = {"top1": agreement(guesses, labels)}
         for name, shares in (("tau_text", right), ("tau_analytic", accepted)):
             if shares and (tau := expected_tau(shares, self.batches)) is not None:
@@ -159,7 +164,10 @@ def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
 def packed_hidden(
     stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor, masks: Masks | None = None
 ) -> Tensor:
-    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T], by their masks or others."""
+    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T].
+
+    masks: of attention; None: attention within each document.
+    """
     stack.reserve(positions.shape[1])
     masks = masks or stack.packed_masks(documents)
     hidden = stack.embed(input_ids, positions)

@@ -1,5 +1,8 @@
 """The target's hidden states for all rows, stored on disk: a head then trains without running the target again.
 
+`add_states` chooses by `features`: a folder that `with_states` fills before the training, or with features=auto rows
+that are computed when they are first read (`RowsInTurn`). A folder has:
+
     states.bin     [rows, T, k + 1, H_t]: the aux hidden states, ascending, and the states after the last norm, in the
                    dtype that the target computes in
     states.json    what they are made from
@@ -67,10 +70,10 @@ def add_states(
         )
         return build(), rows_with_states
     student = build()
-    sharded = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys()
-    is_alone = run.state.num_processes == 1 and not sharded  # one process that has all parameters of the target
-    repeats = config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows)
-    if config.features is None or not is_alone or not repeats:
+    is_sharded = bool({"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys())
+    has_whole_target = run.state.num_processes == 1 and not is_sharded
+    repeats_rows = config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows)
+    if config.features is None or not has_whole_target or not repeats_rows:
         return student, rows
     return student, RowsInTurn(rows, student.states_of, row_shape, run.out_dir / FEATURES, dtype, made_from)
 
@@ -100,8 +103,8 @@ def with_states(
 ) -> RowsWithStates:
     """`rows` with the target's states, read from the folder `features` after computing the missing ones.
 
-    dtype: theirs. load: loads the target and returns the function from a batch of rows to states. row_shape: (T, k + 1,
-    H_t). made_from: JSON-able, what determines the states.
+    load: loads the target and returns the function from a batch of rows to states. row_shape: (T, k + 1, H_t). dtype:
+    of the states. made_from: JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space.
     """
@@ -110,11 +113,11 @@ def with_states(
     identity = {**made_from, "dtype": str(dtype), "shape": list(shape)}
     size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
-        is_complete = from_main(state, lambda: _open(folder, identity, size, blocks))
+        is_complete = from_main(state, lambda: _reserve_space(folder, identity, size, blocks))
         states = torch.from_file(str(folder / STATES_FILE), not is_complete, math.prod(shape), dtype=dtype).view(shape)
         if not is_complete:
             written = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
-            _fill(states, written, rows, load(), state)
+            _compute_missing(states, written, rows, load(), state)
             state.wait_for_everyone()
             from_main(state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
     return RowsWithStates(rows, states)
@@ -122,11 +125,12 @@ def with_states(
 
 @dataclass(frozen=True)
 class RowsInTurn:
-    """`PackedRows` whose items also have states, each made when it is first read, then kept in `folder` in `dtype`.
+    """`PackedRows` whose items also have states. A row's states are computed when the row is first read, then kept in
+    `folder` in `dtype`.
 
-    The rows alone if all states would take more than half of the free space there, or cannot be kept. row_shape,
-    made_from: as in `with_states`. A killed run finds those that it made. Nothing is written before the first read:
-    another run's states, or a finished run's folder, are not touched by a command that is refused or has nothing to do.
+    The items have no states if all states would take more than half of the free space there, or cannot be kept.
+    row_shape, made_from: as in `with_states`. A resumed run finds the states that the killed run computed. Nothing is
+    written before the first read: a command that is refused or has nothing to do changes no folder of another run.
     """
 
     rows: PackedRows
@@ -151,14 +155,15 @@ class RowsInTurn:
 
     @cached_property
     def _mapped_states(self) -> tuple[Tensor, Tensor] | None:
-        """The states of all rows, and which are there, uint8 [rows]."""
+        """The states of all rows [rows, T, k + 1, H_t] and which of them are written, uint8 [rows]; None: not kept."""
         shape, file = (len(self.rows), *self.row_shape), require_writable(self.folder) / STATES_FILE
         size = math.prod(shape) * self.dtype.itemsize
         stored_size = file.stat().st_size if file.exists() else 0
         if 2 * (size - stored_size) > shutil.disk_usage(self.folder).free:
             return None
         try:
-            _open(self.folder, {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}, size, len(self.rows))
+            identity = {**self.made_from, "dtype": str(self.dtype), "shape": list(shape)}
+            _reserve_space(self.folder, identity, size, len(self.rows))
         except UserError as error:
             warn(f"{error}; the target runs along")
             return None
@@ -166,10 +171,10 @@ class RowsInTurn:
         return states, torch.from_file(str(self.folder / DONE_FILE), True, len(self.rows), dtype=torch.uint8)
 
 
-def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
-    """Whether all states are there, of `size` bytes. If not, the blocks of an earlier run are kept.
+def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
+    """Make the files for states of `size` bytes in `folder`, unless an earlier run made them; whether all are written.
 
-    The space is reserved: writing to a mapped file on a full disk, or beyond a quota, kills the process. Raises
+    The space is reserved, since writing to a mapped file on a full disk, or beyond a quota, kills the process. Raises
     `UserError` if other states are there, and if there is too little space.
     """
     made_from, written, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
@@ -204,13 +209,13 @@ def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) 
     return False
 
 
-def _fill(
+def _compute_missing(
     states: Tensor, written: Tensor, rows: PackedRows, states_of: Callable[[Batch], Tensor], state: PartialState
 ) -> None:
     """Compute this process's share of the blocks, except those that are `written`, uint8 [blocks]."""
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
     missing_blocks = [begin for begin in shares if not written[begin // ROWS_AT_ONCE]]
     for begin in counted(missing_blocks, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
-        chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
-        states[chosen.start : chosen.stop] = states_of(default_collate([rows[index] for index in chosen])).cpu()
+        end = min(begin + ROWS_AT_ONCE, len(rows))
+        states[begin:end] = states_of(default_collate([rows[index] for index in range(begin, end)])).cpu()
         written[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed

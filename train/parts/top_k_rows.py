@@ -1,4 +1,8 @@
-"""Packed rows with the target's cached top-k, for distillation from responses of data_prep/generate_responses.py."""
+"""Packed rows with the target's cached top-k, for distillation from responses of data_prep/generate_responses.py.
+
+`load_top_k_rows` reads the responses of a split, `_read_examples` pairs the text of each with the top-k of its answers,
+and `TopKRows` packs them.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -25,6 +29,7 @@ from outrider.inference.batch.directory import Response, read_shard, top_k_docum
 from outrider.inference.batch.tasks import TopK
 
 TOP_K = ("top_ids", "top_logprobs", "tail")  # of a row, what of the target's distribution it has
+TopKExample = tuple[Document, np.ndarray, TopK]  # a text, positions [n] in it, and the distribution at each position
 
 
 class TopKRows:
@@ -35,26 +40,28 @@ class TopKRows:
     top_logprobs float32 [T, k], tail float32 [T]. Only tokens with these have labels. `key` identifies the content.
     """
 
-    def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None):
+    def __init__(self, examples: list[TopKExample], seq_len: int, max_rows: int | None = None):
         self.seq_len = seq_len
         documents = [document for document, _, _ in examples]
         self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
         self._labels = torch.full((len(self._tokens),), IGNORE, dtype=torch.int32)
+        # Of the tokens of all documents, N: ids and labels [N], the top-k of what each position predicts [N, k].
         width = examples[0][2].ids.shape[1]
         self._ids = torch.zeros(len(self._tokens), width, dtype=torch.int32)
         self._logprobs = torch.zeros(len(self._tokens), width, dtype=torch.float16)
         self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
         starts = np.cumsum([0, *(len(document.ids) for document in documents)])
         for start, (_, positions, top) in zip(starts, examples, strict=False):
-            at = torch.from_numpy(start + positions - 1)  # the position that predicts the token
-            self._labels[at], self._ids[at] = top.tokens.int(), top.ids.int()
-            self._logprobs[at], self._tail[at] = top.logprobs.half(), top.tail.half()
+            predicting = torch.from_numpy(start + positions - 1)  # the position before each token with a top-k
+            self._labels[predicting], self._ids[predicting] = top.tokens.int(), top.ids.int()
+            self._logprobs[predicting], self._tail[predicting] = top.logprobs.half(), top.tail.half()
         # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
-        places_of = (
+        documents_of_indices = (
             Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
             for start, stop in pairwise(starts.tolist())
         )
-        self._rows = [[segment.ids for segment in row] for row in islice(pack(places_of, seq_len), max_rows)]
+        packed = islice(pack(documents_of_indices, seq_len), max_rows)
+        self._rows = [[segment.ids for segment in row] for row in packed]  # of indices: [n] for each document in a row
         digest = hashlib.sha256(str([[segment.tolist() for segment in row] for row in self._rows]).encode())
         for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
             digest.update(part.numpy().tobytes())
@@ -99,7 +106,7 @@ def load_top_k_rows(
     """
     tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     counts = records.Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
-    examples = list(_examples(config, tokenizer, seq_len, split, counts))
+    examples = list(_read_examples(config, tokenizer, seq_len, split, counts))
     figures = " ".join(f"{name}={count}" for name, count in counts.items())
     if join_processes().is_main_process:
         print(f"data top-k split={split} {figures}", flush=True)
@@ -115,12 +122,13 @@ def load_top_k_rows(
     return TopKRows(examples, seq_len, max_rows)
 
 
-def _examples(
+def _read_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: records.Counts
-) -> Iterator[tuple[Document, np.ndarray, TopK]]:
-    read = ((response, file) for file in resolve_paths(config.path) for response in read_shard(file))
-    for response, file in islice(read, config.max_records):
-        record = _record(response, file, counts)
+) -> Iterator[TopKExample]:
+    """The texts of the split's responses, cut to `seq_len`. Responses that cannot be used are counted."""
+    responses = ((response, file) for file in resolve_paths(config.path) for response in read_shard(file))
+    for response, file in islice(responses, config.max_records):
+        record = _to_record(response, file, counts)
         if record is None or is_heldout(records.split_key(record), config.heldout_fraction) != (split == "heldout"):
             continue
         counts["responses"] += 1
@@ -133,15 +141,15 @@ def _examples(
             documents = top_k_documents(response, tokenizer, config.template)
             counts["retokenised"] += not documents
         for document, positions, top in documents:
-            within = (positions > 0) & (positions < seq_len)
-            if not within.any():
+            is_within = (positions > 0) & (positions < seq_len)
+            if not is_within.any():
                 counts["unsupervised"] += 1
                 continue
-            cut = top.at(torch.from_numpy(np.flatnonzero(within)))
-            yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), positions[within], cut
+            text = Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True)
+            yield text, positions[is_within], top.at(torch.from_numpy(np.flatnonzero(is_within)))
 
 
-def _record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:
+def _to_record(response: Response, file: Path, counts: records.Counts) -> records.Record | None:
     """The record in the normal form of `read_records`, so that the held-out split is the same; None if unusable."""
     where = f"{file}: {response.record['id']}"
     try:
