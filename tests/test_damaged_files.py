@@ -37,7 +37,7 @@ from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.measure.bench import make_bench
 from outrider.inference.measure.prepared import Prepared
 from outrider.inference.measure.replay import read_transcripts
-from outrider.inference.measure.results import sealed, unsealed
+from outrider.inference.measure.results import seal_record, unseal_record
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.shapes import read_shape
@@ -317,7 +317,7 @@ def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_is_sealed_is_not_changed_unnoticed() -> None:
-    whole = sealed({"tokens": [1, 2], "names": {"b", "a"}})
-    assert unsealed(whole) == {"tokens": [1, 2], "names": ["a", "b"]}
+    whole = seal_record({"tokens": [1, 2], "names": {"b", "a"}})
+    assert unseal_record(whole) == {"tokens": [1, 2], "names": ["a", "b"]}
     for changed in ({**whole, "tokens": [1, 3]}, {**whole, "more": 1}, {"tokens": [1, 2]}, [whole]):
-        refusal("sha256", unsealed, changed)
+        refusal("sha256", unseal_record, changed)

@@ -218,7 +218,7 @@ class Eagle3Student(Student):
         target [B, T, H_t]: the target's states after its final norm. labels [B, T].
         """
         head = self.head
-        states, matrix = head.normed(predictions.hidden), head.lm_head.weight  # [n, H], [V', H]
+        states, matrix = head.normalise(predictions.hidden), head.lm_head.weight  # [n, H], [V', H]
         if self.objective == "cross_entropy":
             classes = draft_indices(labels.flatten()[predictions.labels], head.draft_tokens, head.reading.vocabulary)
             return linear_cross_entropy(states, matrix, classes, shares=shares)
@@ -282,7 +282,7 @@ class Eagle3Student(Student):
     def _run_step(
         self, cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
     ) -> Tensor:
-        cache.now = step
+        cache.step = step
         masks = dict.fromkeys(self.head.windows, mask)
         return self.head.run(embedding, features, masks, self.head.rotary(positions + step), cache)
 

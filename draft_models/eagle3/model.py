@@ -2,11 +2,15 @@
 
 Index t takes the target's feature at position t and token t + 1, and predicts token t + 2.
 
+`Eagle3` is the head. A draft calls `features`, `run` and `logits` in this order, and calls `run` again with its own
+output as the features of the next token.
+
 Training-time test (section 3.2) runs draft steps at many positions in parallel, by `Steps`. Step 0 runs on the target's
-features at all positions, every later step on the previous step's output at the same position. Position i of step t
-represents the t-th drafted token after position i. It sees what the cache of a draft would hold: the entries of step 0
-up to i, and its own position's entries of steps 1 to t. So a position that is not wanted of a step can be left out of
-it, and of all later ones.
+features at all positions. Every later step runs on the previous step's output at the same position. Position i of step
+t stands for the t-th drafted token after position i. It sees what the cache of a draft would hold: the entries of step
+0 up to i, and the entries of steps 1 to t at position i. Example: in the text a b c d e f, position 1 of step 2 reads
+the token e and predicts f. It sees entries 0 and 1 of step 0, and entry 1 of steps 1 and 2. No position sees other
+positions of a step after step 0. So a step can leave out positions, which later steps then leave out too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,56 +31,60 @@ from outrider.draft_models.targets.narrowed import spread_logits
 from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, [B, Hk, N, D] of a step
-EXTRA = 8  # columns that `_widened` adds; fused kernels prefer widths that are multiples of this
+EXTRA = 8  # columns that `_add_key` adds; fused kernels prefer widths that are multiples of this
 
 
 class Steps:
-    """The entries of all steps so far, by layer; used in place of a KV cache in training.
+    """The keys and values of all steps so far, by layer; used in place of a KV cache in training.
 
-    `now` is the current step. A step may run twice, as it does when activations are recomputed. tokens: by step, the
-    flat indices [B, N] into the texts of the tokens that its positions read. picks: by step, if it has only some of the
-    positions of the step before, their flat indices [B, N] among those.
+    step: the number of the running step. A step may run twice, as it does when activations are recomputed. tokens: by
+    step, the flat indices [B, N] in the texts of the tokens that the step's positions read. picks: by step, the flat
+    indices [B, N] of the step's positions among those of the step before; missing if the positions are the same.
     """
 
     def __init__(self) -> None:
-        self.now = 0
+        self.step = 0
         self.tokens: dict[int, Tensor] = {}
         self.picks: dict[int, Tensor] = {}
-        self._of_tokens: list[Tensor] = []
-        self._first: dict[int, KeysValues] = {}
-        self._own: dict[tuple[int, int], KeysValues] = {}  # by layer and step: [B, N, Hk, steps, D]
+        self._token_products: list[Tensor] = []  # by layer of `products`: [B · T, outputs]
+        self._first_entries: dict[int, KeysValues] = {}  # of step 0, by layer
+        self._later_entries: dict[tuple[int, int], KeysValues] = {}  # by layer and step: [B, N, Hk, steps, D]
 
     def products(self, layers: Sequence[nn.Linear], embedding: Tensor, features: Tensor) -> list[Tensor]:
-        """What `layers` make of the features [B, N, H] with the embeddings of the step's tokens before them.
+        """The outputs of `layers` for inputs [B, N, 2 · H]: the embeddings of the step's tokens, then the features.
 
-        embedding: in step 0 of all texts, [B, T, H]. Every step reads these tokens, so their products are made once.
+        embedding: of all tokens of the texts, [B, T, H], in step 0. All steps read tokens of these texts, so step 0
+        multiplies the embeddings once for all steps. features [B, N, H].
         """
         width = embedding.shape[-1]
-        if self.now == 0:
-            self._of_tokens = [F.linear(embedding, x.weight[:, :width], x.bias).flatten(0, 1) for x in layers]
-        at, pairs = self.tokens[self.now], zip(layers, self._of_tokens, strict=True)
-        return [F.linear(features, layer.weight[:, width:]) + F.embedding(at, product) for layer, product in pairs]
+        if self.step == 0:
+            self._token_products = [F.linear(embedding, x.weight[:, :width], x.bias).flatten(0, 1) for x in layers]
+        indices, pairs = self.tokens[self.step], zip(layers, self._token_products, strict=True)
+        return [F.linear(features, layer.weight[:, width:]) + F.embedding(indices, product) for layer, product in pairs]
 
     def attend(
         self, module: nn.Module, query: Tensor, entry: KeysValues, mask: Band, layer: int, scaling: float
     ) -> Tensor:
-        """query [B, H, N, D] of step `now`, whose keys and values are `entry` → [B, N, H, D].
+        """Attention of the running step: query [B, H, N, D] and its keys and values `entry` → [B, N, H, D].
 
-        mask: the mask of the entries of step 0, as in `grouped_attention`.
+        mask: the mask of the entries of step 0, as in `grouped_attention`. layer: the number of the head's layer.
         """
-        if self.now == 0:
-            self._first[layer] = entry
+        if self.step == 0:
+            self._first_entries[layer] = entry
             return grouped_attention(module, query, *entry, mask, scaling=scaling)[0]
-        key, value = (x.transpose(1, 2)[..., None, :] for x in entry)
-        if self.now > 1:
-            before = map(self._picked, self._own[layer, self.now - 1])
+        key, value = (x.transpose(1, 2)[..., None, :] for x in entry)  # [B, N, Hk, 1, D]
+        if self.step > 1:
+            before = map(self._pick_positions, self._later_entries[layer, self.step - 1])
             key, value = (torch.cat(pair, 3) for pair in zip(before, (key, value), strict=True))
-        self._own[layer, self.now] = key, value
-        return attend_jointly(module, query, self._first[layer], (key, value), mask, scaling)
+        self._later_entries[layer, self.step] = key, value
+        return attend_jointly(module, query, self._first_entries[layer], (key, value), mask, scaling)
 
-    def _picked(self, rows: Tensor) -> Tensor:
-        pick = self.picks.get(self.now)
-        return rows if pick is None else F.embedding(pick, rows.flatten(0, 1).flatten(1)).unflatten(-1, rows.shape[2:])
+    def _pick_positions(self, entries: Tensor) -> Tensor:
+        """The entries [B, N', Hk, steps, D] of the last step at the positions of the running step."""
+        picks = self.picks.get(self.step)
+        if picks is None:
+            return entries
+        return F.embedding(picks, entries.flatten(0, 1).flatten(1)).unflatten(-1, entries.shape[2:])
 
 
 def attend_jointly(
@@ -84,41 +92,40 @@ def attend_jointly(
 ) -> Tensor:
     """One softmax over the entries `first`, by `mask`, and the entries `local` of the query's position: [B, N, H, D].
 
-    query [B, H, N, D]; local: [B, N, Hk, steps, D]. The entries of `local` at a position act as one additional key: its
-    score is the logsumexp of their scores, and its value is their softmax-weighted mean. So the score matrix is never
-    larger than for `first`.
+    query [B, H, N, D]; local: keys and values [B, N, Hk, steps, D]. The local entries of a position act as one
+    additional key. The additional key's score is the logsumexp of the local scores, and its value is the mean of the
+    local values, weighted by the softmax of the local scores. So the score matrix is hardly larger than for `first`.
     """
     exact = torch.promote_types(query.dtype, torch.float32)  # float32 or better
     with torch.autocast(query.device.type, enabled=False):
         grouped = query.transpose(1, 2).unflatten(2, (first[0].shape[1], -1)).to(exact)
         scores = grouped @ local[0].to(exact).mT * scaling  # [B, N, Hk, H / Hk, steps]
         mean = (scores.softmax(-1) @ local[1].to(exact)).flatten(2, 3)
-    wide = _widened(query, *first, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
+    wide = _add_key(query, *first, scores.logsumexp(-1).flatten(2).transpose(1, 2) / scaling)
     out, _ = grouped_attention(module, *wide, replace(mask, front=1), scaling=scaling)
-    attended, share = out[..., :-EXTRA], out[..., -EXTRA, None]
-    return attended + share * mean.to(out.dtype)
+    attended, weight = out[..., :-EXTRA], out[..., -EXTRA, None]  # [B, N, H, D], [B, N, H, 1]
+    return attended + weight * mean.to(out.dtype)
 
 
-def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three tensors, `EXTRA` columns wider, with an additional first key whose scores are `score` [B, H, T].
+def _add_key(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, `EXTRA` columns wider, with an additional first key whose scores are `score` [B, H, T].
 
-    A query holds its score in two columns, the rounded value and the remainder: 16 bits alone would err by 0.4 %. The
-    additional key's value is 1 in a column where the others are 0, so that the output there is its attention weight.
+    In the additional columns the first key is (1, 1, 0, …) and a query is (rounded score, remainder, 0, …): the score
+    alone would err by 0.4 % in 16 bits. The first key's value is 1 in the first additional column, where other values
+    are 0. So the output in that column is the attention weight of the first key.
     """
-    dtype = value.dtype
-    held = score.to(dtype)
-    remainder = (score - held).to(dtype)
-    query = F.pad(torch.cat([query.to(dtype), held[..., None], remainder[..., None]], -1), (0, EXTRA - 2))
-    wide = key.shape[-1] + EXTRA
-    front = key.new_zeros(wide, dtype=dtype)
-    front[-EXTRA : 2 - EXTRA] = 1
-    ahead = value.new_zeros(wide)
-    ahead[-EXTRA] = 1
+    dtype, wide = value.dtype, key.shape[-1] + EXTRA
+    rounded = score.to(dtype)
+    remainder = (score - rounded).to(dtype)
+    query = F.pad(torch.cat([query.to(dtype), rounded[..., None], remainder[..., None]], -1), (0, EXTRA - 2))
+    first_key, first_value = torch.zeros(2, wide, dtype=dtype, device=value.device)
+    first_key[-EXTRA : 2 - EXTRA] = 1
+    first_value[-EXTRA] = 1
 
-    def with_front(part: Tensor, row: Tensor) -> Tensor:
-        return torch.cat([row.expand(*part.shape[:2], 1, wide), F.pad(part.to(dtype), (0, EXTRA))], 2)
+    def put_first(row: Tensor, entries: Tensor) -> Tensor:
+        return torch.cat([row.expand(*entries.shape[:2], 1, wide), F.pad(entries.to(dtype), (0, EXTRA))], 2)
 
-    return query, with_front(key, front), with_front(value, ahead)
+    return query, put_first(first_key, key), put_first(first_value, value)
 
 
 HeadCache = LayerCache | Steps | None
@@ -153,7 +160,7 @@ class HeadAttention(nn.Module):
             joined = torch.cat([*x], -1)
             projections = [layer(joined) for layer in layers]
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projections)
-        query, key = self._rotated(self.q_norm(query), rotary), self._rotated(self.k_norm(key), rotary)
+        query, key = self._rotate(self.q_norm(query), rotary), self._rotate(self.k_norm(key), rotary)
         scaling = self.head_dim**-0.5
         if isinstance(cache, Steps):
             assert isinstance(mask, Band)
@@ -164,18 +171,18 @@ class HeadAttention(nn.Module):
             mixed, _ = grouped_attention(self, query, key, value, mask, scaling=scaling)
         return self.o_proj(mixed.flatten(2))
 
-    def _rotated(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def _rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
         cos, sin = (table[:, None] for table in rotary.tables[0])
-        turned, plain = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
-        turned = turned * cos + rotate_half(turned) * sin
-        return torch.cat([turned, plain], dim=-1) if plain.shape[-1] else turned
+        rotating, constant = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        rotating = rotating * cos + rotate_half(rotating) * sin
+        return torch.cat([rotating, constant], dim=-1) if constant.shape[-1] else rotating
 
 
 class HeadLayer(GradientCheckpointingLayer):
     """A decoder layer of the head. The first one also takes the embedding of the token after the feature.
 
-    It inherits from transformers' class only to be recognised as a layer by optimizers and launchers.
+    It inherits from transformers' class, by which optimizers and launchers recognise a layer.
     """
 
     def __init__(self, reading: Reading, layer_idx: int):
@@ -186,7 +193,7 @@ class HeadLayer(GradientCheckpointingLayer):
             LlamaConfig(
                 hidden_size=reading.hidden,
                 intermediate_size=reading.intermediate,
-                num_attention_heads=1,  # or it refuses a width that the usual 32 do not divide
+                num_attention_heads=1,  # the default of 32 heads refuses a width that 32 does not divide
                 mlp_bias=reading.mlp_bias,
                 hidden_act=reading.activation,
             )
@@ -210,12 +217,11 @@ class HeadLayer(GradientCheckpointingLayer):
 
 
 class Eagle3(nn.Module):
-    """The head in three steps: `features` of the aux hidden states, `run` on features and tokens, `logits` of its
-    output.
+    """The head: `features` of the aux hidden states, `run` on features and tokens, `logits` of the output of `run`.
 
-    The output of `run` is also the next step's feature, since the target has not computed the true one. A cache must
-    keep the entries of true features only: entries of drafted tokens are dropped at the end of a round, and accepted
-    tokens run again, all in one pass.
+    The output of `run` is also the next step's feature, since the target has not computed the true feature. A cache
+    must keep the entries of true features only: entries of drafted tokens are dropped at the end of a round, and
+    accepted tokens run again, all in one pass.
 
     draft_tokens: ids [V_d], ascending, of its draft vocabulary; None: the whole vocabulary. Without its own embedding,
     `use_embedding` must be called before `run`; the target's is kept in a list, so that it does not become a submodule.
@@ -261,14 +267,14 @@ class Eagle3(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self._plain.device
+        return self._norm_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._plain.dtype
+        return self._norm_weight.dtype
 
     @property
-    def _plain(self) -> Tensor:
+    def _norm_weight(self) -> Tensor:
         """A weight that keeps its layout when linear layers are packed."""
         first: Any = self.layers[0]
         return first.hidden_norm.weight
@@ -309,22 +315,22 @@ class Eagle3(nn.Module):
     def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: HeadCache = None) -> Tensor:
         """The layers on tokens' embeddings and the features one position before them: [B, Q, H] → [B, Q, H].
 
-        A feature is the target's, or the output of `run` at its position. masks: by window (see `windows`), over all
-        entries that the cache returns. With `Steps` as the cache it is a step of training; the embedding is that of all
-        texts in step 0, and empty later.
+        A feature is the target's, or the output of `run` at that position. masks: by window (see `windows`), over all
+        entries that the cache returns. With `Steps` as the cache, this is a step of training; `embedding` is then that
+        of all texts in step 0, and empty later.
         """
         hidden = features
         for layer, window in zip(self.layers, self.windows, strict=True):
             hidden = layer(embedding, hidden, masks[window], rotary, cache)
         return self.norm(hidden) if self.reading.norm_output else hidden
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def normalise(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → the input of the logits' matrix [..., H]."""
         return hidden if self.reading.norm_output else self.norm(hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The output of `run` [..., H] → logits over the draft vocabulary [..., V_d]."""
-        return self.lm_head(self.normed(hidden))
+        return self.lm_head(self.normalise(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""

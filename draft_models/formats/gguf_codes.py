@@ -1,6 +1,12 @@
 # mypy: allow-untyped-defs
 """Quantised weights as ggml and packed integers store them: their kinds, and their decoding.
 
+A stored row is a sequence of blocks. A block of `groups` · `group_size` weights begins with its float16 factors, and
+then has the groups' scales (if there are several) and the codes, in an order that `unpack` knows. Example: a block of
+Q4_0 has 32 weights in 18 bytes, a float16 factor d and 16 bytes. Byte i has the code of weight i in its lower 4 bits
+and the code of weight 16 + i in its upper 4 bits. A code c is the weight d · (c − 8).
+
+`decode_rows` decodes whole rows by `unpack`. `engines.cpu.code_panels` uses `unpack` too, for another layout.
 ggml's blocks are those of ggml-common.h and dequantize_row_… in ggml-quants.c.
 """
 
@@ -26,26 +32,27 @@ CODES_OF_A_THREAD = 2**16  # codes for which another thread does not pay
 class CodeKind(NamedTuple):
     """How blocks of a kind of quantised weights are stored.
 
-    A weight is scale · code − minimum, both those of its group. bits: of a code. group: inputs of a group. groups: of a
-    block. If there are several, a group's scale is an integer of 6 or 8 bits times the block's factor, a float16; else
-    it is that factor. minimum: whether a group has one, stored like its scale. offset: what is added to a code before
-    it is stored. stored: bytes of a block in a file. zero: a minimum is the scale times the number in its place.
+    A weight is scale · (code − offset) − minimum. Scale and minimum belong to the weight's group. A block of one group
+    has them as float16 factors. A block of several groups has one factor for all scales and one for all minima. A
+    group's scale is then an integer of 6 or 8 bits times the first factor, and the group's minimum an integer times the
+    second.
     """
 
-    bits: int
-    group: int
-    groups: int
-    minimum: bool
+    bits: int  # of a code
+    group_size: int  # inputs of a group
+    groups: int  # of a block
+    has_minimum: bool  # else it is 0
     offset: int
-    stored: int
-    zero: bool = False
+    block_bytes: int  # in a file
+    has_zero_point: bool = False  # the second factor is a zero point z: the minimum is scale · z
 
     @property
     def inputs(self) -> int:
-        return self.group * self.groups
+        """The weights of a block."""
+        return self.group_size * self.groups
 
 
-KINDS = {
+CODE_KINDS = {
     "Q4_0": CodeKind(4, 32, 1, False, 8, 18),
     "Q5_0": CodeKind(5, 32, 1, False, 16, 22),
     "Q8_0": CodeKind(8, 32, 1, False, 128, 34),
@@ -53,12 +60,12 @@ KINDS = {
     "Q5_K": CodeKind(5, 32, 8, True, 0, 176),
     "Q6_K": CodeKind(6, 16, 16, False, 32, 210),
     # Not ggml's: a float16 scale, a float16 zero, and codes in order, of 4 bits the first half in the lower bits.
-    "int4": CodeKind(4, 32, 1, True, 0, 20, zero=True),
-    "int4 by 128": CodeKind(4, 128, 1, True, 0, 68, zero=True),
-    "int8": CodeKind(8, 32, 1, True, 0, 36, zero=True),
+    "int4": CodeKind(4, 32, 1, True, 0, 20, has_zero_point=True),
+    "int4 by 128": CodeKind(4, 128, 1, True, 0, 68, has_zero_point=True),
+    "int8": CodeKind(8, 32, 1, True, 0, 36, has_zero_point=True),
 }
-NUMBERS = {name: number for number, name in enumerate(KINDS)}
-_Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _INT4, _INT4_BY_128, _INT8 = range(len(KINDS))
+KIND_NUMBERS = {name: number for number, name in enumerate(CODE_KINDS)}  # compiled code takes numbers for names
+_Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _INT4, _INT4_BY_128, _INT8 = range(len(CODE_KINDS))
 
 
 compile_uncounted = partial(kept, counted=False)  # counting references to slices would take most of the time
@@ -85,56 +92,68 @@ def _split_nibbles(packed, codes):
 
 
 @compile_uncounted
-def unpack(number, raw, codes, scales, minima):
-    """Read a stored block of a kind: codes ≥ 0 [inputs], and of its groups integer scales and minima.
+def unpack(kind_number, block, codes, scales, minima):
+    """Read a stored `block` of a kind: codes ≥ 0 [inputs], and of its groups integer scales and minima.
 
-    Returns where its factors are, in bytes: (factor, factor of the minima or −1).
+    Returns the byte offsets of the block's two factors: (of the scales, of the minima or −1).
     """
     eights = codes.view(np.uint64)  # eight codes each
-    if number == _INT4:
-        _split_nibbles(raw[4:20].view(np.uint64), eights)
+    if kind_number == _INT4:
+        _split_nibbles(block[4:20].view(np.uint64), eights)
         return 0, 2
-    if number == _INT4_BY_128:
-        _split_nibbles(raw[4:68].view(np.uint64), eights)
+    if kind_number == _INT4_BY_128:
+        _split_nibbles(block[4:68].view(np.uint64), eights)
         return 0, 2
-    if number == _INT8:
+    if kind_number == _INT8:
         for i in range(32):
-            codes[i] = raw[4 + i]
+            codes[i] = block[4 + i]
         return 0, 2
-    if number in (_Q4_0, _Q5_0):
-        at = 2 if number == _Q4_0 else 6
-        _split_nibbles(raw[at : at + 16].view(np.uint64), eights)
-        if number == _Q5_0:
+    if kind_number == _Q8_0:
+        for i in range(32):
+            codes[i] = block[2 + i] ^ 128  # of a signed number, plus 128
+        return 0, -1
+    if kind_number in (_Q4_0, _Q5_0):
+        begin = 2 if kind_number == _Q4_0 else 6
+        _split_nibbles(block[begin : begin + 16].view(np.uint64), eights)
+        if kind_number == _Q5_0:
             for i in range(32):
-                codes[i] |= ((raw[2 + i // 8] >> (i % 8)) & 1) << 4
+                codes[i] |= ((block[2 + i // 8] >> (i % 8)) & 1) << 4
         return 0, -1
-    if number == _Q8_0:
-        for i in range(32):
-            codes[i] = raw[2 + i] ^ 128  # of a signed number, plus 128
-        return 0, -1
-    if number == _Q6_K:
-        low, high = raw[:128].view(np.uint64), raw[128:192].view(np.uint64)
-        for half in range(2):
-            for quarter in range(4):
-                low_by, high_by = np.uint64(4 * (quarter // 2)), np.uint64(2 * quarter)
-                for index in range(4):
-                    upper = (high[4 * half + index] >> high_by) & _TWO
-                    lower = (low[8 * half + 4 * (quarter % 2) + index] >> low_by) & _FOUR
-                    eights[16 * half + 4 * quarter + index] = lower | (upper << np.uint64(4))
-        for group in range(16):
-            scales[group] = raw[192 + group]
+    if kind_number == _Q6_K:
+        _unpack_q6_k(block, eights, scales)
         return 208, -1
-    at = 16 if number == _Q4_K else 48
+    _unpack_q4_k_or_q5_k(kind_number, block, eights, scales, minima)
+    return 0, 2
+
+
+@compile_uncounted
+def _unpack_q6_k(block, eights, scales):
+    """Codes and scales of a block of Q6_K: 128 bytes of lower 4 bits, 64 bytes of upper 2 bits, 16 signed scales."""
+    low, high = block[:128].view(np.uint64), block[128:192].view(np.uint64)
+    for half in range(2):
+        for quarter in range(4):
+            low_by, high_by = np.uint64(4 * (quarter // 2)), np.uint64(2 * quarter)
+            for index in range(4):
+                upper = (high[4 * half + index] >> high_by) & _TWO
+                lower = (low[8 * half + 4 * (quarter % 2) + index] >> low_by) & _FOUR
+                eights[16 * half + 4 * quarter + index] = lower | (upper << np.uint64(4))
+    for group in range(16):
+        scales[group] = block[192 + group]
+
+
+@compile_uncounted
+def _unpack_q4_k_or_q5_k(kind_number, block, eights, scales, minima):
+    """Codes, scales and minima of a block of Q4_K or Q5_K. Q5_K also has 32 bytes of fifth bits, one bit a group."""
+    begin = 16 if kind_number == _Q4_K else 48
     for group in range(8):
         if group % 2 == 0:
-            _split_nibbles(raw[at + 16 * group : at + 16 * group + 32].view(np.uint64), eights[4 * group :])
-        scales[group], minima[group] = _scale_and_minimum(raw[4:16], group)
-    if number == _Q5_K:
-        upper = raw[16:48].view(np.uint64)
+            _split_nibbles(block[begin + 16 * group : begin + 16 * group + 32].view(np.uint64), eights[4 * group :])
+        scales[group], minima[group] = _scale_and_minimum(block[4:16], group)
+    if kind_number == _Q5_K:
+        upper = block[16:48].view(np.uint64)
         for group in range(8):
             for index in range(4):
                 eights[4 * group + index] |= ((upper[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
-    return 0, 2
 
 
 @kept
@@ -150,41 +169,41 @@ def _float16(low, high):
 
 
 @kept
-def _decode_rows(number, kind, raw, out):
+def _decode_rows(kind_number, kind, blocks, out):
     """Decode rows of blocks [rows, blocks, bytes] to out float32 [rows, inputs]."""
     codes = np.zeros(LONGEST, np.uint8)
     scales, minima = np.zeros(MOST_GROUPS, np.uint8), np.zeros(MOST_GROUPS, np.uint8)
-    inputs, offset = kind.group * kind.groups, np.float32(kind.offset)
-    for row in range(raw.shape[0]):
-        for block in range(raw.shape[1]):
-            stored = raw[row, block]
-            first, second = unpack(number, stored, codes, scales, minima)
-            factor = _float16(stored[first], stored[first + 1])
-            least = _float16(stored[second], stored[second + 1]) if second >= 0 else np.float32(0.0)
+    inputs, offset = kind.group_size * kind.groups, np.float32(kind.offset)
+    for row in range(blocks.shape[0]):
+        for number in range(blocks.shape[1]):
+            block = blocks[row, number]
+            first, second = unpack(kind_number, block, codes, scales, minima)
+            scale_factor = _float16(block[first], block[first + 1])
+            minimum_factor = _float16(block[second], block[second + 1]) if second >= 0 else np.float32(0.0)
             for group in range(kind.groups):
-                scale, minimum = factor, least
+                scale, minimum = scale_factor, minimum_factor
                 if kind.groups > 1:
                     scale *= np.float32(scales[group] if second >= 0 else np.int8(scales[group]))
                     minimum *= np.float32(minima[group])
-                if kind.zero:
+                if kind.has_zero_point:
                     minimum *= scale
-                weights = out[row, block * inputs + group * kind.group :]
-                for i in range(kind.group):
-                    weights[i] = scale * (np.float32(codes[group * kind.group + i]) - offset) - minimum
+                weights = out[row, number * inputs + group * kind.group_size :]
+                for i in range(kind.group_size):
+                    weights[i] = scale * (np.float32(codes[group * kind.group_size + i]) - offset) - minimum
 
 
 class CodedRows:
-    """Rows of a weight, uint8 [rows, bytes], in blocks of the kind with this name.
+    """Rows of a weight as they are stored, `raw` uint8 [rows, bytes], in blocks of the kind with this name.
 
     packed: the same rows in the layout of an engine, which every layer that has these rows shares.
     """
 
-    def __init__(self, kind: str, raw: NDArray[np.uint8]):
-        self.kind, self.raw = kind, torch.from_numpy(raw)
+    def __init__(self, kind_name: str, raw: NDArray[np.uint8]):
+        self.kind_name, self.raw = kind_name, torch.from_numpy(raw)
         self.packed: Tensor | None = None
         self._mapping = getattr(raw, "_mmap", None)  # of a file, if these are its bytes and no copy
 
-    def forget(self) -> None:
+    def release_pages(self) -> None:
         """Free the memory of the file's pages, where the system can: they are read again when they are used."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
@@ -197,15 +216,15 @@ class CodedRows:
 
     @property
     def inputs(self) -> int:
-        return self.raw.shape[1] // KINDS[self.kind].stored * KINDS[self.kind].inputs
+        return self.raw.shape[1] // CODE_KINDS[self.kind_name].block_bytes * CODE_KINDS[self.kind_name].inputs
 
-    def decoded(self, begin: int = 0, end: int | None = None) -> Tensor:
+    def decode(self, begin: int = 0, end: int | None = None) -> Tensor:
         """Rows begin … end − 1 in float32 [rows, inputs], ggml's bit for bit as the gguf package decodes them."""
-        return decode_rows(self.kind, self.raw[begin:end])
+        return decode_rows(self.kind_name, self.raw[begin:end])
 
-    def picked(self, rows: Tensor) -> Tensor:
+    def decode_at(self, rows: Tensor) -> Tensor:
         """The rows with these numbers, in float32 [rows, inputs]."""
-        return decode_rows(self.kind, self.raw[rows])
+        return decode_rows(self.kind_name, self.raw[rows])
 
 
 def decode_rows(name: str, raw: Tensor) -> Tensor:
@@ -213,8 +232,8 @@ def decode_rows(name: str, raw: Tensor) -> Tensor:
 
     ggml's have the bits that the gguf package gives them.
     """
-    kind, number = KINDS[name], NUMBERS[name]
-    blocks = raw.view(len(raw), -1, kind.stored)
+    kind, number = CODE_KINDS[name], KIND_NUMBERS[name]
+    blocks = raw.view(len(raw), -1, kind.block_bytes)
     weights = torch.empty(len(raw), blocks.shape[1] * kind.inputs)
     stored, out = blocks.numpy(), weights.numpy()
     in_threads(lambda begin, end: _decode_rows(number, kind, stored[begin:end], out[begin:end]), len(raw), out.shape[1])

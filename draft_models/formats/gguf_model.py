@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from outrider.base.errors import UserError, reason
 from outrider.base.progress import counted
-from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decode_rows
+from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
 from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
 from outrider.draft_models.formats.gguf_file import FLOAT_TYPES, GgufFile, TensorLocation, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
@@ -76,7 +76,7 @@ class GgufModel:
         """
         for name, tensor in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
             kind, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
-            if kind.name in KINDS:
+            if kind.name in CODE_KINDS:
                 rows = raw[:: max(1, len(raw) // _COMPARED)]
                 weights = decode_rows(kind.name, torch.from_numpy(np.ascontiguousarray(rows))).numpy()
                 if not np.array_equal(weights, load_package().quants.dequantize(rows, kind), equal_nan=True):
@@ -157,7 +157,7 @@ class MappedTensor(Stored):
         size_of_row = 4 * rows.inputs
         for begin, size in ranges:
             first, last = begin // size_of_row, -(-(begin + size) // size_of_row)
-            content = rows.decoded(first, last).reshape(-1).view(torch.uint8).numpy().data
+            content = rows.decode(first, last).reshape(-1).view(torch.uint8).numpy().data
             yield content[begin - first * size_of_row : begin - first * size_of_row + size]
 
 
@@ -188,7 +188,7 @@ class _TensorSource:
         """The weight as the file stores it, if its codes can be multiplied and `layout` moves whole rows only."""
         part = self.parts[0]
         kind, _ = _type_and_row_bytes(self.file, part)
-        if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in KINDS:
+        if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in CODE_KINDS:
             return None
         # A layout that changes numbers, or their order in a row, changes these.
         rows = np.arange(part.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
@@ -232,7 +232,7 @@ def _end_of(file: GgufFile, tensor: TensorLocation) -> int:
 def _dequantise(file: GgufFile, tensor: TensorLocation) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
     kind, raw = _type_and_row_bytes(file, tensor)[0], _map_rows(file, tensor)
-    if kind.name in KINDS:
+    if kind.name in CODE_KINDS:
         return decode_rows(kind.name, torch.from_numpy(raw)).numpy().reshape(tensor.shape)
     return load_package().quants.dequantize(np.array(raw), kind).reshape(tensor.shape)
 

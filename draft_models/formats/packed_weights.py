@@ -79,7 +79,7 @@ class PackedLayer(NamedTuple):
         return (codes - zeros[:, group]).float() * scales[:, group]
 
     def codes(self) -> "CodedRows | None":
-        """Its rows in blocks of `KINDS`; None if a group's inputs are apart, or a scale is no float16."""
+        """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are apart, or a scale is no float16."""
         from outrider.draft_models.formats.gguf_codes import CodedRows  # compiles: only where it is used
 
         codes, zeros, scales, group = self._parts()

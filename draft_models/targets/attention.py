@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from outrider.draft_models.targets.target import Band, Mask, TextMasks
+from outrider.draft_models.targets.target import Band, Mask, QueryBlock, TextMasks
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.
@@ -135,37 +135,44 @@ def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: 
     Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them.
     """
 
-    def attend(row_band: Band, block: tuple[int, ...], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return grouped_attention(module, queries, keys, values, row_band.block(*block), **options)[0]
+    def attend(row_band: Band, block: QueryBlock, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(module, queries, keys, values, row_band.block(block), **options)[0]
 
-    alike, rows = len(query) // len(band.blocks), []
-    splits = [x.split(alike) for x in (query, key, value, band.first)]
-    for blocks, q, *keys_values, first in zip(band.blocks, *splits, strict=True):
-        row_band, parts = replace(band, first=first), []
-        seen = [[(0, band.front)] for _ in blocks]
-        for ranges, (_, end, start, *more) in zip(seen, blocks, strict=True):
-            stop, mates = more or (end, end)
-            ranges += [(band.front + a, band.front + b) for a, b in ((start, stop), (mates, end))]
-        edges = sorted({0, keys_values[0].shape[2], *chain(*chain(*seen))})
-        # in pieces, since the gradient of a slice is as long as what it is of
+    rows_together = len(query) // len(band.blocks)  # rows with the same blocks
+    splits = [x.split(rows_together) for x in (query, key, value, band.first)]
+    outputs = []
+    for blocks, row_query, *keys_values, first in zip(band.blocks, *splits, strict=True):
+        row_band, block_outputs = replace(band, first=first), []
+        ranges = [_key_ranges(block, band.front) for block in blocks]
+        edges = sorted({0, keys_values[0].shape[2], *chain(*chain(*ranges))})
+        # In pieces, since the gradient of a slice is as long as the tensor that it is cut from.
         pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in keys_values]
-        sizes = [end - begin for begin, end, *_ in blocks]
-        for block, queries, keys in zip(blocks, q.split(sizes, 2), seen, strict=True):
-            states, run = (queries, *(_join_ranges(x, keys) for x in pieces)), attend
-            long = states[1].shape[2] > band.BLOCK
-            if long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        queries_by_block = row_query.split([block.end - block.begin for block in blocks], 2)
+        for block, queries, block_ranges in zip(blocks, queries_by_block, ranges, strict=True):
+            states, run = (queries, *(_join_ranges(x, block_ranges) for x in pieces)), attend
+            is_long = states[1].shape[2] > band.BLOCK
+            if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
                 run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-            parts.append(run(row_band, block, *states))
-        rows.append(torch.cat(parts, dim=1))
-    return torch.cat(rows)
+            block_outputs.append(run(row_band, block, *states))
+        outputs.append(torch.cat(block_outputs, dim=1))
+    return torch.cat(outputs)
+
+
+def _key_ranges(block: QueryBlock, front: int) -> list[tuple[int, int]]:
+    """The ranges of keys that a block of queries sees, counted from the first of the `front` further keys."""
+    ranges = (block.first_key, block.key_end), (block.second_key, block.end)
+    return [(0, front), *((front + begin, front + end) for begin, end in ranges)]
 
 
 def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The positions in `ranges` of x [B, H, K, D], which is given in pieces."""
-    begun = [(piece, end - piece.shape[2], end) for piece, end in
-             zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # fmt: skip
-    parts = [piece[:, :, max(0, start - begin) : stop - begin]
-             for start, stop in ranges for piece, begin, end in begun if begin < stop and start < end]  # fmt: skip
+    """The positions in `ranges` of a tensor [B, H, K, D], which is cut along K into `pieces`."""
+    ends = [*accumulate(piece.shape[2] for piece in pieces)]
+    parts = []
+    for start, stop in ranges:
+        for piece, end in zip(pieces, ends, strict=True):
+            begin = end - piece.shape[2]
+            if begin < stop and start < end:
+                parts.append(piece[:, :, max(0, start - begin) : stop - begin])
     return torch.cat(parts, 2)
 
 

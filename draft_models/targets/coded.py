@@ -36,14 +36,14 @@ class CodedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The decoded weight float32 [out, in]."""
-        return torch.cat([part.decoded() for part in self.parts])
+        return torch.cat([part.decode() for part in self.parts])
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Weights are decoded a block of rows at a time, and multiplied in float32."""
         rows = max(1, BLOCK // (4 * self.in_features))
         wide = x if x.dtype == torch.float64 else x.float()
         sums = [
-            F.linear(wide, part.decoded(begin, begin + rows).to(wide))
+            F.linear(wide, part.decode(begin, begin + rows).to(wide))
             for part in self.parts
             for begin in range(0, len(part), rows)
         ]
@@ -63,7 +63,7 @@ class CodedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] → [..., in]. Decodes their rows."""
-        return self.rows.picked(tokens.flatten()).view(*tokens.shape, -1).to(self.like.dtype)
+        return self.rows.decode_at(tokens.flatten()).view(*tokens.shape, -1).to(self.like.dtype)
 
 
 def keep_codes(

@@ -1,6 +1,9 @@
 """The interface of a target, a frozen causal LM, for decoding, drafting, measuring and training.
 
-At load it is checked against its own forward (`draft_models.targets.proof`).
+`Target` is what runs the rows of a tree. `LayerStack` and `WholeModel` in `stack.py` implement it. `Layers` is what
+engines need of layers that run on hidden states. The other classes are what a pass is given: masks (`Band`,
+`TextMasks`, tensors), rotary positions (`Rotary`) and a KV cache (`LayerCache`). A target is checked at load against
+its own forward (`draft_models.targets.proof`).
 """
 
 from collections.abc import Mapping, Sequence, Sized
@@ -17,17 +20,37 @@ if TYPE_CHECKING:
     from outrider.draft_models.targets.stack import LayerStack, RowCache
 
 
+class QueryBlock(NamedTuple):
+    """The queries begin … end − 1 of a row, and the keys that any of them sees, in two ranges.
+
+    The ranges are first_key … key_end − 1 and second_key … end − 1. The second one is empty but for the masks of drafts
+    (`train.parts.parallel`).
+    """
+
+    begin: int
+    end: int
+    first_key: int
+    key_end: int
+    second_key: int
+
+
+RowBlocks = tuple[QueryBlock, ...]  # all queries of a row, in order
+
+
 @dataclass(frozen=True)
 class Band:
     """A causal mask that is never materialised as a whole: query i of row b sees exactly keys first[b, i] to i.
 
-    first: int64 [B or 1, T], ascending. blocks: the blocks of queries of every row, or those of all rows: where each
-    begins and ends, and the first key seen. front: the number of further keys before all these, which all queries see.
+    Attention materialises one block of queries after another. Example: the documents "a b c" and "d e" in one row are
+    first = [0, 0, 0, 3, 3] and, on a CPU, the blocks (0, 3, 0, 3, 3) and (3, 5, 3, 5, 5).
+
+    first: int64 [B or 1, T], ascending. blocks: those of each row, or one entry for all rows. front: the number of
+    further keys before all these, which all queries see.
     """
 
     BLOCK: ClassVar[int] = 512  # queries per materialised block, at most
     first: Tensor
-    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    blocks: tuple[RowBlocks, ...]
     front: int = 0
 
     @classmethod
@@ -37,16 +60,21 @@ class Band:
         return cls((positions - (window - 1)).clamp(min=0)[None], (cls.cut([0, len(positions)], first),))
 
     @classmethod
-    def cut(cls, ends: Sequence[int], first: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def cut(cls, ends: Sequence[int], first: Sequence[int]) -> RowBlocks:
         """The blocks of a row that is cut at `ends`, 0, …, T; first [T] as above."""
-        return tuple((begin, min(begin + cls.BLOCK, stop), first[begin])
-                     for start, stop in pairwise(ends) for begin in range(start, stop, cls.BLOCK))  # fmt: skip
+        blocks = []
+        for start, stop in pairwise(ends):
+            for begin in range(start, stop, cls.BLOCK):
+                end = min(begin + cls.BLOCK, stop)
+                blocks.append(QueryBlock(begin, end, first[begin], end, end))
+        return tuple(blocks)
 
-    def block(self, begin: int, end: int, start: int) -> Tensor:
-        """bool [B or 1, 1, end − begin, front + end − start]: queries begin … end − 1, keys from start on."""
-        keys = torch.arange(start, end, device=self.first.device)
-        seen = keys >= self.first[:, begin:end, None]
-        return F.pad((seen & (keys <= keys[begin - start :, None]))[:, None], (self.front, 0), value=True)
+    def block(self, block: QueryBlock) -> Tensor:
+        """The mask of a block, bool [B or 1, 1, queries, front + keys]; True = attend."""
+        keys = torch.arange(block.first_key, block.end, device=self.first.device)  # [K]
+        queries = keys[block.begin - block.first_key :, None]  # [Q, 1]
+        seen = (keys >= self.first[:, block.begin : block.end, None]) & (keys <= queries)  # [B or 1, Q, K]
+        return F.pad(seen[:, None], (self.front, 0), value=True)
 
 
 @dataclass(frozen=True)

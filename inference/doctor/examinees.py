@@ -94,7 +94,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     head.reserve(count + STEPS)
     embedding = head.embed(tokens[None])
     for step in range(STEPS):
-        cache.now, moved = step, 0 if still else step
+        cache.step, moved = step, 0 if still else step
         masks = {window: Band.sliding(index, (window or count + STEPS) - moved) for window in head.windows}
         cache.tokens[step] = (index[None] + 1 + step) % len(tokens)  # the last `step` ones are of no place
         hidden = head.run(embedding, hidden, masks, head.rotary(index[None] + moved), cache)

@@ -169,7 +169,7 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> obje
     what, remedy = "record of a run", "measure again in another out_dir"
     before = read_json(path, what, remedy)
     try:
-        run = unsealed(before)
+        run = unseal_record(before)
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
     names = {*construct(dict[str, object], run["settings"])}  # of another command's options maybe, which are fewer
@@ -179,7 +179,7 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool) -> obje
 
 def begin_run(folder: Path, settings: Mapping[str, object], prepared: object) -> None:
     """Record the settings that determine the results. `prepared`: JSON-able data shared by all prompts."""
-    write_json(folder / RUN_FILE, sealed({"settings": settings, "prepared": prepared}))
+    write_json(folder / RUN_FILE, seal_record({"settings": settings, "prepared": prepared}))
 
 
 def next_number(folder: Path) -> int:
@@ -197,7 +197,7 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Add `record` as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
     try:
         with open(path, "ab") as file:
-            file.write(json.dumps(sealed(record)).encode() + b"\n")
+            file.write(json.dumps(seal_record(record)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -222,7 +222,7 @@ def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            yield construct(kind, unsealed(parse_json(line)))
+            yield construct(kind, unseal_record(parse_json(line)))
         except UserError as error:
             raise UserError(
                 f"{path}:{number}: not a result of this version ({error}); remove the file and "
@@ -230,17 +230,17 @@ def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
             ) from None
 
 
-def sealed(value: Mapping[str, object]) -> dict[str, object]:
-    """`value` with its digest, by which `unsealed` detects damage. Sets in it become sorted lists."""
-    plain = json.loads(json.dumps(dict(value), default=sorted))
-    return {**plain, _SEAL: digest_of(plain)}
+def seal_record(value: Mapping[str, object]) -> dict[str, object]:
+    """`value` with its digest, by which `unseal_record` detects damage. Sets in it become sorted lists."""
+    content = json.loads(json.dumps(dict(value), default=sorted))
+    return {**content, _SEAL: digest_of(content)}
 
 
-def unsealed(value: object) -> dict[str, object]:
-    """The value that was `sealed`, without its digest. Raises `UserError` if the digest does not match."""
+def unseal_record(value: object) -> dict[str, object]:
+    """The content of a record of `seal_record`. Raises `UserError` if its digest does not match."""
     if not isinstance(value, dict) or _SEAL not in value:
         raise UserError(f"no mapping with a {_SEAL}")
-    plain = {key: inner for key, inner in value.items() if key != _SEAL}
-    if value[_SEAL] != digest_of(plain):
+    content = {key: inner for key, inner in value.items() if key != _SEAL}
+    if value[_SEAL] != digest_of(content):
         raise UserError(f"its {_SEAL} does not fit the rest")
-    return plain
+    return content

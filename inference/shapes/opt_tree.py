@@ -106,7 +106,8 @@ class OptTree(Tree):
                 self.totals[CHOSEN + name] += 1
 
     def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
-        return trials_by_band(tree, accepted)
+        assert isinstance(tree, OptimalTree)
+        return trials_by_band(tree.parents, tree.steps, accepted)
 
 
 def _children(

@@ -13,7 +13,7 @@ from outrider.draft_models.ngrams.kernels import lean
 from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.settings import MOST_NODES
 from outrider.inference.sizing.costs import LOSS
-from outrider.inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
+from outrider.inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning, trials_by_band
 
 _TRIAL = 2  # nodes at most of a draft that is not expected to pay
 PATIENCE = 4  # rounds without a draft after which only one of so many begins with a search
@@ -65,11 +65,13 @@ class BestNodes:
 
 
 def trials_of(parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> Trials:
-    """`policy.trials_by_band` of a draft with path probabilities, summed by band: Σ q, and the number right."""
-    counts = np.zeros((2, BANDS))
-    count_trials(parents, probs, np.array(accepted, np.int64), counts)
-    for index in np.flatnonzero(counts[0]).tolist():
-        yield index, float(counts[0, index]), float(counts[1, index])
+    """`policy.trials_by_band` of a draft whose nodes' paths have the probabilities `probs`, float [n].
+
+    A node's q is 0 if its parent's path probability underflows to 0.
+    """
+    above = np.where(parents >= 0, probs[parents], 1.0)  # of the parents' paths [n]
+    steps = np.divide(probs, above, out=np.zeros_like(above), where=above > 0)
+    return trials_by_band(parents.tolist(), steps.tolist(), accepted)
 
 
 @lean
@@ -82,39 +84,21 @@ def band_of(q: float) -> int:
 
 
 @lean
-def share_of(prob: float, above: float) -> float:
-    """A node's probability given its parent; 0 if the parent's path probability underflows to 0 in float64."""
-    return prob / above if above > 0 else 0.0
-
-
-@lean
 def best_nodes(
     parents: np.ndarray, probs: np.ndarray, trust: np.ndarray, seconds: np.ndarray, worths: np.ndarray
 ) -> int:
-    """The number of leading nodes with the most tokens per second. seconds: float64, for rounds with 0, 1, … nodes."""
+    """The number of leading nodes with the most tokens per second, from 0 on.
+
+    seconds: float64, of rounds with 0, 1, … nodes. trust: by band, how often a q comes true. worths: overwritten by the
+    expected accepted tokens of each node. Compiled, since every draft of a text is sized by it.
+    """
     best, count, emitted = 1.0 / seconds[0], 0, 1.0
     for n in range(min(len(probs), len(seconds) - 1)):
-        above, prob, worth = parents[n], probs[n], 1.0
-        if above >= 0:
-            prob, worth = share_of(prob, probs[above]), worths[above]
-        worths[n] = worth * min(1.0, prob * trust[band_of(prob)])
+        parent, q, worth = parents[n], probs[n], 1.0
+        if parent >= 0:
+            q, worth = q / probs[parent] if probs[parent] > 0 else 0.0, worths[parent]
+        worths[n] = worth * min(1.0, q * trust[band_of(q)])
         emitted += worths[n]
         if emitted / seconds[n + 1] > best:
             best, count = emitted / seconds[n + 1], n + 1
     return count
-
-
-@lean
-def count_trials(parents: np.ndarray, probs: np.ndarray, accepted: np.ndarray, counts: np.ndarray) -> None:
-    """Add, per band of q: Σ q over the children of nodes on the target's path, and how many of them were right."""
-    step = -1  # the root, then the accepted nodes in path order: all nodes on the target's path
-    while step < len(accepted):
-        node = accepted[step] if step >= 0 else -1
-        right = accepted[step + 1] if step + 1 < len(accepted) else -1
-        for child in range(len(parents)):
-            if parents[child] == node:
-                q = share_of(probs[child], probs[node]) if node >= 0 else probs[child]
-                index = band_of(q)
-                counts[0, index] += q
-                counts[1, index] += child == right
-        step += 1

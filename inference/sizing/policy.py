@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
+from outrider.inference.core.tree import ROOT, OptimalTree
 from outrider.inference.settings import LONGEST_CHAIN, MOST_NODES
 from outrider.inference.sizing.costs import LOSS, TRIALS, Allowance, Costs, Sharing
 
@@ -154,7 +154,7 @@ class TreeSizes:
         return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.costs_now)
 
     def observe(self, tree: OptimalTree, accepted: Sequence[int]) -> None:
-        self._evidence.add(trials_by_band(tree, accepted))
+        self._evidence.add(trials_by_band(tree.parents, tree.steps, accepted))
         self._submitted.append(len(tree))
 
     def chosen(self, tree: OptimalTree) -> list[str]:
@@ -168,13 +168,16 @@ def band(q: float) -> int:
     return min(BANDS - 1, max(0, int(-2 * math.log2(q)))) if q > 0 else BANDS - 1
 
 
-def trials_by_band(tree: DraftTree, accepted: Sequence[int]) -> Trials:
-    """One entry of q trials per candidate at nodes on the target's path: a calibrated q is right that often."""
-    assert isinstance(tree, OptimalTree)
-    through, right = {ROOT, *accepted}, set(accepted)
-    for node, (parent, q) in enumerate(zip(tree.parents, tree.steps, strict=True)):
-        if parent in through:
-            yield band(q), q, node in right
+def trials_by_band(parents: Sequence[int], steps: Sequence[float], accepted: Sequence[int]) -> Trials:
+    """One entry of q trials per candidate at nodes on the target's path: a calibrated q is right that often.
+
+    parents, steps: each node's parent, and its q given the parent. accepted: the nodes on the target's path.
+    """
+    right_nodes = {*accepted}
+    path = {ROOT, *right_nodes}
+    for node, (parent, q) in enumerate(zip(parents, steps, strict=True)):
+        if parent in path:
+            yield band(q), q, node in right_nodes
 
 
 class TreeGrowth:

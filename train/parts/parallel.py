@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.target import Band, Masks
+from outrider.draft_models.targets.target import Band, Masks, QueryBlock, RowBlocks
 from outrider.train.core.training import Student
 from outrider.train.parts.on_policy import draw_depths
 
@@ -48,16 +48,17 @@ class DraftBand(Band):
 
     first [B, T + M, 2]: query i of row b sees the text from first[b, i, 0] to first[b, i, 1], which is i itself or a
     mask's anchor. A mask also sees the masks before it that have its anchor. text_length: T, the positions before the
-    masks. window: of the layers. A block of masks also has the end of the text that it sees, and the first mask.
+    masks. window: of the layers. The second range of keys of a block has masks.
     """
 
     text_length: int
     window: int | None
 
-    def block(self, begin: int, end: int, start: int, *mask_block: int) -> Tensor:
-        columns, (text_end, first_mask) = torch.arange(end, device=self.first.device), mask_block or (end, end)
-        keys, queries = torch.cat([columns[start:text_end], columns[first_mask:]]), columns[begin:, None]  # [K], [Q, 1]
-        first, anchors = self.first[:, begin:end, :, None].unbind(2)  # [B, Q, 1] each
+    def block(self, block: QueryBlock) -> Tensor:
+        columns = torch.arange(block.end, device=self.first.device)
+        keys = torch.cat([columns[block.first_key : block.key_end], columns[block.second_key :]])  # [K]
+        queries = columns[block.begin :, None]  # [Q, 1]
+        first, anchors = self.first[:, block.begin : block.end, :, None].unbind(2)  # [B, Q, 1] each
         same_draft = (keys >= self.text_length) & (keys <= queries) & (self.first[:, None, keys, 1] == anchors)
         if self.window is not None:
             same_draft &= keys > queries - self.window
@@ -86,7 +87,7 @@ class Parallel:
         """The predictions of each supervised token in expectation, those near a document's start aside."""
         return sum(self.keep**depth for depth in range(self.tokens))
 
-    def _mask_blocks(self, text_length: int, first_seen: Tensor, anchors: Tensor) -> tuple[tuple[int, ...], ...]:
+    def _mask_blocks(self, text_length: int, first_seen: Tensor, anchors: Tensor) -> RowBlocks:
         """Blocks of the masks [B, M] after the text; first_seen [B, M]: the first position that each sees."""
         size = Band.BLOCK // (4 if first_seen.device.type == "cpu" else 1)
         first, last = first_seen.amin(0).tolist(), anchors.amax(0).tolist()
@@ -95,7 +96,7 @@ class Parallel:
             end = min(begin + size, len(last))
             first_mask = text_length + max(0, begin - self.tokens + 2)
             seen_text = min(first[begin:end]), max(last[begin:end]) + 1
-            blocks.append((text_length + begin, text_length + end, *seen_text, first_mask))
+            blocks.append(QueryBlock(text_length + begin, text_length + end, *seen_text, first_mask))
         return tuple(blocks)
 
     def rows(self, student: Student, stack: LayerStack, *packed_rows: Tensor) -> DraftRows:

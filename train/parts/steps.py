@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_band
-from outrider.draft_models.targets.target import Band
+from outrider.draft_models.targets.target import Band, QueryBlock
 
 NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
 
@@ -35,7 +35,7 @@ def positions_to_run(needed: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesAt(Band):
-    """The mask of the queries at the positions `last` [B, N] of packed rows. A block also says where its keys end."""
+    """The mask of the queries at the positions `last` [B, N] of packed rows."""
 
     last: Tensor
 
@@ -44,10 +44,12 @@ class QueriesAt(Band):
         """Those at `positions` of the rows `documents` [B, T] with the mask `band`; on a CPU of one row."""
         first, (parts,) = band.first.gather(1, positions), packed_band(documents.gather(1, positions)).blocks
         lows, highs = first.amin(0).tolist(), positions.amax(0).tolist()
-        blocks = [(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, _ in parts]
+        blocks = [
+            QueryBlock(begin, end, min(lows[begin:end]), max(highs[begin:end]) + 1, end) for begin, end, *_ in parts
+        ]
         return cls(first, (tuple(blocks),), last=positions)
 
-    def block(self, begin: int, end: int, start: int, *more: int) -> Tensor:
-        keys = torch.arange(start, more[0], device=self.last.device)
-        seen = (keys >= self.first[:, begin:end, None]) & (keys <= self.last[:, begin:end, None])
+    def block(self, block: QueryBlock) -> Tensor:
+        keys, queries = torch.arange(block.first_key, block.key_end, device=self.last.device), slice(*block[:2])
+        seen = (keys >= self.first[:, queries, None]) & (keys <= self.last[:, queries, None])
         return F.pad(seen[:, None], (self.front, 0), value=True)

@@ -1,9 +1,18 @@
 # mypy: allow-untyped-defs
-"""Products with quantised weights as a GGUF file stores them: codes of 4 to 8 bits, unpacked in registers.
+"""Products with quantised weights as a file stores them: codes of 4 to 8 bits, unpacked in registers.
 
-A weight is scale · code − minimum; scale and minimum are those of its group of 16 or 32 inputs. So the part of a sum
-that a group contributes is scale · Σ code · x − minimum · Σ x. Codes are small integers and exact in bfloat16, so the
-products are those of the decoded weights, within the rounding of float32.
+A weight is scale · (code − offset) − minimum, with the scale and the minimum of its group of 16, 32 or 128 inputs. A
+group's part of an output's sum is therefore scale · (Σ code · x − offset · Σ x) − minimum · Σ x. Codes are small
+integers and exact in bfloat16, so the products are those of the decoded weights, within the rounding of float32.
+
+`code_panels` lays the weights out: a panel is `PANEL` outputs, and a `PanelBlock` of it has the same block of inputs of
+all these outputs. `by_codes` multiplies rows of x by panels: it sums x by groups (`_multiply_rows`), and calls for each
+run of panels of one kind the compiled function of this kind (`entries.codes_entry`). That function goes over tiles of a
+few rows and panels (`multiply_tile`), whose sums stay in registers. A tile goes over the blocks (`_add_tile`), their
+groups (`_add_group`), and the lines of a group's codes.
+
+The functions with a `builder` emit LLVM code: their arguments and results are LLVM values, unless a docstring says
+otherwise.
 """
 
 from dataclasses import dataclass
@@ -16,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from outrider.draft_models.formats.gguf_codes import KINDS, CodeKind
+from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodeKind
 from outrider.inference.engines.cpu.numbers import array_of, kernel, wide
 from outrider.inference.engines.cpu.vectors import (
     BYTE,
@@ -41,39 +50,38 @@ from outrider.inference.engines.cpu.vectors import (
     switch_between,
 )
 
-SUMMED = 16  # inputs of a sum of `x`: the smallest group
+SUMMED = 16  # inputs whose x are summed beforehand: the smallest group
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_LINE = 64  # bytes of a plane's vector: an integer of 16 bits for each of two inputs of 16 outputs
+_LINE = 64  # bytes of a line: an integer of 16 bits for each of two inputs of 16 outputs
 
 
 @dataclass(frozen=True)
 class PanelBlock:
-    """A block of a panel of `PANEL` outputs: factors, the groups' scales, their minima, then each group's codes.
+    """The layout of a block of a panel: factors, the groups' scales, their minima, then each group's codes.
 
-    A group's codes are planes of 32 words of 16 bits, one for each of two inputs of each output. A code's lower bits, 4
-    of 4 to 6 or all 8, are in the first planes, its upper ones in the next: of the first pair of inputs in the lowest
-    bits of the words, of the second pair above them.
+    A line is 32 words of 16 bits, two for each output. They hold the codes of some pairs of inputs, the first pair in
+    the lowest bits. A group's codes are lines of the lower bits (4 of 4 to 6, or all 8), then lines of the upper bits.
     """
 
-    kind: CodeKind
+    code_kind: CodeKind
 
     @property
     def header(self) -> int:
         """Bytes before the codes."""
-        numbers = 1 + self.kind.minimum  # of a group
-        if self.kind.groups == 1:
+        numbers = 1 + self.code_kind.has_minimum  # of a group
+        if self.code_kind.groups == 1:
             return 2 * PANEL * numbers
-        return -(-PANEL * numbers * (2 + self.kind.groups) // _LINE) * _LINE
+        return -(-PANEL * numbers * (2 + self.code_kind.groups) // _LINE) * _LINE
 
     @property
-    def codes(self) -> int:
+    def group_bytes(self) -> int:
         """Bytes of a group's codes."""
-        return PANEL * self.kind.group * self.kind.bits // 8
+        return PANEL * self.code_kind.group_size * self.code_kind.bits // 8
 
     @property
     def size(self) -> int:
         """Bytes of the block."""
-        return self.header + self.kind.groups * self.codes
+        return self.header + self.code_kind.groups * self.group_bytes
 
 
 _TILES = {1: 4, 2: 4, 4: 2, 8: 1}  # rows of a tile → its panels: sums and unpacked codes fit the registers
@@ -83,31 +91,26 @@ _SUMMED_ROWS = 64  # most rows whose sums of x a thread's stack holds at a time
 _UNITS, _SIXTEENS = 0x4300, 0x4500
 
 
-class _Sides(NamedTuple):
-    """The operands of a tile as LLVM values.
-
-    panels, sources, sums: addresses of panels, of rows of x and of their sums. pairs: whether x is bfloat16, two inputs
-    of which are multiplied by one instruction. outputs: the forms in which outputs may be stored; form: the number of
-    the one that is asked for. ahead: bytes to what is read after this tile.
-    """
+class _Tile(NamedTuple):
+    """The operands of some rows times some panels: LLVM values, but for `block`, `pairs` and `outputs`."""
 
     block: PanelBlock
-    pairs: bool
-    blocks: object
-    panels: list
-    columns: list
-    rows: list
-    sources: list
-    sums: list
-    outputs: list
-    form: object
-    ahead: object
+    pairs: bool  # whether x is bfloat16: one instruction then multiplies two inputs
+    blocks: object  # their number in a row
+    panels: list  # addresses
+    columns: list  # the first output of each panel
+    rows: list  # numbers
+    sources: list  # addresses of rows of x
+    sums: list  # addresses of the rows' sums of x
+    outputs: list  # the forms in which outputs may be stored
+    output_form: object  # index in `outputs` of the form that is asked for
+    ahead: object  # bytes from this tile to the codes that are read next
 
 
-def _loaded(builder, address, offset, kind):
-    """A vector of a kind, `offset` bytes after an address."""
+def _load_vector(builder, address, offset, vector_type):
+    """A vector, `offset` bytes after an address."""
     start = builder.gep(builder.bitcast(address, BYTE.as_pointer()), [offset])
-    return builder.load(builder.bitcast(start, kind.as_pointer()), align=1)
+    return builder.load(builder.bitcast(start, vector_type.as_pointer()), align=1)
 
 
 def _splat_word(number):
@@ -119,23 +122,23 @@ def _in_all_words(builder, number):
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT, 2 * LANES), [0] * 2 * LANES))
 
 
-def _shifted(builder, words, by):
-    """Integers shifted right by a number of bits, left if it is negative."""
+def _shift_right(builder, words, by):
+    """Integers shifted right by a number of bits; left by a negative number."""
     if by == 0:
         return words
     shift = builder.lshr if by > 0 else builder.shl
     return shift(words, ir.Constant(words.type, [abs(by)] * words.type.count))
 
 
-def _pair_codes(builder, kind, words, upper, pair):
-    """The codes of the `pair`-th two inputs of a line; their bits above `kind.bits` are arbitrary."""
-    if kind.bits == 8:
-        return _shifted(builder, words, 8 * pair)
-    low = _shifted(builder, words, 4 * pair)
-    if kind.bits == 4:
+def _pair_codes(builder, code_kind, words, upper, pair):
+    """The codes of the `pair`-th two inputs of a line; their bits above `code_kind.bits` are arbitrary."""
+    if code_kind.bits == 8:
+        return _shift_right(builder, words, 8 * pair)
+    low = _shift_right(builder, words, 4 * pair)
+    if code_kind.bits == 4:
         return low
-    upper = _shifted(builder, upper, (kind.bits - 4) * pair - 4)
-    upper_mask = _splat_word(2**kind.bits - 16)
+    upper = _shift_right(builder, upper, (code_kind.bits - 4) * pair - 4)
+    upper_mask = _splat_word(2**code_kind.bits - 16)
     return builder.or_(builder.and_(low, _splat_word(15)), builder.and_(upper, upper_mask))
 
 
@@ -145,89 +148,91 @@ def _as_bfloat16(builder, words, bits, base):
     return builder.bitcast(codes, INTS)
 
 
-def _operands(builder, sides, words, upper, pair):
+def _code_factors(builder, tile, words, upper, pair):
     """The factors of x for the `pair`-th two inputs of a line: (vector, the number of x in the line) of each."""
-    kind, words = sides.block.kind, _pair_codes(builder, sides.block.kind, words, upper, pair)
-    if not sides.pairs:
+    code_kind, words = tile.block.code_kind, _pair_codes(builder, tile.block.code_kind, words, upper, pair)
+    if not tile.pairs:
         first = builder.bitcast(words, INTS)
-        codes = [builder.and_(half, splat_int(2**kind.bits - 1)) for half in (first, _shifted(builder, first, 16))]
+        codes = [
+            builder.and_(half, splat_int(2**code_kind.bits - 1)) for half in (first, _shift_right(builder, first, 16))
+        ]
         return [(builder.sitofp(code, FLOATS), 2 * pair + index) for index, code in enumerate(codes)]
-    if kind.bits < 8:
-        return [(_as_bfloat16(builder, words, kind.bits, _UNITS), pair)]
-    parts = (words, _UNITS), (_shifted(builder, words, 4), _SIXTEENS)
+    if code_kind.bits < 8:
+        return [(_as_bfloat16(builder, words, code_kind.bits, _UNITS), pair)]
+    parts = (words, _UNITS), (_shift_right(builder, words, 4), _SIXTEENS)
     return [(_as_bfloat16(builder, part, 4, base), pair) for part, base in parts]
 
 
-def _surplus(kind, pairs):
-    """What the factors of `_operands` are above the code, for each input."""
+def _surplus(code_kind, pairs):
+    """What the factors of `_code_factors` are above the code, for each input."""
     if not pairs:
-        return kind.offset
-    return kind.offset + 128 + (16 * 128 if kind.bits == 8 else 0)
+        return code_kind.offset
+    return code_kind.offset + 128 + (16 * 128 if code_kind.bits == 8 else 0)
 
 
-def _scale_and_minimum(builder, kind, block, group):
+def _scale_and_minimum(builder, code_kind, block, group):
     """(scale, minimum or None) of a group of a panel's block, for each output."""
-    scaled, begin = [], 2 * PANEL * (1 + kind.minimum)
-    for index in range(1 + kind.minimum):
-        half = _loaded(builder, block, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
+    scaled, begin = [], 2 * PANEL * (1 + code_kind.has_minimum)
+    for index in range(1 + code_kind.has_minimum):
+        half = _load_vector(builder, block, LONG(2 * PANEL * index), ir.VectorType(ir.HalfType(), LANES))
         factor = builder.fpext(half, FLOATS)
-        if kind.groups > 1:
-            offset = builder.add(LONG(begin + index * kind.groups * PANEL), builder.mul(group, LONG(PANEL)))
-            numbers = _loaded(builder, block, offset, ir.VectorType(BYTE, LANES))
-            widened = builder.zext(numbers, INTS) if kind.minimum else builder.sext(numbers, INTS)
+        if code_kind.groups > 1:
+            offset = builder.add(LONG(begin + index * code_kind.groups * PANEL), builder.mul(group, LONG(PANEL)))
+            numbers = _load_vector(builder, block, offset, ir.VectorType(BYTE, LANES))
+            widened = builder.zext(numbers, INTS) if code_kind.has_minimum else builder.sext(numbers, INTS)
             factor = builder.fmul(factor, builder.sitofp(widened, FLOATS))
         scaled.append(factor)
-    if kind.zero:
+    if code_kind.has_zero_point:
         scaled[1] = builder.fmul(*scaled)
-    return scaled[0], scaled[1] if kind.minimum else None
+    return scaled[0], scaled[1] if code_kind.has_minimum else None
 
 
-def _sum_of_group(builder, kind, sums, group):
+def _sum_of_group(builder, code_kind, sums, group):
     """Σ x over a group of a row, in all lanes. sums: the address of the row's sums over `SUMMED` inputs."""
-    count = kind.group // SUMMED
+    count = code_kind.group_size // SUMMED
     first = builder.mul(group, LONG(count))
     indices = [builder.add(first, LONG(index)) for index in range(count)]
     parts = [builder.load(place_in(builder, sums, index, FLOAT), align=4) for index in indices]
     return splat(builder, reduce(builder.fadd, parts))
 
 
-def _add_group(builder, sides, starts, number, group, totals):
+def _add_group(builder, tile, starts, number, group, totals):
     """`totals` with the products of a group of inputs. number: its block's; starts: the addresses of that block.
 
     A group's codes are unpacked once for all rows.
     """
-    kind, block = sides.block.kind, sides.block
-    group_number = builder.add(builder.mul(number, LONG(kind.groups)), group)
-    first = builder.add(LONG(block.header), builder.mul(group, LONG(block.codes)))
-    sums = [_sum_of_group(builder, kind, row, group_number) for row in sides.sums]
-    surplus = splat_float(-float(_surplus(kind, sides.pairs)))
+    code_kind, block = tile.block.code_kind, tile.block
+    group_number = builder.add(builder.mul(number, LONG(code_kind.groups)), group)
+    first = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
+    sums = [_sum_of_group(builder, code_kind, row, group_number) for row in tile.sums]
+    surplus = splat_float(-float(_surplus(code_kind, tile.pairs)))
     dots = [builder.fmul(total, surplus) for total in sums for _ in starts]
-    number_of_x, width = (INT, 1) if sides.pairs else (FLOAT, 2)  # of x for a pair of inputs
-    pairs = 2 if kind.bits == 8 else 4  # of a line
-    lines, upper_bits = kind.group // (2 * pairs), kind.bits - 4
-    begin = builder.mul(group_number, LONG(width * kind.group // 2))
+    number_of_x, width = (INT, 1) if tile.pairs else (FLOAT, 2)  # of x for a pair of inputs
+    pairs = 2 if code_kind.bits == 8 else 4  # of a line
+    lines, upper_bits = code_kind.group_size // (2 * pairs), code_kind.bits - 4
+    begin = builder.mul(group_number, LONG(width * code_kind.group_size // 2))
     upper_at = builder.add(first, LONG(_LINE * lines))
-    uppers = [_loaded(builder, start, upper_at, _WORDS) for start in starts] if kind.bits in (5, 6) else []
+    uppers = [_load_vector(builder, start, upper_at, _WORDS) for start in starts] if code_kind.bits in (5, 6) else []
 
     def add_line(line, dots):
         offset = builder.add(first, builder.mul(line, LONG(_LINE)))
         for start in starts:
-            ask_for(builder, builder.gep(start, [builder.add(offset, sides.ahead)]))
-        words = [_loaded(builder, start, offset, _WORDS) for start in starts]
+            ask_for(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
+        words = [_load_vector(builder, start, offset, _WORDS) for start in starts]
         by = builder.trunc(builder.mul(line, LONG(pairs * upper_bits)), ir.IntType(16))
         shifted = [builder.lshr(upper, _in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
         line_begin = builder.add(begin, builder.mul(line, LONG(width * pairs)))
         for pair in range(pairs):
-            of_panels = [_operands(builder, sides, *lines_of, pair) for lines_of in zip(words, shifted, strict=True)]
+            of_panels = [_code_factors(builder, tile, *lines_of, pair) for lines_of in zip(words, shifted, strict=True)]
             for factors in zip(*of_panels, strict=True):
                 at = builder.add(line_begin, LONG(factors[0][1]))
-                inputs = [builder.load(place_in(builder, row, at, number_of_x), align=4) for row in sides.sources]
+                inputs = [builder.load(place_in(builder, row, at, number_of_x), align=4) for row in tile.sources]
                 terms = [(factor, splat(builder, x)) for x in inputs for factor, _ in factors]
                 dots = [added(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
         return dots
 
     dots = loop(builder, LONG(lines), dots, add_line)
-    scales = [_scale_and_minimum(builder, kind, start, group) for start in starts]
+    scales = [_scale_and_minimum(builder, code_kind, start, group) for start in starts]
     after = []
     for index, (total, dot) in enumerate(zip(totals, dots, strict=True)):
         row, panel = divmod(index, len(starts))
@@ -237,29 +242,29 @@ def _add_group(builder, sides, starts, number, group, totals):
     return after
 
 
-def _add_tile(builder, sides):
+def _add_tile(builder, tile):
     """Emit code for some rows of a product and the outputs of some panels of one kind.
 
     A sum's terms are added group by group, in the order of inputs, so it does not depend on other rows or panels.
     """
 
     def add_block(number, totals):
-        begin = builder.mul(number, LONG(sides.block.size))
-        starts = [builder.gep(panel, [begin]) for panel in sides.panels]
+        begin = builder.mul(number, LONG(tile.block.size))
+        starts = [builder.gep(panel, [begin]) for panel in tile.panels]
         return loop(
-            builder, LONG(sides.block.kind.groups), totals,
-            lambda group, totals: _add_group(builder, sides, starts, number, group, totals),
+            builder, LONG(tile.block.code_kind.groups), totals,
+            lambda group, totals: _add_group(builder, tile, starts, number, group, totals),
         )  # fmt: skip
 
-    totals = loop(builder, sides.blocks, [ZEROS] * (len(sides.rows) * len(sides.panels)), add_block)
-    scaled = [sides.outputs[0].scaled(builder, column) for column in sides.columns]
+    totals = loop(builder, tile.blocks, [ZEROS] * (len(tile.rows) * len(tile.panels)), add_block)
+    scaled = [tile.outputs[0].scaled(builder, column) for column in tile.columns]
 
     def put(form):
         for index, total in enumerate(totals):
-            row, panel = divmod(index, len(sides.panels))
-            sides.outputs[form].put(builder, total, scaled[panel], sides.rows[row], sides.columns[panel])
+            row, panel = divmod(index, len(tile.panels))
+            tile.outputs[form].put(builder, total, scaled[panel], tile.rows[row], tile.columns[panel])
 
-    switch_between(builder, range(len(sides.outputs)), sides.form, put)
+    switch_between(builder, range(len(tile.outputs)), tile.output_form, put)
 
 
 def _least(builder, first, second):
@@ -268,13 +273,13 @@ def _least(builder, first, second):
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(context, number, linear, x, sums, outs, tile):
-    """The smallest of `_TILES` that holds the rows. number: that of a kind, a literal.
+    """Multiply by the smallest of `_TILES` that holds the rows. number: the number of a kind of codes, a literal.
 
     outs: the outputs as float32, and where sums are rounded to bfloat16, the same memory as bfloat16; else as float32.
-    tile: the place in `outs` of the form that is asked for, first row, rows, first and last panel.
+    tile: the index in `outs` of the form that is asked for, first row, number of rows, first and last panel.
     """
-    kind, rounds = [*KINDS.values()][number.literal_value], outs.types[0] != outs.types[1]
-    block = PanelBlock(kind)
+    code_kind, rounds = [*CODE_KINDS.values()][number.literal_value], outs.types[0] != outs.types[1]
+    block = PanelBlock(code_kind)
 
     def make(context, builder, signature, arguments):
         fields, halves = cgutils.unpack_tuple(builder, arguments[1]), ir.Constant(ir.IntType(1), rounds)
@@ -285,7 +290,7 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
         outputs = [Outputs.of(context, builder, (linear, t), (arguments[1], out), halves) for t, out in forms]
         form, first_row, count, first_panel, last_panel = cgutils.unpack_tuple(builder, arguments[5])
         last_row = builder.sub(builder.add(first_row, count), LONG(1))
-        blocks = builder.sdiv(fields[1], LONG(kind.inputs))
+        blocks = builder.sdiv(fields[1], LONG(code_kind.inputs))
 
         def address_of(panel):
             entry = place_in(builder, addresses.data, builder.mul(panel, LONG(2)), LONG)
@@ -296,13 +301,13 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
             # The last row and the last panel may be computed several times.
             rows = [_least(builder, builder.add(first_row, LONG(row)), last_row) for row in range(tile_rows)]
             panels = [_least(builder, builder.add(first_panel, LONG(n)), last_panel) for n in range(tile_panels)]
-            sides = _Sides(
+            operands = _Tile(
                 block, x.dtype == types.uint16, blocks, [address_of(panel) for panel in panels],
                 [builder.mul(panel, LONG(PANEL)) for panel in panels], rows,
                 [row_of(builder, of_x, row) for row in rows], [row_of(builder, of_sums, row) for row in rows],
                 outputs, form, builder.mul(blocks, LONG(tile_panels * block.size)),
             )  # fmt: skip
-            _add_tile(builder, sides)
+            _add_tile(builder, operands)
 
         rows = LONG(_MOST_ROWS)
         for fewer in sorted(_TILES, reverse=True)[1:]:
@@ -313,9 +318,9 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
     return types.void(number, linear, x, sums, outs, tile), make
 
 
-# The table of a function of `by_codes`, int64: addresses; numbers from one row to the next; the place in `outs` of the
-# form of outputs; rows and panels.
-PANELS, INPUTS, SCALES, BIASES, X, X_APART, SUMS, OUT, OUT_APART, FORM, FIRST_ROW, ROWS, FIRST, LAST = range(14)
+# Indices of the table, int64, that a function for one kind of codes gets: addresses; ..._APART: numbers from one row to
+# the next; the index in `outs` of the form of outputs; rows and panels.
+PANELS, INPUTS, SCALES, BIASES, X, X_APART, SUMS, OUT, OUT_APART, OUTPUT_FORM, FIRST_ROW, ROWS, FIRST, LAST = range(14)
 
 
 @kernel
@@ -327,24 +332,24 @@ def tile_sizes(rows):
 
 @intrinsic
 def _call_function(context, address, linear, x, sums, out, part):
-    """Call the function at an address, with a table of all this. part: as the table's last numbers, after the form."""
+    """Call the function at an address with its table. part: the table's last numbers, from `FIRST_ROW` on."""
 
     def make(context, builder, signature, arguments):
         panels, inputs, *floats = cgutils.unpack_tuple(builder, arguments[1])
-        kinds = (linear.types[0], *linear.types[2:], x, sums, out)
-        arrays = arrays_of(context, builder, kinds, (panels, *floats, *arguments[2:5]))
+        array_types = (linear.types[0], *linear.types[2:], x, sums, out)
+        arrays = arrays_of(context, builder, array_types, (panels, *floats, *arguments[2:5]))
         panels, scales, biases, of_x, sums_of, of_out = (builder.ptrtoint(array.data, LONG) for array in arrays)
         x_apart, out_apart = (
-            builder.sdiv(cgutils.unpack_tuple(builder, array.strides)[0], LONG(kind.dtype.bitwidth // 8))
-            for array, kind in ((arrays[3], x), (arrays[5], out))
+            builder.sdiv(cgutils.unpack_tuple(builder, array.strides)[0], LONG(array_type.dtype.bitwidth // 8))
+            for array, array_type in ((arrays[3], x), (arrays[5], out))
         )
         form = LONG(int(out.dtype == types.uint16))
         numbers = (panels, inputs, scales, biases, of_x, x_apart, sums_of, of_out, out_apart, form)
         table = cgutils.alloca_once(builder, LONG, size=LAST + 1)
         for index, value in enumerate((*numbers, *cgutils.unpack_tuple(builder, arguments[5]))):
             builder.store(value, builder.gep(table, [LONG(index)]))
-        kind = ir.FunctionType(ir.VoidType(), [LONG]).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], kind), [builder.ptrtoint(table, LONG)])
+        function_type = ir.FunctionType(ir.VoidType(), [LONG]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], function_type), [builder.ptrtoint(table, LONG)])
         return context.get_dummy_value()
 
     return types.void(types.int64, linear, x, sums, out, part), make

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from outrider.draft_models.formats.gguf_codes import (
-    KINDS,
+    CODE_KINDS,
+    KIND_NUMBERS,
     LONGEST,
     MOST_GROUPS,
-    NUMBERS,
     CodedRows,
     compile_uncounted,
     in_threads,
@@ -38,43 +38,44 @@ def _pack_lines(first, second, shift, bits, by, lines):
 
 
 @compile_uncounted
-def _fill_panels(number, kind, header, raw, panels, codes, turned, scales, minima):
+def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, scales, minima):
     """Lay out rows of blocks [16 · panels, blocks, bytes] as panels [panels, blocks, bytes of a panel's block].
 
     A line is 32 bits of each output. Loops over lines are long, so that they are compiled to vectors. The last four are
     for use here: uint8 [16, inputs], uint32 [2, inputs / 8 · 16], uint8 [groups] each.
     """
     fours = codes.view(np.uint32)
-    high_bits, count = kind.bits - 4, kind.group // 8 * PANEL  # numbers of a group's lower bits
+    high_bits, inputs = code_kind.bits - 4, code_kind.group_size * code_kind.groups
+    count = code_kind.group_size // 8 * PANEL  # numbers of a group's lower bits
     for panel in range(panels.shape[0]):
         for block in range(raw.shape[1]):
             out = panels[panel, block]
             out[:] = 0
             for lane in range(PANEL):
                 stored = raw[panel * PANEL + lane, block]
-                first, second = unpack(number, stored, codes[lane], scales, minima)
+                first, second = unpack(kind_number, stored, codes[lane], scales, minima)
                 out[2 * lane], out[2 * lane + 1] = stored[first], stored[first + 1]
                 after = 2 * PANEL
                 if second >= 0:
                     out[after + 2 * lane], out[after + 2 * lane + 1] = stored[second], stored[second + 1]
                     after += 2 * PANEL
-                for group in range(kind.groups):
-                    if kind.groups > 1:
+                for group in range(code_kind.groups):
+                    if code_kind.groups > 1:
                         out[after + group * PANEL + lane] = scales[group]
                         if second >= 0:
-                            out[after + (kind.groups + group) * PANEL + lane] = minima[group]
-                for pair in range(kind.group * kind.groups // 8):  # lines of four codes: the even ones, the odd ones
+                            out[after + (code_kind.groups + group) * PANEL + lane] = minima[group]
+                for pair in range(inputs // 8):  # lines of four codes: the even ones, the odd ones
                     turned[0, pair * PANEL + lane] = fours[lane, 2 * pair]
                     turned[1, pair * PANEL + lane] = fours[lane, 2 * pair + 1]
             numbers = out[header:].view(np.uint32)
-            if kind.bits == 4:
+            if code_kind.bits == 4:
                 _pack_lines(turned[0], turned[1], 0, 4, 0, numbers)
                 continue
-            for group in range(kind.groups):
+            for group in range(code_kind.groups):
                 even, odd = turned[0, group * count :], turned[1, group * count :]
-                to = numbers[group * count * kind.bits // 4 :]
-                if kind.bits == 8:
-                    for line in range(kind.group // 4):
+                to = numbers[group * count * code_kind.bits // 4 :]
+                if code_kind.bits == 8:
+                    for line in range(code_kind.group_size // 4):
                         of_line = (odd if line % 2 else even)[line // 2 * PANEL :]
                         for lane in range(PANEL):
                             four = of_line[lane]
@@ -82,7 +83,7 @@ def _fill_panels(number, kind, header, raw, panels, codes, turned, scales, minim
                             to[line * PANEL + lane] = swapped
                     continue
                 _pack_lines(even, odd, 0, 4, 0, to[:count])
-                for line in range(kind.group // 8):
+                for line in range(code_kind.group_size // 8):
                     per_line = 4 // high_bits  # numbers of four pairs' upper bits
                     begin = count + line // per_line * PANEL
                     _pack_lines(
@@ -92,24 +93,26 @@ def _fill_panels(number, kind, header, raw, panels, codes, turned, scales, minim
 
 
 def code_table(parts: Sequence[CodedRows], function_of: Callable[[int], int]) -> Tensor:
-    """int64 [2 · panels]: of each panel of `parts`, one after another, its address and `function_of` its kind's number.
+    """int64 [2 · panels]: for each panel of `parts`, its address and the address of the function that multiplies it.
 
-    Lays out those of the parts that are not `packed` yet. The addresses hold as long as the parts do.
+    function_of: the function's address for the number of a kind. Parts that are not `packed` yet are laid out first.
+    The panels' addresses hold as long as the parts exist.
     """
     tables = []
     for part in parts:
         if part.packed is None:
-            part.packed = code_panels(part.kind, part.raw)
-            part.forget()
+            part.packed = code_panels(part.kind_name, part.raw)
+            part.release_pages()
         addresses = part.packed.data_ptr() + part.packed[0].nbytes * torch.arange(len(part.packed))
-        tables.append(torch.stack([addresses, torch.full_like(addresses, function_of(NUMBERS[part.kind]))], 1))
+        function = function_of(KIND_NUMBERS[part.kind_name])
+        tables.append(torch.stack([addresses, torch.full_like(addresses, function)], 1))
     return torch.cat(tables).flatten()
 
 
 def code_panels(name: str, raw: Tensor) -> Tensor:
     """Stored rows, uint8 [outputs, bytes], as panels uint8 [outputs / PANEL, blocks, `PanelBlock.size`]."""
-    kind, number, block = KINDS[name], NUMBERS[name], PanelBlock(KINDS[name])
-    blocks = raw.view(len(raw), -1, kind.stored)
+    code_kind, kind_number, block = CODE_KINDS[name], KIND_NUMBERS[name], PanelBlock(CODE_KINDS[name])
+    blocks = raw.view(len(raw), -1, code_kind.block_bytes)
     panels = in_large_pages(torch.empty(len(raw) // PANEL, blocks.shape[1], block.size, dtype=torch.uint8))
     stored, out = blocks.numpy(), panels.numpy()
 
@@ -117,7 +120,7 @@ def code_panels(name: str, raw: Tensor) -> Tensor:
         codes, turned = np.empty((PANEL, LONGEST), np.uint8), np.empty((2, LONGEST // 8 * PANEL), np.uint32)
         scales, minima = np.empty((2, MOST_GROUPS), np.uint8)
         rows = stored[begin * PANEL : end * PANEL]
-        _fill_panels(number, kind, block.header, rows, out[begin:end], codes, turned, scales, minima)
+        _fill_panels(kind_number, code_kind, block.header, rows, out[begin:end], codes, turned, scales, minima)
 
-    in_threads(fill, len(panels), PANEL * blocks.shape[1] * kind.inputs)
+    in_threads(fill, len(panels), PANEL * blocks.shape[1] * code_kind.inputs)
     return panels

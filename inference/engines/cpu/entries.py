@@ -175,7 +175,7 @@ def codes_entry(kind: int, read: Numbers, results: Numbers, sources: int = _SOUR
         tile_rows, panels = codes.tile_sizes(count)
         for panel in range(first, last, panels):
             for row in range(begin, end, tile_rows):
-                tile = (table[codes.FORM], row, min(tile_rows, end - row), panel, min(last, panel + panels) - 1)
+                tile = (table[codes.OUTPUT_FORM], row, min(tile_rows, end - row), panel, min(last, panel + panels) - 1)
                 codes.multiply_tile(kind, linear, x, sums, outs, tile)
 
     return entry

@@ -171,10 +171,10 @@ def _attend_kernel(
     row = part * block + tl.arange(0, block)
     valid = row < rows
     member, token = row // queries, row % queries
-    across = tl.arange(0, depth)
-    real = across < width
+    dimension = tl.arange(0, depth)
+    in_head = dimension < width
     start = ((key_head * group + member) * queries + token) * width
-    q = tl.load(query + start[:, None] + across[None, :], mask=valid[:, None] & real[None, :], other=0.0)
+    q = tl.load(query + start[:, None] + dimension[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
     peak = tl.full([block], float("-inf"), tl.float32)
     total = tl.zeros([block], tl.float32)
     mixed = tl.zeros([block, depth], tl.float32)
@@ -182,8 +182,8 @@ def _attend_kernel(
         position = (split * turns + turn) * step + tl.arange(0, step)
         seen = position < count
         k = tl.load(
-            keys + key_head * key_head_stride + position[None, :] * key_stride + across[:, None],
-            mask=seen[None, :] & real[:, None], other=0.0,
+            keys + key_head * key_head_stride + position[None, :] * key_stride + dimension[:, None],
+            mask=seen[None, :] & in_head[:, None], other=0.0,
         )  # fmt: skip
         scores = tl.dot(q, k, input_precision="ieee") * scale
         hidden = tl.load(
@@ -195,13 +195,13 @@ def _attend_kernel(
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(
-            values + key_head * value_head_stride + position[:, None] * value_stride + across[None, :],
-            mask=seen[:, None] & real[None, :], other=0.0,
+            values + key_head * value_head_stride + position[:, None] * value_stride + dimension[None, :],
+            mask=seen[:, None] & in_head[None, :], other=0.0,
         )  # fmt: skip
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = higher
     at = (key_head * splits + split) * rows + row
-    tl.store(partial + at[:, None] * width + across[None, :], mixed, mask=valid[:, None] & real[None, :])
+    tl.store(partial + at[:, None] * width + dimension[None, :], mixed, mask=valid[:, None] & in_head[None, :])
     tl.store(peaks + at, peak, mask=valid)
     tl.store(sums + at, total, mask=valid)
 
@@ -218,12 +218,14 @@ def _join_kernel(
     peak = tl.load(peaks + at, mask=there, other=float("-inf"))
     weight = tl.exp(peak - tl.max(peak, 0))
     total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * weight, 0)
-    across = tl.arange(0, depth)
-    real = across < width
-    parts = tl.load(partial + at[:, None] * width + across[None, :], mask=there[:, None] & real[None, :], other=0.0)
+    dimension = tl.arange(0, depth)
+    in_head = dimension < width
+    parts = tl.load(
+        partial + at[:, None] * width + dimension[None, :], mask=there[:, None] & in_head[None, :], other=0.0
+    )
     mixed = tl.sum(parts * weight[:, None], 0) / total
     head, token = key_head * group + row // queries, row % queries
-    tl.store(out + (token * heads + head) * width + across, mixed.to(out.dtype.element_ty), mask=real)
+    tl.store(out + (token * heads + head) * width + dimension, mixed.to(out.dtype.element_ty), mask=in_head)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -122,8 +122,8 @@ def test_a_packed_model_is_its_decoded_weights(
     for name in names:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=0)
         if (rows := packed.files.codes(name)) is not None:
-            assert rows.kind == f"int{bits}" + (" by 128" if (group, bits) == (128, 4) else "")
-            torch.testing.assert_close(rows.decoded(), theirs[name], rtol=1e-6, atol=0)
+            assert rows.kind_name == f"int{bits}" + (" by 128" if (group, bits) == (128, 4) else "")
+            torch.testing.assert_close(rows.decode(), theirs[name], rtol=1e-6, atol=0)
         assert (rows is None) == (acts or group == 16)
     model, other = (target.layers(dtype=torch.float32, coded=True) for target in (packed, plain))
     assert isinstance(

@@ -25,7 +25,7 @@ from outrider.inference.engines.graphs.attention_kernels import attention_shape
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import measuring
 from outrider.inference.loading import target_setup
-from outrider.inference.measure.results import Measured, append_result, read_results, sealed, unsealed
+from outrider.inference.measure.results import Measured, append_result, read_results, seal_record, unseal_record
 from outrider.inference.report import building
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
@@ -136,10 +136,10 @@ def test_another_target_code_or_device_under_a_run_is_refused(
         (path / "generation_config.json").write_text('{"eos_token_id": [7]}')
         named = r"end_tokens=\[7\]"
     else:
-        run = unsealed(json.loads(record.read_text()))
+        run = unseal_record(json.loads(record.read_text()))
         place = run["settings"] if change == "device" else run["settings"]["versions"]
         place[change] = "another"
-        record.write_text(json.dumps(sealed(run)))
+        record.write_text(json.dumps(seal_record(run)))
         named = rf'{"" if change == "device" else "versions."}{change}="[^"]+" \(was "another"\)'
     before = {file.name: file.read_bytes() for file in Path(made.out_dir).glob("r*.json*")}
     refused(made, f"was made with other settings: {named}", QUESTIONS[:1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.draft_models.formats.gguf_codes import KINDS, CodedRows, decode_rows
+from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
 from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.by_codes import PanelBlock
@@ -23,9 +23,9 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}  # of a spread of outp
 
 
 def coded_rows(kind: str, rows: int, seed: int = 0) -> CodedRows:
-    if KINDS[kind].zero:
-        generator, count, form = np.random.default_rng(seed), INPUTS // KINDS[kind].inputs, KINDS[kind]
-        blocks = generator.integers(256, size=(rows, count, form.stored), dtype=np.uint8)
+    if CODE_KINDS[kind].has_zero_point:
+        generator, count, form = np.random.default_rng(seed), INPUTS // CODE_KINDS[kind].inputs, CODE_KINDS[kind]
+        blocks = generator.integers(256, size=(rows, count, form.block_bytes), dtype=np.uint8)
         numbers = np.stack(
             [generator.uniform(0.002, 0.01, (rows, count)), generator.integers(16, size=(rows, count))], -1
         )
@@ -37,18 +37,18 @@ def coded_rows(kind: str, rows: int, seed: int = 0) -> CodedRows:
 
 def defined(kind: str, raw: Any) -> Any:
     """The weights float32 of stored rows: the gguf package's; of packed integers scale · (code − zero)."""
-    if not KINDS[kind].zero:
+    if not CODE_KINDS[kind].has_zero_point:
         return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    blocks = raw.reshape(len(raw), -1, KINDS[kind].stored)
+    blocks = raw.reshape(len(raw), -1, CODE_KINDS[kind].block_bytes)
     codes, numbers = blocks[..., 4:], blocks[..., :4].copy().view(np.float16).astype(np.float32)
-    if KINDS[kind].bits == 4:
+    if CODE_KINDS[kind].bits == 4:
         codes = np.concatenate([codes & 15, codes >> 4], -1)
     return ((codes - numbers[..., 1:]) * numbers[..., :1]).reshape(len(raw), -1)
 
 
 def mixed_linear(dtype: torch.dtype = torch.float32, bias: bool = True) -> CodedLinear:
     """A layer of every kind, in parts that end within a tile's panels."""
-    parts = [coded_rows(kind, PANEL * (1 + 4 * (place % 2)), place) for place, kind in enumerate(KINDS)]
+    parts = [coded_rows(kind, PANEL * (1 + 4 * (place % 2)), place) for place, kind in enumerate(CODE_KINDS)]
     outputs = sum(map(len, parts))
     return CodedLinear(parts, torch.linspace(-1, 1, outputs).to(dtype) if bias else None, dtype)
 
@@ -59,7 +59,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def true_product(linear: CodedLinear, x: Tensor) -> Tensor:
     """In float64, of the `defined` weights."""
-    weights = [defined(part.kind, part.raw.numpy()) for part in linear.parts]
+    weights = [defined(part.kind_name, part.raw.numpy()) for part in linear.parts]
     out = x.double() @ torch.from_numpy(np.concatenate(weights)).double().mT
     return out if linear.bias is None else out + linear.bias.double()
 
@@ -72,12 +72,12 @@ def error_of(product: Callable[[Tensor], Tensor], linear: CodedLinear, x: Tensor
     return max(float((left - right).abs().max() / left.std()) for left, right in pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODE_KINDS)
 def test_rows_are_decoded_as_their_format_defines(kind: str) -> None:
     """Bit for bit; ggml's also with subnormal, negative and infinite factors, and those that are no number."""
     raw = coded_rows(kind, 64).raw
     random = torch.randint(256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for stored in (raw,) if KINDS[kind].zero else (raw, random):
+    for stored in (raw,) if CODE_KINDS[kind].has_zero_point else (raw, random):
         with np.errstate(all="ignore"):
             expected = defined(kind, stored.numpy())
         np.testing.assert_array_equal(decode_rows(kind, stored).numpy(), expected)
@@ -122,7 +122,7 @@ def scaled(panels: Tensor, kind: str) -> None:
 
 def swapped(panels: Tensor, kind: str) -> None:
     """Two codes of one output change places."""
-    codes = panels[0, 0, PanelBlock(KINDS[kind]).header :]
+    codes = panels[0, 0, PanelBlock(CODE_KINDS[kind]).header :]
     byte = int((codes[::4] >> 4 != codes[::4] & 15).nonzero()[0]) * 4
     codes[byte] = (codes[byte] >> 4) | (codes[byte] << 4)
 
@@ -132,8 +132,8 @@ def without_minimum(panels: Tensor, kind: str) -> None:
     panels[0, 0, 2 * PANEL : 4 * PANEL] = 0
 
 
-FAULTS: list[tuple[Any, str]] = [(fault, kind) for kind in KINDS for fault in (scaled, swapped)]
-FAULTS += [(without_minimum, kind) for kind in KINDS if KINDS[kind].minimum]
+FAULTS: list[tuple[Any, str]] = [(fault, kind) for kind in CODE_KINDS for fault in (scaled, swapped)]
+FAULTS += [(without_minimum, kind) for kind in CODE_KINDS if CODE_KINDS[kind].has_minimum]
 
 
 @pytest.mark.parametrize(("plant", "kind"), FAULTS)

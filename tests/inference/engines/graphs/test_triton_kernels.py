@@ -247,7 +247,7 @@ FAULTS = {
         ("input_precision=\"ieee\") * scale", "input_precision=\"ieee\")"),
         ("valid = row < rows", "valid = row < rows + block"),
         ("row = part * block + ", "row = "),  # the rows after the first block
-        ("real = across < width", "real = across < depth"),
+        ("in_head = dimension < width", "in_head = dimension < depth"),
         ("at = (key_head * splits + split) * rows", "at = key_head * splits * rows"),
     ],
     "_join_kernel": [
@@ -257,7 +257,7 @@ FAULTS = {
         ("(key_head * splits + number)", "(key_head + number)"),
         ("row // queries, row % queries", "row % group, row // group"),
         ("(token * heads + head)", "(head * queries + token)"),
-        ("real = across < width", "real = across < depth"),
+        ("in_head = dimension < width", "in_head = dimension < depth"),
     ],
 }  # fmt: skip
 CHECKS = {
