@@ -34,7 +34,7 @@ from outrider.base.files import read_json, require_writable, write_json
 from outrider.commands.composing import build, compose_config, explain
 from outrider.commands.ending import reported
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
-from outrider.draft_models.small_lm.model import load_whole_lm
+from outrider.draft_models.small_lm.model import load_for_engine
 from outrider.inference.evaluate.evaluation import evaluate_checkpoint
 from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
@@ -74,7 +74,7 @@ def assisted_peers(config: EvaluateConfig, options: argparse.Namespace, setup: T
         helpers["assisted_early_exit"] = as_causal_lm(drafter, setup.target, setup.dtype)
     if config.small_lm is not None:
         rows = setup.config.vocab_size
-        helpers["assisted_small_lm"] = load_whole_lm(config.small_lm, setup.target.tokenizer, setup.dtype, rows)
+        helpers["assisted_small_lm"] = load_for_engine(config.small_lm, setup.target.tokenizer, setup.dtype, rows)
     for helper in helpers.values():
         helper.requires_grad_(False).eval().to(setup.device)
 

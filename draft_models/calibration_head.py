@@ -43,9 +43,9 @@ class CalibrationHead(nn.Module):
     def weigh(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, odds: Tensor) -> Tensor:
         """The same for the draft's log-odds [n]."""
         index = position.clamp(1, POSITIONS) - 1
-        seen = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
-        seen = seen + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * odds
-        return seen / self.temperature[index]
+        logits = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
+        logits = logits + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * odds
+        return logits / self.temperature[index]
 
 
 def log_odds(log_probability: Tensor) -> Tensor:

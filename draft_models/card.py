@@ -23,20 +23,20 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     facts: one line each. If the first one there of `TAUS` is below `LEAST_TAU`, card and log have a warning.
     Paths are relative if the command's were, so the lines work in the directory where the command ran.
     """
-    listed = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
+    fact_lines = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
     tau = next((facts[name] for name in TAUS if name in facts), None)
-    filled = {"path": Shown(path), "target": Shown(target)}
-    useless = isinstance(tau, float) and tau < LEAST_TAU
-    if useless:
+    places = {"path": Shown(path), "target": Shown(target)}
+    is_useless = isinstance(tau, float) and tau < LEAST_TAU
+    if is_useless:
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
         f"{TITLE}{model_name(target)}",
-        *([_USELESS.format(tau=tau)] if useless else []),
-        use.format(**filled),
-        f"## How it was made\n\n{listed}",
-        _UPLOAD.format(**filled),
+        *([_USELESS.format(tau=tau)] if is_useless else []),
+        use.format(**places),
+        f"## How it was made\n\n{fact_lines}",
+        _UPLOAD.format(**places),
     ]
     write_atomically(path / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
 
@@ -50,7 +50,7 @@ def add_report(path: Path, report: str) -> None:
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 
 
-def serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head: bool = False) -> str:
+def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = False, head: bool = False) -> str:
     """Instructions for a causal LM in `engine` and engines that read the same files, with {path} and {target} to fill.
 
     drafted: how many tokens it drafts for each pass of the target. one_pass: it drafts them in one pass, where an

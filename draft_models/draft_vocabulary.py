@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_atomically
-from outrider.draft_models.formats.stored_tensors import naming_unreadable, read_with_digest
+from outrider.draft_models.formats.stored_tensors import name_unreadable, read_with_digest
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, require_tokens, widen_rows
 from outrider.draft_models.targets.settings import SMALL_LM
@@ -145,7 +145,7 @@ def read_draft_vocabulary(
         raise UserError(f"{role}={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
     mark = getattr(config, MARK)
     read_with_digest(Path(file), mark.get("sha256") if isinstance(mark, dict) else None, remedy)
-    with naming_unreadable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
+    with name_unreadable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
         tokens, size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
     require_tokens(tokens, config.vocab_size - 1, size, file)
     return DraftVocabulary(tokens, size)

@@ -41,7 +41,7 @@ def _(overlay: Overlay, context: Sequence[int]) -> dict[int, float]:
     if not all(0 <= token < overlay.table.vocabulary for token in context):
         return {}
     key = context_key(np.asarray(context, np.int64), len(context), len(context), overlay.level.bits)
-    return _weights(overlay.known, np.uint64(key))
+    return _weights(overlay.contexts, np.uint64(key))
 
 
 @successors.register
@@ -50,7 +50,7 @@ def _(index: TextIndex, context: Sequence[int]) -> dict[int, float]:
     key = np.uint64(0)
     for token in reversed(context):
         key = np.uint64(longer_key(key, token))
-    return _weights(index.known, key)
+    return _weights(index.contexts, key)
 
 
 def _weights(known: ContextMap, key: np.uint64) -> dict[int, float]:

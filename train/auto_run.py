@@ -20,7 +20,7 @@ from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
-from outrider.draft_models.targets.vocabulary import with_arguments
+from outrider.draft_models.targets.vocabulary import bind_arguments
 from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
 from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, evaluation_memory, free_bytes, weight_bytes
 from outrider.inference.measure.prepared import require_fits
@@ -105,7 +105,7 @@ def _size_batches(target: OpenTarget, device: Device, available: float) -> First
 
 def _check_prompts(config: AutoConfig, target: OpenTarget, answers: FirstAnswers) -> None:
     """Raise `UserError` for too few prompts, a held-out one too long to measure, and a target that can write none."""
-    tokenizer = with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    tokenizer = bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     render_prompt(("a question",), tokenizer, config.template)  # raises now where there is no template
     if config.prompts is None:
         around_question(tokenizer, config.template)

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.processes import say
 from outrider.draft_models import card
-from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from outrider.draft_models.early_exit.checkpoint import digest_parts_below, from_pretrained, read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import USE, USE_IN_ONE_PASS, EarlyExit, exit_layers
 from outrider.draft_models.losses import IGNORE, head_product
 from outrider.draft_models.targets.model_files import layer_stack
@@ -65,8 +65,8 @@ def train_early_exit(config: EesdConfig) -> None:
     with training_run(config, memory) as run:
         require_context(target.config, config.seq_len, config.decode_tokens if config.decode_prompts else 0)
         layers, reads_all = layers_read(config, target.config), config.online or config.decode_prompts > 0
-        fingerprint = run.from_main(lambda: target.fingerprinted(fetch=reads_all))
-        trained_on = run.from_main(lambda: parts_below(target.files, target.config, config.exit_layer or 0))
+        fingerprint = run.from_main(lambda: target.make_fingerprint(fetch=reads_all))
+        trained_on = run.from_main(lambda: digest_parts_below(target.files, target.config, config.exit_layer or 0))
         earlier = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
 
         rows = load_taught_rows(config, target, "train")

@@ -23,7 +23,7 @@ from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable, write_atomically
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
-from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
+from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, describe_serving, write_card
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
@@ -32,10 +32,10 @@ from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, wr
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
-from outrider.draft_models.small_lm.model import load_whole_lm, pass_tokens_of
+from outrider.draft_models.small_lm.model import load_for_engine, pass_tokens_of
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from outrider.draft_models.targets.settings import ExportDialect
-from outrider.draft_models.targets.vocabulary import for_rows
+from outrider.draft_models.targets.vocabulary import limit_rows
 from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.loading.target_setup import no_drafter_in, open_target_of
 from outrider.inference.serving.engine_worker import ir_command
@@ -128,7 +128,7 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     precision = _write_lm(config, model, target.tokenizer, out_dir)
     layers = model.config.num_hidden_layers
     facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
-    write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{serving(3, config.engine)}", target.source, facts)
+    write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{describe_serving(3, config.engine)}", target.source, facts)
     return f"kind=early_exit layers={layers} {precision}"
 
 
@@ -151,12 +151,12 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
     size = target_rows or (count if draft_vocabulary is None else draft_vocabulary.vocabulary)
     model_config.update({"vocab_size": size})
-    tokenizer = for_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), size)
+    tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), size)
     _require_format(config, model_config, tokenizer)
     dtype = _choose_dtype(config, stored_dtype(model_config))
-    precision = _write_lm(config, load_whole_lm(config.checkpoint, tokenizer, dtype, target_rows), tokenizer, out_dir)
+    precision = _write_lm(config, load_for_engine(config.checkpoint, tokenizer, dtype, target_rows), tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{min(count, size)} of {size} tokens"}
-    use = serving(tokens or 5, config.engine, one_pass=mask is not None)
+    use = describe_serving(tokens or 5, config.engine, one_pass=mask is not None)
     write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
     return f"kind=small_lm tokens={count} {precision}"
 

@@ -27,7 +27,7 @@ from outrider.base.processes import say
 from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.losses import IGNORE, PLAIN, head_product
 from outrider.draft_models.small_lm import model as small_lm
-from outrider.draft_models.targets.attention import stock_name
+from outrider.draft_models.targets.attention import stock_attention_name
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary
@@ -290,7 +290,7 @@ def save_drafter(
 ) -> None:
     """Write the drafter, its card and, last, the record of its training."""
     drafter, vocabulary = student.merged(stored_dtype(target.config)), student.stack.draft_vocabulary
-    drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
+    drafter.set_attn_implementation(stock_attention_name(drafter))  # ours does not exist outside this project
     export_model(drafter, target.tokenizer, Path(config.out_dir))
     facts: dict[str, object] = {"objective": config.objective}
     facts |= {"tokens a pass": config.parallel} if config.parallel else {}

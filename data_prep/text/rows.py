@@ -22,7 +22,7 @@ from outrider.data_prep.text.records import Counts, Record, warn_of_unused
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, content_digest, read_records
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.vocabulary import KWARGS, clock_of, rows_of, tokenizer_digest, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments, clock_of, rows_of, tokenizer_digest
 
 FORMAT = 5  # part of every cache key: increment it when rows of the same input change
 # Options that select the content, whose digest is part of the key, or stand in the chat template.
@@ -283,7 +283,7 @@ def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
 
 def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
-    tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
+    tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
     parts |= {
         "format": FORMAT,

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.base.errors import UserError, reason
 from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
 from outrider.base.words import listed
-from outrider.draft_models.card import serving
+from outrider.draft_models.card import describe_serving
 from outrider.draft_models.eagle3.dialects import (
     FIRST_LAYER,
     MIDLAYER,
@@ -91,9 +91,9 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     if len(stored) < len(files.file_of):
         twice = sorted(set(files.file_of) - set(stored.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
-    held = dict(files.stored(files.file_of))
-    require_weights(f"eagle3={source}", held)  # transformers has no part in it
-    shapes = {name: tuple(held[stored_name].shape) for name, stored_name in stored.items()}
+    tensors = dict(files.stored(files.file_of))
+    require_weights(f"eagle3={source}", tensors)  # transformers has no part in it
+    shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored.items()}
     try:
         declared = read_config(config, shapes, target.num_hidden_layers, source)
     except UserError:
@@ -302,10 +302,10 @@ def describe_use(dialect: ExportDialect) -> str:
     """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in."""
     what = "An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone."
     if dialect == "gguf":
-        return f"{what}\n\n{serving(4, 'llama_cpp', head=True)}"
+        return f"{what}\n\n{describe_serving(4, 'llama_cpp', head=True)}"
     refusal = "SGLang: not in this dialect; `outrider export engine=sglang` writes another."
-    sglang = serving(4, "sglang", head=True) if dialect == "specforge" else refusal
-    return "\n\n".join([what, _OUTRIDER, serving(4, "vllm", head=True), sglang])
+    sglang = describe_serving(4, "sglang", head=True) if dialect == "specforge" else refusal
+    return "\n\n".join([what, _OUTRIDER, describe_serving(4, "vllm", head=True), sglang])
 
 
 _OUTRIDER = """Outrider:

@@ -110,15 +110,15 @@ def read_config(
     replace those of the config. Raises `UserError`.
     """
     try:
-        return _declared_reading(config, shapes, taps or _declared_aux_layers(config, target_layers))
+        return _read_declared(config, shapes, taps or _read_aux_layers(config, target_layers))
     except (UserError, TypeError, ValueError, OverflowError) as error:  # also of values that are no numbers
         why = f"{reason(error)} (in its config.json)"
         raise UserError(f"eagle3={source}: {why}; fetch the head again, or correct it") from None
 
 
-def _declared_reading(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
+def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
     for name, (expected, what) in _FIXED.items():
-        if (setting := _switch(config, name, expected)) != expected:
+        if (setting := _read_switch(config, name, expected)) != expected:
             raise UserError(f"{name}={setting!r}: {what}; expected {expected!r}")
     parts = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
     layers = max((int(part) for part in parts if part.isdigit()), default=0) + 1
@@ -127,7 +127,7 @@ def _declared_reading(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int
     rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
     kinds = getattr(layer, "layer_types", None) or ["full_attention"] * layers
     switches: dict[str, Any] = {
-        name: _switch(config, word, default in shapes if isinstance(default, str) else default)
+        name: _read_switch(config, word, default in shapes if isinstance(default, str) else default)
         for name, (word, default) in _SWITCHES.items()
     }
     sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER.items()}
@@ -145,20 +145,22 @@ def _declared_reading(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int
     )
 
 
-def _switch(config: Mapping[str, Any], name: str, default: object) -> Any:
+def _read_switch(config: Mapping[str, Any], name: str, default: object) -> Any:
     """The value of a switch, at the config's top level or in its `eagle_config`; `default` if it is not set.
 
     Raises `UserError` if two values differ.
     """
     names = (name, _FORMER_SWITCH.get(name, name))
-    settings = [section[key] for section in (config, _inner(config)) for key in names if section.get(key) is not None]
+    settings = [
+        section[key] for section in (config, _eagle_config(config)) for key in names if section.get(key) is not None
+    ]
     conflict = next((value for value in settings if value != settings[0]), None)
     if conflict is not None:
         raise UserError(f"{name}={settings[0]!r} at the top, {conflict!r} in eagle_config: expected one of them")
     return settings[0] if settings else default
 
 
-def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
+def _eagle_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The config's `eagle_config`; empty without one. Raises `UserError` if it is no mapping."""
     inner = config.get("eagle_config") or {}
     if not isinstance(inner, dict):
@@ -180,9 +182,9 @@ def layer_config(described: object, layers: int) -> PreTrainedConfig:
         raise UserError(f"describes no layer ({reason(error)})") from None
 
 
-def _declared_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
-    sections = {"": config, "eagle_config.": _inner(config)}
+    sections = {"": config, "eagle_config.": _eagle_config(config)}
     boundaries: dict[str, tuple[int, ...]] = {}
     for at, key in product(sections, (AUX_LAYERS_KEY, "layer_ids")):
         name, layers = at + key, sections[at].get(key)
@@ -236,7 +238,7 @@ def config_in_dialect(
         config["num_aux_hidden_states"] = len(reading.taps)
     if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
         config["target_hidden_size"] = reading.target_hidden
-    layer = _written_layer(reading, target)
+    layer = _layer_fields(reading, target)
     if dialect != "speculators":
         inner = {"use_aux_hidden_state": True, AUX_LAYERS_KEY: [boundary - 1 for boundary in reading.taps]}
         return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": inner}
@@ -256,7 +258,7 @@ def config_in_dialect(
     }
 
 
-def _written_layer(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
+def _layer_fields(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
     """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     layer = {

@@ -68,16 +68,16 @@ class Reading(Settings):
         require(shared, "own_head", False, f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}")
         kind = self.rope.get("rope_type")
         require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
-        require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotated, "an even part of head_dim")
+        require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotary_share, "an even part of head_dim")
 
     @property
-    def _rotated(self) -> float:
+    def _rotary_share(self) -> float:
         return float(self.rope.get("partial_rotary_factor", 1.0))
 
     @property
     def rotary_dim(self) -> int:
         """The number of leading dimensions of a head that rotate."""
-        return int(self.head_dim * self._rotated)
+        return int(self.head_dim * self._rotary_share)
 
 
 def apply_changes(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:

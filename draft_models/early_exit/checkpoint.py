@@ -60,7 +60,7 @@ class DrafterMeta:
     own_head: bool
     dtype: FloatDtype
     fingerprint: Fingerprint
-    trained_on: dict[str, str]  # see `parts_below`
+    trained_on: dict[str, str]  # see `digest_parts_below`
     training: dict[str, Any] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
@@ -72,7 +72,7 @@ class DrafterMeta:
     sealed: str = ""  # see `digest_of_meta`
 
 
-def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
+def digest_parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
     """Digests of all bytes of the target that a drafter of this exit layer is built from and runs on: embedding, first
     layers, last layer, norm and head, 1–2 GB for a target of 7 B parameters.
 
@@ -92,12 +92,12 @@ def save_pretrained(
 ) -> None:
     """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves the previous contents.
 
-    trained_on: `parts_below` of the target that training read; None: of the target now.
+    trained_on: `digest_parts_below` of the target that training read; None: of the target now.
     """
     if trained_on is None:
         files = open_tensors(fingerprint.target, fingerprint.revision)
         config = AutoConfig.for_model(fingerprint.architecture).from_dict({**fingerprint.config})
-        trained_on = parts_below(files, config, drafter.exit_layer)
+        trained_on = digest_parts_below(files, config, drafter.exit_layer)
     where = Path(fingerprint.target)
     if where.exists() and not where.is_absolute():  # elsewhere it would look like a name on the Hub
         fingerprint = dataclasses.replace(fingerprint, target=f"./{where}")

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.base.errors import require
 from outrider.draft_models.targets.model_files import decoder_layers, final_norm, number_layer, spec_of
 from outrider.draft_models.targets.narrowed import spread_logits
-from outrider.draft_models.targets.stack import LayerStack, call_layer, normed_product
+from outrider.draft_models.targets.stack import LayerStack, apply_norm_and_head, call_layer
 from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
 
 
@@ -90,7 +90,7 @@ class EarlyExit(nn.Module):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., K] over the draft vocabulary, from the exit layer's output [..., d]."""
-        return self.rule(normed_product(self.norm, self.output_head, hidden))
+        return self.rule(apply_norm_and_head(self.norm, self.output_head, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""

@@ -68,7 +68,7 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
         stat = path.stat()
         return _open_unchanged(source, path, stat.st_size, stat.st_mtime_ns)
     if not is_local(source):
-        return _on_hub(source, revision, weights)
+        return _open_on_hub(source, revision, weights)
     folder = Path(source)
     kind = _format_to_convert(lambda name: os.path.exists(folder / name), lambda name: folder / name)
     return None if kind is None else FolderModel(source, folder, kind)
@@ -113,7 +113,7 @@ def fetch_folder(source: str, revision: str | None, kind: WeightFormat, *, weigh
         return Path(source)
     patterns = [*DESCRIPTIONS]
     if weights:
-        index = None if _has(source, revision, kind.single) else locate_file(source, revision, kind.index)
+        index = None if _is_on_hub(source, revision, kind.single) else locate_file(source, revision, kind.index)
         patterns += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
@@ -122,16 +122,16 @@ def fetch_folder(source: str, revision: str | None, kind: WeightFormat, *, weigh
 
 
 @lru_cache
-def _on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
+def _open_on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
     if locate_file(source, revision, CONFIG_FILE) is None:
         return None
     kind = _format_to_convert(
-        partial(_has, source, revision), lambda name: Path(locate_file(source, revision, name) or name)
+        partial(_is_on_hub, source, revision), lambda name: Path(locate_file(source, revision, name) or name)
     )
     return None if kind is None else FolderModel(source, fetch_folder(source, revision, kind, weights=weights), kind)
 
 
-def _has(source: str, revision: str | None, file: str) -> bool:
+def _is_on_hub(source: str, revision: str | None, file: str) -> bool:
     """Whether a Hub repository has a file. If the Hub's client fails, the local cache decides."""
     try:
         return has_file(source, file, revision=revision)

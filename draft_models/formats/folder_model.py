@@ -74,8 +74,8 @@ class FolderModel:
         for file, names in by_file.items():
             path = self.folder / file
             elsewhere = [name for other_file, inside in by_file.items() if other_file != file for name in inside]
-            held = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
-            tensors |= {name: held[name] for name in names or held if name in held}
+            part = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
+            tensors |= {name: part[name] for name in names or part if name in part}
         if packing := packing_of(quantisation_of(self.folder / CONFIG_FILE)):
             layers = packed_layers(packing, tensors, self.source)
             used = {name + suffix for name in layers for suffix in (*packing[3:], ".weight_shape")}
@@ -136,12 +136,15 @@ class FolderModel:
 Original = Union[FolderModel, "GgufModel"]  # a model as it was published
 
 
-def require_weights(name: str, held: Mapping[str, Stored], config: Path | str | None = None) -> None:
-    """Raise `UserError` if a weight of the model `name` is `held` as codes, which need scales: integers, or floats of
-    8 bits. config: the path of its config.json, if transformers reads it: it may know the codes."""
-    codes = [tensor for tensor, stored in held.items() if _is_code(tensor, stored)]
+def require_weights(name: str, tensors: Mapping[str, Stored], config: Path | str | None = None) -> None:
+    """Raise `UserError` if one of the `tensors` of the model `name` is codes, which need scales.
+
+    Codes are integers, or floats of 8 bits. config: the path of config.json, for a model that transformers loads, which
+    may know the codes.
+    """
+    codes = [tensor for tensor, stored in tensors.items() if _is_code(tensor, stored)]
     if codes and not _is_read_by_transformers(config):
-        kind = next(kind for kind, dtype in TYPES.items() if dtype == held[codes[0]].dtype)
+        kind = next(kind for kind, dtype in TYPES.items() if dtype == tensors[codes[0]].dtype)
         raise UserError(
             f"{name}: {listed(codes)}: weights stored as codes ({kind}), and no description of a quantisation that is "
             f"read here (quantization_config in {CONFIG_FILE}); give the model it was made from, or a GGUF file of it"

@@ -108,7 +108,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in config_fields},
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
+        "dtype": _main_dtype(file),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int, None),
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),  # of a text, and of a turn if it differs
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int, None),
@@ -123,7 +123,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     if "head_dim" in config_fields or head_dim != hidden // heads:
         values["head_dim"] = head_dim
     if "rope_parameters" in config_fields:
-        values["rope_parameters"] = _rope(file, head_dim, rotary)
+        values["rope_parameters"] = _read_rope(file, head_dim, rotary)
     if kind == "stablelm":
         values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     if "query_pre_attn_scalar" in config_fields:  # it has no key
@@ -166,8 +166,8 @@ def _config_fields(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[s
                 f"{file.path}: {file.metadata['general.architecture']}.{key}={value!r} is not supported; it may change "
                 f"what the model computes; {_WAY_OUT}"
             )
-    needed = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys() | metadata.keys()
-    field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in needed - _OPTIONAL}
+    read_keys = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys() | metadata.keys()
+    field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in read_keys - _OPTIONAL}
     return {
         name: (_family_number if key.endswith(_REAL) else _family_count)(file, key) for key, name in field_of.items()
     }
@@ -197,7 +197,7 @@ def _vocabulary_size(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _dtype(file: GgufFile) -> str:
+def _main_dtype(file: GgufFile) -> str:
     """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
     names = {0: "float32", 1: "float16"}
     sizes: dict[str, int] = {}
@@ -207,12 +207,12 @@ def _dtype(file: GgufFile) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
+def _read_rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
     """`rope_parameters` of the config; transformers' map has only their base.
 
     rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
     """
-    rope = _scaling(file, _family_number(file, "rope.freq_base", 10000.0), head_dim)
+    rope = _read_scaling(file, _family_number(file, "rope.freq_base", 10000.0), head_dim)
     family = str(file.metadata["general.architecture"])
     if FAMILIES[family].partial:
         return {**rope, "partial_rotary_factor": rotary / head_dim}
@@ -222,11 +222,11 @@ def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
     return rope
 
 
-def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
+def _read_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
     """The rotary positions of base `theta`, rescaled as the file says."""
     metadata, family = _family_keys(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
-        return {"rope_type": "llama3", "rope_theta": theta, **_llama3(file, theta, head_dim)}
+        return {"rope_type": "llama3", "rope_theta": theta, **_read_llama3(file, theta, head_dim)}
     kind = metadata.get("rope.scaling.type", "linear" if "rope.scale_linear" in metadata else "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -239,7 +239,7 @@ def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
     return scaling
 
 
-def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
+def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
     """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
     tensor = file.tensors[ROPE_FACTORS]
     refusal = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
@@ -258,5 +258,5 @@ def llama3_factors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float
     """The divisor of each frequency under Llama 3's scaling `rope`, float32 [head_dim / 2]."""
     parameters = {"rope_type": "llama3", **rope}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
-    plain = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
-    return (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)
+    frequencies = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)  # [head_dim / 2]
+    return (frequencies / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)

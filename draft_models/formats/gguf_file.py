@@ -128,12 +128,12 @@ class _Parser:
             name = self.name("list of tensors", locations)
             dimensions = self.integer("I")
             if not 1 <= dimensions <= 4:
-                raise self.damaged(f"{dimensions} dimensions")
+                raise self.damage_error(f"{dimensions} dimensions")
             shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
             locations[name] = TensorLocation(name, shape, self.integer("I"), self.integer("Q"))
         self.what, step = "general.alignment", metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
-            raise self.damaged(repr(step))
+            raise self.damage_error(repr(step))
         start = -(-self.at // step) * step
         file_locations = {name: replace(location, begin=start + location.begin) for name, location in locations.items()}
         return GgufFile(self.path, metadata, file_locations)
@@ -143,7 +143,7 @@ class _Parser:
         self.what = part
         self.what = name = self.text()
         if name in names:
-            raise self.damaged("it twice")
+            raise self.damage_error("it twice")
         return name
 
     def value(self, kind: int) -> MetadataValue:
@@ -152,7 +152,7 @@ class _Parser:
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
-            raise self.damaged(f"a value of type {kind}")
+            raise self.damage_error(f"a value of type {kind}")
         inner, count = self.integer("I"), self.integer("Q")
         if inner in _SCALARS:
             return self.numbers(_SCALARS[inner], count)
@@ -186,7 +186,7 @@ class _Parser:
         self.at += size
         return self.content[self.at - size : self.at]
 
-    def damaged(self, fault: str) -> UserError:
+    def damage_error(self, fault: str) -> UserError:
         return UserError(f"{self.path}: damaged at {self.what} (found {fault}); {_DAMAGED}")
 
 

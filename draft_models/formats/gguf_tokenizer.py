@@ -99,8 +99,8 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    plain = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    tokenizer.decoder = decoders.Sequence(plain)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
@@ -115,15 +115,15 @@ def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
     gemma = _is_gemma(file)
-    joined = (_NORMAL, _USER_DEFINED) if gemma else (_NORMAL,)
-    plain = {token: index for index, token in enumerate(tokens) if types[index] in joined}
-    merges: list[tuple[float, int, int, int, str, str]] = []
-    for token, index in plain.items():
+    merged_types = (_NORMAL, _USER_DEFINED) if gemma else (_NORMAL,)
+    ids = {token: index for index, token in enumerate(tokens) if types[index] in merged_types}
+    merges: list[tuple[float, int, int, int, str, str]] = []  # four numbers to sort by, and the merge
+    for token, index in ids.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         for prefix, suffix in cuts:
-            if prefix in plain and suffix in plain:
-                rank = (0.0, index, -len(prefix)) if gemma else (-scores[index], index, plain[prefix])
-                merges.append((*rank, plain[suffix], prefix, suffix))
+            if prefix in ids and suffix in ids:
+                rank = (0.0, index, -len(prefix)) if gemma else (-scores[index], index, ids[prefix])
+                merges.append((*rank, ids[suffix], prefix, suffix))
     return [(prefix, suffix) for *_, prefix, suffix in sorted(merges)]
 
 

@@ -36,14 +36,14 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     """
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     if family not in _FAMILIES:
-        raise _unsupported(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
+        raise _unsupported_error(f"model_type={config.model_type!r}, other than {', '.join(_FAMILIES)} and mistral")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
     entries: dict[str, MetadataValue] = {key: getattr(config, name) for key, name in fields.items()} | sizes
     entries["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
-        raise _unsupported(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
+        raise _unsupported_error(f"sliding_window={config.sliding_window}, which llama.cpp ignores in a Mistral")
     metadata: dict[str, MetadataValue] = {"general.architecture": family} | {
         f"{family}.{key}": entries[key] for key in entries
     }
@@ -103,7 +103,7 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataVal
         expected["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     for name in sorted(expected.keys() & fields.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
         if expected[name] != fields[name]:
-            raise _unsupported(f"{name}={expected[name]!r}")
+            raise _unsupported_error(f"{name}={expected[name]!r}")
 
 
 def _with_tokenizer(
@@ -121,7 +121,7 @@ def _with_tokenizer(
     else:
         merges: list[MetadataValue] = [" ".join(merge) for merge in model.get("merges", ())]
         if not merges:
-            raise _unsupported("a tokenizer without merges")
+            raise _unsupported_error("a tokenizer without merges")
         base |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
         ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
     text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
@@ -132,7 +132,7 @@ def _with_tokenizer(
             forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
             if _encode(again, forms) == _encode(tokenizer, forms):
                 return base | way
-    raise _unsupported(
+    raise _unsupported_error(
         f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece"
     )
 
@@ -167,7 +167,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Metadata
     """The tokens with their types, the ids of the special ones, and the chat template."""
     pieces, added = {index: piece for piece, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     if max(pieces) >= rows:
-        raise _unsupported(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
+        raise _unsupported_error(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
     metadata: dict[str, MetadataValue] = {
         f"{_KEY}tokens": [pieces.get(index, f"[PAD{index}]") for index in range(rows)],
         f"{_KEY}token_type": [
@@ -181,14 +181,15 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Metadata
     for name, word in SPECIAL.items():
         if (index := getattr(tokenizer, f"{name}_id")) is not None:
             metadata[f"{_KEY}{word}_token_id"] = index
-    ids, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    metadata[f"{_KEY}add_bos_token"], metadata[f"{_KEY}add_eos_token"] = ids[:1] != plain[:1], ids[-1:] != plain[-1:]
+    ids, bare_ids = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    metadata[f"{_KEY}add_bos_token"] = ids[:1] != bare_ids[:1]
+    metadata[f"{_KEY}add_eos_token"] = ids[-1:] != bare_ids[-1:]
     if isinstance(tokenizer.chat_template, str):
         metadata["tokenizer.chat_template"] = tokenizer.chat_template
     return metadata
 
 
-def _unsupported(what: str) -> UserError:
+def _unsupported_error(what: str) -> UserError:
     return UserError(
         f"GGUF: not supported here: {what}; export it for engine=transformers, or try llama.cpp's own "
         "convert_hf_to_gguf.py"

@@ -1,7 +1,14 @@
-"""Weights stored as integers of 4 or 8 bits in words of 32, with a scale for each group of inputs.
+"""Weights stored as integers of 4 or 8 bits in words of 32 bits, with a scale for each group of inputs.
 
-A weight is scale · (code − zero). GPTQ: AutoGPTQ's qlinear modules (zeros are stored less 1 unless "gptq_v2"). AWQ: the
-"gemm" version of AutoAWQ. compressed-tensors: its "pack-quantized" format, whose codes are shifted to begin at 0.
+A weight is scale · (code − zero). Example: a word 0x76543210 has the eight codes 0, 1, …, 7 of 4 bits. Three methods
+are read:
+
+GPTQ                AutoGPTQ's qlinear modules; zeros are stored less 1 unless "gptq_v2"
+AWQ                 the "gemm" version of AutoAWQ
+compressed-tensors  its "pack-quantized" format, whose codes are shifted to begin at 0
+
+`packing_of` reads the method from config.json. `packed_layers` gathers the tensors of each layer. A `PackedLayer` is
+then read as floats (`read`), or as blocks that are multiplied as they are (`codes`).
 """
 
 from collections.abc import Mapping
@@ -22,7 +29,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the code of each of eight outputs 
 class Packing(NamedTuple):
     """How weights are packed. method: the name in config.json; from_one: whether zeros are stored less 1.
 
-    weight, scale, zero, group_of: the suffixes of a layer's tensors; the last two may be missing.
+    weight, scale, zero, group_of: the suffixes of a layer's tensors. A layer may lack the zeros (then each is the
+    middle of the codes) and the group of each input (then groups are adjacent inputs).
     """
 
     method: str
@@ -38,7 +46,7 @@ def packing_of(quantised: Mapping[str, object]) -> Packing | None:
     """The packing that a `quantization_config` describes; None if it is none that is read here."""
     method, bits = quantised.get("quant_method"), quantised.get("bits")
     if method == "compressed-tensors":
-        bits = _bits(quantised.get("config_groups"))
+        bits = _read_bits(quantised.get("config_groups"))
     if not isinstance(bits, int) or bits not in (4, 8):
         return None
     if method == "compressed-tensors" and quantised.get("format") == "pack-quantized":
@@ -50,7 +58,7 @@ def packing_of(quantised: Mapping[str, object]) -> Packing | None:
     return None
 
 
-def _bits(groups: object) -> object:
+def _read_bits(groups: object) -> object:
     """The bits of the integer weights of `config_groups`; None if they differ, or some are no integers."""
     parts = [*groups.values()] if isinstance(groups, dict) else []
     weights = [part.get("weights") if isinstance(part, dict) else None for part in parts]
@@ -68,35 +76,39 @@ class PackedLayer(NamedTuple):
     @property
     def shape(self) -> list[int]:
         """[out, in] of its weight."""
-        (rows, columns), many = self.parts[self.packing.weight].shape, 32 // self.packing.bits
+        (rows, columns), codes_of_word = self.parts[self.packing.weight].shape, 32 // self.packing.bits
         if self.packing.method == "gptq":
-            return [columns, rows * many]
-        return [columns * many, rows] if self.packing.method == "awq" else [rows, columns * many]
+            return [columns, rows * codes_of_word]
+        return [columns * codes_of_word, rows] if self.packing.method == "awq" else [rows, columns * codes_of_word]
 
     def read(self) -> Tensor:
         """Its weight, float32 [out, in]. Raises `UserError`."""
-        codes, zeros, scales, group = self._parts()
+        codes, zeros, scales, group = self._unpack()
         return (codes - zeros[:, group]).float() * scales[:, group]
 
     def codes(self) -> "CodedRows | None":
-        """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are apart, or a scale is no float16."""
+        """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are not adjacent, or a scale is no float16.
+
+        A group of 32 · n or (with 4 bits) 128 · n inputs is n blocks with the same scale and zero.
+        """
         from outrider.draft_models.formats.gguf_codes import CodedRows  # compiles: only where it is used
 
-        codes, zeros, scales, group = self._parts()
-        inputs, size = codes.shape[1], codes.shape[1] // scales.shape[1]
-        several = 128 if self.packing.bits == 4 and size % 128 == 0 else 32
-        if size % several or not torch.equal(scales.half().float(), scales):
+        codes, zeros, scales, group = self._unpack()
+        inputs, group_size = codes.shape[1], codes.shape[1] // scales.shape[1]
+        block_size = 128 if self.packing.bits == 4 and group_size % 128 == 0 else 32
+        if group_size % block_size or not torch.equal(scales.half().float(), scales):
             return None
-        if not torch.equal(group, torch.arange(inputs) // size):
+        if not torch.equal(group, torch.arange(inputs) // group_size):
             return None
-        numbers = torch.stack([scales, zeros.float()], -1).half().repeat_interleave(size // several, 1)
-        blocks = codes.to(torch.uint8).unflatten(1, (-1, several))
+        factors = torch.stack([scales, zeros.float()], -1).half()  # [out, groups, 2]
+        factors = factors.repeat_interleave(group_size // block_size, 1)  # [out, blocks, 2]
+        blocks = codes.to(torch.uint8).unflatten(1, (-1, block_size))  # [out, blocks, codes]
         if self.packing.bits == 4:
-            blocks = blocks[..., : several // 2] | blocks[..., several // 2 :] << 4
-        kind = f"int{self.packing.bits}" + (" by 128" if several == 128 else "")
-        return CodedRows(kind, torch.cat([numbers.view(torch.uint8), blocks], -1).flatten(1).numpy())
+            blocks = blocks[..., : block_size // 2] | blocks[..., block_size // 2 :] << 4
+        kind_name = f"int{self.packing.bits}" + (" by 128" if block_size == 128 else "")
+        return CodedRows(kind_name, torch.cat([factors.view(torch.uint8), blocks], -1).flatten(1).numpy())
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _unpack(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(codes [out, in], zeros and float32 scales [out, groups], the group of each input [in])."""
         packing, tensors = self.packing, {suffix: stored.read() for suffix, stored in self.parts.items()}
         packed, scales, zeros = tensors[packing.weight], tensors[packing.scale].float(), tensors.get(packing.zero)
@@ -120,11 +132,11 @@ class PackedLayer(NamedTuple):
 def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str) -> dict[str, PackedLayer]:
     """The layers with packed weights among `tensors`, by name. Raises `UserError` for one without scales."""
     layers = {}
-    needed = {packing.scale} if packing.method == "compressed-tensors" else {packing.scale, packing.zero}
+    suffixes = {packing.scale} if packing.method == "compressed-tensors" else {packing.scale, packing.zero}
     for name in [key.removesuffix(packing.weight) for key in tensors if key.endswith(packing.weight)]:
         parts = {suffix: tensors[name + suffix] for suffix in packing[3:] if name + suffix in tensors}
-        if needed - parts.keys() or len(parts[packing.weight].shape) != 2:
-            raise UserError(f"{source}: {name}: expected packed rows, {' and '.join(sorted(needed))}; fetch it again")
+        if suffixes - parts.keys() or len(parts[packing.weight].shape) != 2:
+            raise UserError(f"{source}: {name}: expected packed rows, {' and '.join(sorted(suffixes))}; fetch it again")
         layers[name] = PackedLayer(packing, parts, f"{source}: {name}")
     return layers
 

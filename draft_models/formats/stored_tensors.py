@@ -68,7 +68,7 @@ class Stored:
 
 def open_safetensors(path: str) -> Mapping[str, Stored]:
     """The tensors of a safetensors file. Raises `UserError`, also for a type that is not in `TYPES`."""
-    with naming_unreadable(path, "safetensors file"):
+    with name_unreadable(path, "safetensors file"):
         handle = safe_open(path, framework="pt")  # compares its header with the length of the file
         slices = {name: handle.get_slice(name) for name in handle.offset_keys()}
         described = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
@@ -85,7 +85,7 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     Files of torch 1.6 or later are mapped into memory; older ones are read whole. An output head tied to the embedding
     is omitted, as in safetensors: the same model then has the same tensors in both formats. Raises `UserError`.
     """
-    with naming_unreadable(path, "file of tensors (torch.save)"):
+    with name_unreadable(path, "file of tensors (torch.save)"):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except UnpicklingError as error:
@@ -99,8 +99,8 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     if wrong:
         raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
     head = content.get(HEAD)
-    held = [(x.data_ptr(), x.shape, x.stride()) for name, x in content.items() if "lm_head" not in name]
-    tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in held
+    views = [(x.data_ptr(), x.shape, x.stride()) for name, x in content.items() if "lm_head" not in name]
+    tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in views
     return {
         name: Stored(tensor.dtype, [*tensor.shape], partial(tensor.clone, memory_format=torch.contiguous_format))
         for name, tensor in content.items()
@@ -118,7 +118,7 @@ def _first_non_tensor(content: Mapping[object, object]) -> str | None:
 
 
 @contextmanager
-def naming_unreadable(path: str, what: str) -> Iterator[None]:
+def name_unreadable(path: str, what: str) -> Iterator[None]:
     """Context manager: any error in reading the file at `path` becomes a `UserError` that names it."""
     try:
         yield
@@ -181,12 +181,13 @@ class WeightFormat:
         """
         if path is None:
             raise UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
-        held = self.open_file(path)
-        lacking = [name for name in names if name not in held and (self is SAFETENSORS or name != HEAD)]
-        wrong = [f"no tensor {name!r}" for name in lacking] + [f"tensor {name!r}" for name in elsewhere if name in held]
-        if wrong:
-            raise UserError(f"{path}: holds {wrong[0]}, which is not what {self.index} says; fetch it again")
-        return held
+        tensors = self.open_file(path)
+        lacking = [name for name in names if name not in tensors and (self is SAFETENSORS or name != HEAD)]
+        surplus = [name for name in elsewhere if name in tensors]
+        faults = [f"no tensor {name!r}" for name in lacking] + [f"tensor {name!r}" for name in surplus]
+        if faults:
+            raise UserError(f"{path}: holds {faults[0]}, which is not what {self.index} says; fetch it again")
+        return tensors
 
 
 SAFETENSORS = WeightFormat("safetensors", "model.safetensors", ".safetensors", open_safetensors)

@@ -167,12 +167,12 @@ class Overlay:
         self.reset()
 
     def reset(self) -> None:
-        self.known = new_map()
+        self.contexts = new_map()
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Raise the n-grams whose last token is one of ids[start : stop] (int64); earlier ids are their contexts."""
-        self.known = with_capacity(self.known, stop - start)
-        adapt(self.known, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
+        self.contexts = with_capacity(self.contexts, stop - start)
+        adapt(self.contexts, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
 
 
 # ---------------------------------------------------------------------------------------------------- the text so far
@@ -213,12 +213,12 @@ class TextIndex:
 
     def __init__(self, longest: int = 6, decay: float = 0.7):
         self.longest, self.decay = longest, decay
-        self.known = new_map(1 << 14)
+        self.contexts = new_map(1 << 14)
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Index ids[start : stop] (int64), which follow ids[:start]."""
-        self.known = with_capacity(self.known, self.longest * (stop - start))
-        index_text(self.known, ids, start, stop, self.longest, self.decay)
+        self.contexts = with_capacity(self.contexts, self.longest * (stop - start))
+        index_text(self.contexts, ids, start, stop, self.longest, self.decay)
 
 
 # --------------------------------------------------------------------------------------------------- recycled logits
@@ -256,7 +256,7 @@ def recycled_slot(recycled, key):
 
 
 @lean
-def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, slots: np.ndarray) -> int:
+def find_recycled(recycled: Recycled, recent: np.ndarray, length: int, slots: np.ndarray) -> int:
     """Write the slots of the last 1, 2, … tokens to `slots`, −1: unknown; returns their number. recent[0]: latest."""
     size, key = 0, np.uint64(0)
     while size < min(recycled.longest, length):

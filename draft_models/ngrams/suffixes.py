@@ -39,9 +39,9 @@ class SuffixWorkspace(NamedTuple):
 
     first, number: int64 [REACH + 1]: for each context length, where its occurrences begin in `Suffixes.order`, and how
     many. near: int64 [2, FEW]: for each occurrence the next token, and how many tokens before that match the text.
-    followers, tokens, counts: int64 [FEW], see `successors_at`.
+    followers, tokens, counts: int64 [FEW], see `count_successors`.
 
-    begun: int64 [2^`_REMEMBERED`, 3], a cache, for one corpus, of contexts of `LEAST` − 1 tokens with begin and end of
+    cache: int64 [2^`_REMEMBERED`, 3], a cache, for one corpus, of contexts of `LEAST` − 1 tokens with begin and end of
     their occurrences: the contexts of a draft often differ only in their last token.
     """
 
@@ -51,14 +51,14 @@ class SuffixWorkspace(NamedTuple):
     followers: np.ndarray
     tokens: np.ndarray
     counts: np.ndarray
-    begun: np.ndarray
+    cache: np.ndarray
 
 
 def new_suffix_workspace() -> SuffixWorkspace:
     first, number = np.zeros((2, REACH + 1), np.int64)
     followers, tokens, counts = np.zeros((3, FEW), np.int64)
-    begun = np.full((2**_REMEMBERED, 3), -1, np.int64)
-    return SuffixWorkspace(first, number, np.zeros((2, FEW), np.int64), followers, tokens, counts, begun)
+    cache = np.full((2**_REMEMBERED, 3), -1, np.int64)
+    return SuffixWorkspace(first, number, np.zeros((2, FEW), np.int64), followers, tokens, counts, cache)
 
 
 def no_suffixes(vocabulary: int) -> Suffixes:
@@ -119,7 +119,7 @@ def _token_at(suffixes, position):
 
 
 @lean
-def _after(suffixes, position, recent, skip, size):
+def _compare_suffix(suffixes, position, recent, skip, size):
     """Whether the corpus from `position` on sorts after the context (1), before it (−1), or begins with it (0)."""
     for i in range(1, size):
         expected = recent[skip + size - 1 - i]
@@ -130,7 +130,7 @@ def _after(suffixes, position, recent, skip, size):
 
 
 @lean
-def occurrences_of(suffixes, recent, skip, size):
+def find_occurrences(suffixes, recent, skip, size):
     """Begin and end, in `order`, of the occurrences of the last `size` tokens after dropping the latest `skip`.
 
     recent[0] is the latest.
@@ -142,17 +142,19 @@ def occurrences_of(suffixes, recent, skip, size):
     high = most
     while low < high:
         middle = (low + high) // 2
-        if _after(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) < 0:
+        if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) < 0:
             low = middle + 1
         else:
             high = middle
     first, step = low, 1
-    while low + step < most and _after(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0:
+    while (
+        low + step < most and _compare_suffix(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0
+    ):
         low, step = low + step, 2 * step  # most contexts have few occurrences
     high = min(low + step, most)
     while low < high:
         middle = (low + high) // 2
-        if _after(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) <= 0:
+        if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) <= 0:
             low = middle + 1
         else:
             high = middle
@@ -160,7 +162,7 @@ def occurrences_of(suffixes, recent, skip, size):
 
 
 @lean
-def _bound(suffixes, low, high, ahead, token):
+def _find_bound(suffixes, low, high, ahead, token):
     """The first index in order[low : high] whose token `ahead` positions later is ≥ `token`; these tokens ascend."""
     while low < high:
         middle = (low + high) // 2
@@ -172,20 +174,20 @@ def _bound(suffixes, low, high, ahead, token):
 
 
 @lean
-def _shortest_occurrences(suffixes, recent, workspace):
-    """`occurrences_of` the last `LEAST` tokens, searched among those of all but the latest of these tokens."""
+def _find_shortest_occurrences(suffixes, recent, workspace):
+    """`find_occurrences` the last `LEAST` tokens, searched among those of all but the latest of these tokens."""
     ahead, key = LEAST - 1, np.int64(0)
     for i in range(ahead, 0, -1):
         key = (key << 21) | recent[i]  # all ids are below 2^21
     slot = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
-    if workspace.begun[slot, 0] != key:
-        workspace.begun[slot, 1], workspace.begun[slot, 2] = occurrences_of(suffixes, recent, 1, ahead)
-        workspace.begun[slot, 0] = key
-    most, number = workspace.begun[slot, 2], 0
-    first = _bound(suffixes, workspace.begun[slot, 1], most, ahead, recent[0])
+    if workspace.cache[slot, 0] != key:
+        workspace.cache[slot, 1], workspace.cache[slot, 2] = find_occurrences(suffixes, recent, 1, ahead)
+        workspace.cache[slot, 0] = key
+    most, number = workspace.cache[slot, 2], 0
+    first = _find_bound(suffixes, workspace.cache[slot, 1], most, ahead, recent[0])
     last = first + FEW - 1
     if last < most and _token_at(suffixes, np.int64(suffixes.order[last]) + ahead) == recent[0]:
-        return first, _bound(suffixes, last + 1, most, ahead, recent[0] + 1)
+        return first, _find_bound(suffixes, last + 1, most, ahead, recent[0] + 1)
     while first + number < most and (
         _token_at(suffixes, np.int64(suffixes.order[first + number]) + ahead) == recent[0]
     ):
@@ -194,7 +196,7 @@ def _shortest_occurrences(suffixes, recent, workspace):
 
 
 @lean
-def known_suffixes(suffixes, recent, length, workspace):
+def find_suffixes(suffixes, recent, length, workspace):
     """(length of the longest suffix of the text that is in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 if none is;
     the context length from which on `workspace.near` has all occurrences).
 
@@ -205,20 +207,20 @@ def known_suffixes(suffixes, recent, length, workspace):
         reach += 1
     while len(suffixes.order) > 0 and size < reach:
         if size < LEAST:
-            first, end = _shortest_occurrences(suffixes, recent, workspace)
+            first, end = _find_shortest_occurrences(suffixes, recent, workspace)
         else:
-            first, end = occurrences_of(suffixes, recent, 0, size + 1)
+            first, end = find_occurrences(suffixes, recent, 0, size + 1)
         if first == end:
             break
         size += 1
         workspace.first[size], workspace.number[size] = first, end - first
         if end - first < FEW:
-            return _look_closer(suffixes, recent, reach, first, end, size, workspace), size
+            return _match_each(suffixes, recent, reach, first, end, size, workspace), size
     return size, size + 1
 
 
 @lean
-def _look_closer(suffixes, recent, reach, first, end, size, workspace):
+def _match_each(suffixes, recent, reach, first, end, size, workspace):
     """Fill `workspace.near` from order[first : end], of a context of `size` tokens; return the longest match there."""
     workspace.number[size + 1 :] = 0
     longest = size
@@ -235,8 +237,8 @@ def _look_closer(suffixes, recent, reach, first, end, size, workspace):
 
 
 @lean
-def successors_at(suffixes, size, narrow, workspace):
-    """Successors of a context of `size` tokens that `known_suffixes` found; narrow: its second result.
+def count_successors(suffixes, size, narrow, workspace):
+    """Successors of a context of `size` tokens that `find_suffixes` found; narrow: its second result.
 
     `workspace.followers` gets the token after each sampled occurrence, `workspace.tokens` and `workspace.counts` the
     distinct successors and their counts. Returns how many successors there are, the largest count, and the number of

@@ -153,15 +153,15 @@ class TrigramTable:
             levels = {order: _join_level(order, bits, *(arrays[f"{order}.{n}"] for n in ARRAYS)) for order in orders}
             fields = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
         except KeyError as error:
-            raise damaged_table(path, f"no array {error}") from None
+            raise table_damage(path, f"no array {error}") from None
         table = cls(header.vocabulary, header.tokenizer, levels, header.facts, Suffixes(*fields) if fields else None)
         if unknown := sorted(arrays.keys() - table.arrays.keys()):
-            raise damaged_table(path, f"arrays {', '.join(unknown)}")
+            raise table_damage(path, f"arrays {', '.join(unknown)}")
         for order, level in levels.items():
             if fault := level.fault(header.vocabulary):
-                raise damaged_table(path, f"order {order}: {fault}")
+                raise table_damage(path, f"order {order}: {fault}")
         if table.suffixes is not None and (fault := fault_of_suffixes(table.suffixes, header.vocabulary)):
-            raise damaged_table(path, f"suffixes: {fault}")
+            raise table_damage(path, f"suffixes: {fault}")
         return table
 
     @property
@@ -292,7 +292,7 @@ def map_table(path: Path) -> tuple[Header, Arrays]:
             stop = start + _TYPES[kind].itemsize * shape[0]
             arrays[name], start = content[start:stop].view(_TYPES[kind]), stop
     except UserError as error:
-        raise damaged_table(path, str(error)) from None
+        raise table_damage(path, str(error)) from None
     return header, arrays
 
 
@@ -300,10 +300,10 @@ def require_unaltered(path: Path) -> None:
     """Raise `UserError` unless the arrays of the table in `path` are those that were written. Reads all of them."""
     header, arrays = map_table(path)
     if _digest_arrays(arrays) != header.sha256:
-        raise damaged_table(path, "its arrays are altered: another sha256")
+        raise table_damage(path, "its arrays are altered: another sha256")
 
 
-def damaged_table(path: Path | str, fault: str) -> UserError:
+def table_damage(path: Path | str, fault: str) -> UserError:
     """The error for a table in `path` that is not as it was written."""
     return UserError(f"{path}: damaged n-gram table ({fault}); {_AGAIN}")
 

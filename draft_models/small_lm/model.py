@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
-from outrider.draft_models.card import serving
+from outrider.draft_models.card import describe_serving
 from outrider.draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
 from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
 from outrider.draft_models.targets.model_spec import UNLIMITED
@@ -57,7 +57,7 @@ def load_small_lm(
     except NotByLayersError:
         if vocabulary is not None:
             raise
-        return load_plain_lm(source, config, revision, dtype, device)
+        return load_whole_model(source, config, revision, dtype, device)
     model.draft_vocabulary = None if vocabulary is None else vocabulary.to(device)  # type: ignore[assignment]
     return layer_stack(model)
 
@@ -77,7 +77,7 @@ def last_id(lm: Target) -> int:
     return UNLIMITED if lm.predicted is not None else lm.config.vocab_size - 1
 
 
-def load_whole_lm(
+def load_for_engine(
     source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str, rows: int | None
 ) -> PreTrainedModel:
     """The causal LM in `source` as engines load it: a draft vocabulary is widened to the target's.
@@ -92,7 +92,7 @@ def load_whole_lm(
     return model
 
 
-def load_plain_lm(
+def load_whole_model(
     source: str, config: PreTrainedConfig, revision: str | None, dtype: torch.dtype, device: torch.device | str
 ) -> WholeModel:
     """The causal LM in `source`, frozen, run as a whole. Raises `UserError` if it cannot be loaded or run a tree."""
@@ -153,7 +153,7 @@ Outrider:
 evaluate-checkpoint target={{target:option}} small_lm={{path:option}}
 ```
 
-{serving(tokens or 5, one_pass=tokens > 0)}
+{describe_serving(tokens or 5, one_pass=tokens > 0)}
 
 llama.cpp and OpenVINO: `outrider export checkpoint={{path:option}} engine=llama_cpp out_dir=DIR`, or \
 `engine=openvino`."""

@@ -85,8 +85,8 @@ def grouped_attention(
     if isinstance(attention_mask, Band | TextMasks):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         if isinstance(attention_mask, TextMasks):
-            return _by_texts(module, query, key, value, attention_mask, **options), None
-        return _by_blocks(module, query, key, value, attention_mask, **options), None
+            return _attend_by_texts(module, query, key, value, attention_mask, **options), None
+        return _attend_by_blocks(module, query, key, value, attention_mask, **options), None
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
     group = heads // key_heads
@@ -96,7 +96,7 @@ def grouped_attention(
     if softcap is not None or s_aux is not None:
         if causal:
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
-        out = _by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+        out = _attend_by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
         return out.transpose(1, 2), None
     if causal:
         out = F.scaled_dot_product_attention(
@@ -112,12 +112,14 @@ def grouped_attention(
         if attention_mask is not None and queries > 1:
             rows = attention_mask.shape[0]
             attention_mask = attention_mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
-    attend = _by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
+    attend = _attend_by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
 
 
-def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: TextMasks, **options: Any) -> Tensor:
+def _attend_by_texts(
+    module: object, query: Tensor, key: Tensor, value: Tensor, texts: TextMasks, **options: Any
+) -> Tensor:
     """`grouped_attention` of each text's queries over its own keys: [1, ΣQ, H, D].
 
     Raises `KeysChangedError` if key or value is not what the cache returned.
@@ -129,7 +131,7 @@ def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: 
     return torch.cat([grouped_attention(module, q, *entries, mask, **options)[0] for q, entries, mask in passes], dim=1)
 
 
-def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
+def _attend_by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
     """`grouped_attention` with a `Band`, one block of queries after another: [B, T, H, D].
 
     Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them.
@@ -176,7 +178,7 @@ def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) ->
     return torch.cat(parts, 2)
 
 
-def _by_products(
+def _attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float | None
 ) -> Tensor:
     """`scaled_dot_product_attention` without dropout; additive masks only.
@@ -185,12 +187,12 @@ def _by_products(
     the attention weights are in 16 bits.
     """
     scale = scale if scale is not None else query.shape[-1] ** -0.5
-    scores = _scores(query, key)
+    scores = _score_keys(query, key)
     scores = scores * scale if attn_mask is None else torch.add(attn_mask, scores, alpha=scale)
     return scores.softmax(-1).to(value.dtype) @ value
 
 
-def _by_capped_scores(
+def _attend_by_capped_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -202,12 +204,12 @@ def _by_capped_scores(
 ) -> Tensor:
     """Attention with a soft cap or sinks, which no fused kernel supports: [B, H, Q, D]. A mask is bool or additive.
 
-    Scores and softmax are in float32 or better, as in `_by_products`.
+    Scores and softmax are in float32 or better, as in `_attend_by_products`.
     """
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
     flat = query.reshape(batch, key_heads, -1, width)
-    scores = _scores(flat, key).view(batch, heads, queries, keys) * (scale if scale is not None else width**-0.5)
+    scores = _score_keys(flat, key).view(batch, heads, queries, keys) * (scale if scale is not None else width**-0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -221,7 +223,7 @@ def _by_capped_scores(
     return (weights.view(batch, key_heads, -1, keys) @ value).view(batch, heads, queries, -1)
 
 
-def _scores(query: Tensor, key: Tensor) -> Tensor:
+def _score_keys(query: Tensor, key: Tensor) -> Tensor:
     """QKᵀ [B, H, Q, K], never rounded to 16 bits."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         return query @ key.mT
@@ -245,20 +247,20 @@ def leave_out_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def stock_name(model: PreTrainedModel) -> str:
+def stock_attention_name(model: PreTrainedModel) -> str:
     """The attention that transformers uses for `model` by default. Gemma 2 has no sdpa in transformers."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 
 @contextmanager
 def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator[None]:
-    """Context manager: `model` uses transformers' attention `name`; None: that of `stock_name`.
+    """Context manager: `model` uses transformers' attention `name`; None: that of `stock_attention_name`.
 
     The layers may be shared with the runtime, which uses ours.
     """
     implementation = model.config._attn_implementation
     if implementation == ATTENTION:  # a model that does not support ours has transformers' own already
-        model.set_attn_implementation(name or stock_name(model))
+        model.set_attn_implementation(name or stock_attention_name(model))
     try:
         yield
     finally:

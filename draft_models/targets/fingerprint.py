@@ -52,10 +52,12 @@ class Fingerprint:
 
     def differences(self, target: "Fingerprint") -> list[str]:
         """Descriptions of the fields, except the path, in which `target` differs from the drafter's."""
-        plain = ("target", "revision", "config", "tensors")
         drafter_fields, target_fields = dataclasses.asdict(self), dataclasses.asdict(target)
-        pairs = [(key, value, target_fields[key]) for key, value in drafter_fields.items() if key not in plain]
-        words = [f"{key}: drafter {a!r}, target {b!r}" for key, a, b in pairs if a != b]
+        words = [
+            f"{key}: drafter {value!r}, target {target_fields[key]!r}"
+            for key, value in drafter_fields.items()
+            if key not in ("target", "revision", "config", "tensors") and value != target_fields[key]
+        ]
         return words + model_differences(drafter_fields, target_fields)
 
 
@@ -114,10 +116,10 @@ def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
 
 def config_differences(old: object, new: object) -> list[tuple[str, object, object]]:
     """The differences of two `deciding_config`s; a field that states its default equals a missing field."""
-    return differences(old, new) and differences(_with_defaults(old), _with_defaults(new))
+    return differences(old, new) and differences(_add_defaults(old), _add_defaults(new))
 
 
-def _with_defaults(config: Any) -> Any:
+def _add_defaults(config: Any) -> Any:
     """The config with the names and defaults of the installed transformers, if it accepts the config."""
     try:
         completed = AutoConfig.for_model(**config).to_dict()

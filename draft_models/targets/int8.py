@@ -48,13 +48,13 @@ class Int8Linear(nn.Module):
         rows = max(1, BLOCK // (self.in_features * x.element_size()))
         parts = [F.linear(x, part.to(x.dtype)) for part in self.codes.split(rows)]
         summed = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return scaled(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return apply_scale(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 Linear = nn.Linear | Int8Linear | CodedLinear  # a linear layer of a loaded model, before it gets another layout
 
 
-def scaled(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def apply_scale(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The output of a layer [..., out] from `summed`, the product with its codes, which is overwritten."""
     return summed.mul_(scale) if bias is None else torch.addcmul(bias, summed, scale)
 
@@ -85,13 +85,13 @@ def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
         for child_name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 if id(child) not in layers:
-                    layers[id(child)] = _quantised(child, dtype, f"{name}: {path}.{child_name}")
+                    layers[id(child)] = _quantise_linear(child, dtype, f"{name}: {path}.{child_name}")
                 setattr(parent, child_name, layers[id(child)])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not buffers: rotary frequencies are float32 in any model
 
 
-def _quantised(linear: nn.Linear, dtype: torch.dtype, name: str) -> Int8Linear:
+def _quantise_linear(linear: nn.Linear, dtype: torch.dtype, name: str) -> Int8Linear:
     if not linear.weight.isfinite().all():
         raise UserError(
             f"{name}: dtype=int8 has no numbers for weights that are NaN or infinite; fetch the model again"

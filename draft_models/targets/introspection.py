@@ -76,17 +76,17 @@ def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
     """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
     base_name, _, attribute = find_layers(model).rpartition(".")
     base = model.get_submodule(base_name)
-    seen = _Trace([], [], [])
+    trace = _Trace([], [], [])
     embed = model.get_input_embeddings()
 
     def note(name: str, module: nn.Module) -> RemovableHandle:
         def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            (seen.after if seen.layers else seen.before).append((name, module, args, kwargs, output))
+            (trace.after if trace.layers else trace.before).append((name, module, args, kwargs, output))
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
     with ExitStack() as undo:
-        undo.enter_context(_probes_for_layers(model, seen.layers))
+        undo.enter_context(_probes_for_layers(model, trace.layers))
         for name, module in list(base.named_modules()):
             inside = name.startswith(f"{attribute}.") or name in ("", attribute)
             if not inside and module is not embed:
@@ -94,7 +94,7 @@ def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
         undo.enter_context(_zeros_for_meta(base, embed))
         with torch.no_grad():
             base.eval()(**{**_trace_arguments(model), **options})
-    return seen
+    return trace
 
 
 @contextmanager
@@ -162,25 +162,25 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     states = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
     if states:
         raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in states)})")
-    seen = trace_forward(model)
+    trace = trace_forward(model)
     count = model.config.num_hidden_layers
-    if len(seen.layers) != count:
-        raise ValueError(f"its forward calls {len(seen.layers)} decoder layers, not {count}")
+    if len(trace.layers) != count:
+        raise ValueError(f"its forward calls {len(trace.layers)} decoder layers, not {count}")
     names = {id(module): name for name, module in model.named_modules()}
-    hidden = seen.layers[0]["hidden"]
+    hidden = trace.layers[0]["hidden"]
     assert isinstance(hidden, Tensor)
     positions = input_norm = None
-    for name, module, _, _, output in seen.before:
+    for name, module, _, _, output in trace.before:
         if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
             continue
         if isinstance(module, nn.Embedding):
             positions = name
         elif output.shape == hidden.shape:
             input_norm = name
-    norms = [name for name, module, *_ in seen.after if not isinstance(module, nn.Dropout)]
+    norms = [name for name, module, *_ in trace.after if not isinstance(module, nn.Dropout)]
     if len(set(norms)) != 1:
         raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
-    tables = _rotary_tables(seen)
+    tables = _rotary_tables(trace)
     slides = _sliding_layers(model, count)
     head = model.get_output_embeddings()
     if head is None:
@@ -191,7 +191,7 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
         norm=norms[0],
         head=names[id(head)],
         calls=tuple(
-            _layer_call(arguments, tables, slide) for arguments, slide in zip(seen.layers, slides, strict=True)
+            _layer_call(arguments, tables, slide) for arguments, slide in zip(trace.layers, slides, strict=True)
         ),
         tables=tuple(table for table, _ in tables),
         positions=positions,
@@ -201,10 +201,10 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     )
 
 
-def _rotary_tables(seen: _Trace) -> list[tuple[RotaryTable, object]]:
+def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:
     """Every call of a rotary module before the layers, with its output."""
     tables: list[tuple[RotaryTable, object]] = []
-    for name, module, args, kwargs, output in seen.before:
+    for name, module, args, kwargs, output in trace.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -255,10 +255,10 @@ def _sliding_layers(model: PreTrainedModel, count: int) -> list[bool]:
     slides = []
     for arguments in layers:
         mask = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() == 4), None)
-        seen = causal if mask is None else (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
-        if not torch.equal(seen, causal) and not torch.equal(seen, banded):
+        visible = causal if mask is None else (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
+        if not torch.equal(visible, causal) and not torch.equal(visible, banded):
             raise ValueError("its masks are neither causal nor a sliding window")
-        slides.append(torch.equal(seen, banded))
+        slides.append(torch.equal(visible, banded))
     return slides
 
 

@@ -266,7 +266,7 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
     or differ from the ones to which they are tied.
     """
     try:
-        with _quiet():
+        with _silence_transformers():
             loaded, info = kind.from_pretrained(
                 where, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -295,7 +295,7 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """transformers says nothing inside: neither progress nor warnings."""
     before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -42,7 +42,7 @@ from outrider.draft_models.targets.proof import LARGEST_COPY, prove_layers, prov
 from outrider.draft_models.targets.settings import MODEL, SMALL_LM
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_no_adapter
-from outrider.draft_models.targets.vocabulary import for_rows, rows_of, vocabulary_digest
+from outrider.draft_models.targets.vocabulary import limit_rows, rows_of, vocabulary_digest
 
 SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
 _SUPPORTED = (
@@ -69,8 +69,8 @@ class OpenTarget:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer, which knows how many of its tokens the embedding has rows for (see `for_rows`)."""
-        return for_rows(load_tokenizer(self.source, self.revision), self.config.get_text_config().vocab_size)
+        """Its tokenizer, which knows how many of its tokens the embedding has rows for (see `limit_rows`)."""
+        return limit_rows(load_tokenizer(self.source, self.revision), self.config.get_text_config().vocab_size)
 
     @cached_property
     def vocabulary_digest(self) -> str:
@@ -83,9 +83,9 @@ class OpenTarget:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint that a drafter for it is bound to. Fetches missing files."""
-        return self.fingerprinted(fetch=True)
+        return self.make_fingerprint(fetch=True)
 
-    def fingerprinted(self, *, fetch: bool) -> Fingerprint:
+    def make_fingerprint(self, *, fetch: bool) -> Fingerprint:
         """The fingerprint; fetch: fetch and include tensors that are not on this machine yet."""
         record = FileRecord(self.files, "fingerprint", self.source, self.revision)
         if (content := record.read()) is not None:

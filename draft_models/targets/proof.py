@@ -46,34 +46,36 @@ def prove_weights(model: PreTrainedModel, layers: Sequence[int], reference: PreT
 
     layers: the target's layers in `model`. reference: the target as transformers loads it, or its first layers.
     """
-    held, numbered = reference.state_dict(), re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
+    expected_tensors = reference.state_dict()
+    layer_number = re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
     for key, tensor in model.state_dict().items():
-        stored = numbered.sub(lambda match: str(layers[int(match[0])]), key, count=1)
-        expected = held.get(stored, tensor)  # `reference` may lack later layers: these are not compared
+        target_key = layer_number.sub(lambda match: str(layers[int(match[0])]), key, count=1)
+        expected = expected_tensors.get(target_key, tensor)  # `reference` may lack later layers, which are not compared
         pair = [side.to(tensor.device).flatten().view(torch.uint8) for side in (tensor, expected)]
         if expected.dtype != tensor.dtype or not torch.equal(*pair):
             raise UserError(
-                f"{name}: {stored} is another tensor than the one that transformers loads from the same place, so the "
-                "two would run different models; save the model again by transformers' save_pretrained"
+                f"{name}: {target_key} is another tensor than the one that transformers loads from the same place, so "
+                "the two would run different models; save the model again by transformers' save_pretrained"
             )
 
 
 def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY, vocabulary: int = FEW_TOKENS) -> None:
     """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_logit_gap`).
 
-    Both compute in float32, at every size (see `_in_float32`): in 16 bits no bound would tell a fault from rounding. A
-    text that exceeds a window is long, so where the float32 weights are more than `largest` bytes it runs through one
-    layer of each kind (see `_one_of_each_kind`). name: the model's option and value, for the message.
+    Both compute in float32, at every size (see `_compute_in_float32`): in 16 bits no bound would tell a fault from
+    rounding. A text that exceeds a window is long. If the float32 weights have more than `largest` bytes, such a text
+    runs through one layer of each kind only (see `_one_of_each_kind`). name: the model's option and value, for the
+    message.
     """
     short, *beyond = _prompt_lengths(model.config, layer_stack(model).windows)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     for length in counted([short, *beyond], f"comparing {name} with its own forward", "texts"):
         compared = model if length == short or size <= largest else _one_of_each_kind(model)
         try:
-            with _in_float32(compared, vocabulary), stock_attention(compared, "eager"):
+            with _compute_in_float32(compared, vocabulary), stock_attention(compared, "eager"):
                 ids = _probe_tokens(compared, length)
                 expected = _path_logits(compared, ids)
-            with _in_float32(compared, vocabulary):
+            with _compute_in_float32(compared, vocabulary):
                 difference, position = _logit_gap(layer_stack(compared), expected, ids)
         except Exception as error:  # any error of an architecture whose code does not support this
             raise NotByLayersError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
@@ -86,7 +88,7 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
+def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
     """Context manager: a `model` of 16 bits computes in float32, and has the first `vocabulary` tokens only.
 
     A decoder layer's weights are float32 while it runs and no longer, so one of them takes memory at a time. A draft

@@ -118,7 +118,7 @@ def call_layer(
     return out if isinstance(out, Tensor) else out[0]
 
 
-def normed_product(norm: Any, head: Any, hidden: Tensor) -> Tensor:
+def apply_norm_and_head(norm: Any, head: Any, hidden: Tensor) -> Tensor:
     """head(norm(hidden)), fused into one step if the head supports it (`after`)."""
     if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
         return head(norm(hidden))
@@ -285,12 +285,12 @@ class LayerStack(nn.Module):
 
         K = V without a draft vocabulary.
         """
-        logits = self.spec.logits(normed_product(self.norm, self.head, hidden))
+        logits = self.spec.logits(apply_norm_and_head(self.norm, self.head, hidden))
         return logits if self.draft_vocabulary is None else logits[..., : len(self.draft_vocabulary.tokens)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the target's vocabulary [..., V]."""
-        return self._outward(self.spec.logits(normed_product(self.norm, self.head, hidden)))
+        return self._outward(self.spec.logits(apply_norm_and_head(self.norm, self.head, hidden)))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
         """The same from the output of the final norm."""

@@ -24,7 +24,7 @@ from outrider.draft_models.formats.stored_tensors import (
     SAFETENSORS,
     TYPES,
     Stored,
-    naming_unreadable,
+    name_unreadable,
     open_safetensors,
 )
 
@@ -76,7 +76,7 @@ class TensorFiles:
         return tensors
 
     def _read(self, name: str, stored: Stored) -> Tensor:
-        with naming_unreadable(self.source, f"tensor {name!r}"):
+        with name_unreadable(self.source, f"tensor {name!r}"):
             tensor = stored.read()
         with self._counting:  # transformers reads in several threads
             self.bytes_read += tensor.nbytes
@@ -162,8 +162,8 @@ class TensorFiles:
             return {name: self._tensors[self._stored(name)] for name in names}
         stored = {name: self._stored(name) for name in names}
         elsewhere = (self._stored(name) for name, source_file in self.file_of.items() if source_file != file)
-        held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), elsewhere)
-        tensors = {name: held[stored[name]] for name in names}
+        file_tensors = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), elsewhere)
+        tensors = {name: file_tensors[stored[name]] for name in names}
         require_weights(self.source, tensors, self._path(CONFIG_FILE))
         return tensors
 

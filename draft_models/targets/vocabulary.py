@@ -63,7 +63,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def for_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:
+def limit_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:
     """`tokenizer`, for a model whose embedding has `rows` rows. No text may contain further tokens.
 
     Fine-tuning often adds a token, for padding, without a row. Raises `UserError` if one begins or ends every text.
@@ -89,7 +89,7 @@ def require_rows(ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizer
         raise UnusableTextError(f"{where} {fault}; {remedy}", "token")
 
 
-def with_arguments(
+def bind_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object], template: str = "auto", option: str = KWARGS
 ) -> PreTrainedTokenizerBase:
     """A copy of `tokenizer` whose chat template has `arguments`; itself if there are none. Raises `UserError`, naming
@@ -109,8 +109,8 @@ def with_arguments(
         is_json = value == json.loads(json.dumps(value, default=str), parse_constant=str)
         require(is_json, f"{option}.{name}", value, "what JSON has: texts, numbers, true, false, null, lists, objects")
     values = "".join(f"{{% set {name} = {value!a} %}}\n" for name, value in sorted(arguments.items()))
-    bound, begun = copy(tokenizer), {name: values + part for name, part in texts.items()}
-    bound.chat_template = begun if text is texts else begun[""]
+    bound, templates = copy(tokenizer), {name: values + part for name, part in texts.items()}
+    bound.chat_template = templates if text is texts else templates[""]
     return bound
 
 

@@ -49,13 +49,13 @@ def save_tiny_models(folder: Path, like: PreTrainedConfig | None = None) -> str:
     transformers_logging.disable_progress_bar()
     if like is not None:
         try:
-            return _save_tiny_models(folder, shrunk(like))
+            return _save_tiny_models(folder, shrink_config(like))
         except Exception as error:  # any error of an architecture for sizes that its authors did not expect
             print(f"debug architecture={like.model_type} cannot be made tiny: {reason(error)}", flush=True)
-    return _save_tiny_models(folder, shrunk(LLAMA))
+    return _save_tiny_models(folder, shrink_config(LLAMA))
 
 
-def shrunk(config: PreTrainedConfig, context: int = 256) -> PreTrainedConfig:
+def shrink_config(config: PreTrainedConfig, context: int = 256) -> PreTrainedConfig:
     """A copy of `config` with tiny sizes and this context length; its other fields are unchanged."""
     small = copy.deepcopy(config)
     for name, value in {**_SIZES, "max_position_embeddings": context}.items():
@@ -96,7 +96,7 @@ def _save_tiny_models(folder: Path, config: PreTrainedConfig) -> str:
 def save_tiny_model(path: Path, config: PreTrainedConfig, seed: int = 0, template: str | None = None) -> None:
     """Write a causal LM with random weights and a byte-level tokenizer as a Hugging Face directory.
 
-    config: a `shrunk` one. template: the tokenizer's chat template.
+    config: a `shrink_config` one. template: the tokenizer's chat template.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

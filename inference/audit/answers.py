@@ -19,7 +19,7 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget
-from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import uniforms
@@ -110,7 +110,7 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
 
 def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
     """The prompts' names by the ids of their first turns."""
-    names, tokenizer = {}, with_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
+    names, tokenizer = {}, bind_arguments(target.tokenizer, config.chat_template_kwargs, config.template)
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
         ids = render_prompt(
             prompt.messages(prompt.turns[:1]), tokenizer, config.template if prompt.chat else "none",

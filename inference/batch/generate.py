@@ -18,7 +18,7 @@ from outrider.data_prep.text.records import HELDOUT_BY
 from outrider.draft_models.targets.fingerprint import deciding_config, model_identity
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
-from outrider.draft_models.targets.vocabulary import tokenizer_digest, with_arguments
+from outrider.draft_models.targets.vocabulary import bind_arguments, tokenizer_digest
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import (
     SECONDS_FILE,
@@ -95,7 +95,7 @@ def _longest(task: Task, config: GenerateConfig, context: int) -> int:
 def _read_prompts(config: GenerateConfig, target: OpenTarget, context: int, selects: Callable[[Task], bool]) -> Todo:
     """The prompts to answer. Raises `UserError` for data without any, or of which none can be answered."""
     warn_of_template(config.data, target.tokenizer)
-    todo, tokenizer = Todo(context), with_arguments(target.tokenizer, config.template_arguments)
+    todo, tokenizer = Todo(context), bind_arguments(target.tokenizer, config.template_arguments)
     for task in read_tasks(config, tokenizer, todo):
         if selects(task):
             todo.add(task, tokenizer)
@@ -242,7 +242,7 @@ def run_identity(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None = None
 ) -> Facts:
     """Everything that determines the answer to a prompt, and the prompts made from a record."""
-    tokenizer = with_arguments(target.tokenizer, config.template_arguments)
+    tokenizer = bind_arguments(target.tokenizer, config.template_arguments)
     if server:  # whose weights are not read here
         facts: Facts = {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
     else:

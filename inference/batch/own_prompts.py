@@ -25,7 +25,7 @@ from outrider.data_prep.text.settings import ChatTemplate, DataConfig, prompt_fi
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
-from outrider.draft_models.targets.vocabulary import with_arguments
+from outrider.draft_models.targets.vocabulary import bind_arguments
 from outrider.inference.batch.directory import answered_ids, list_shards, read_shard
 from outrider.inference.batch.generate import generate
 from outrider.inference.batch.settings import GenerateConfig
@@ -64,7 +64,7 @@ def write_prompts(config: PromptsConfig) -> None:
 
 def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state: PartialState) -> None:
     """Let the target write `config.count` texts after its words before a question, each by the seed and its number."""
-    start, _ = around_question(with_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
+    start, _ = around_question(bind_arguments(target.tokenizer, config.chat_template_kwargs), config.template)
 
     def tasks(_: object, __: object, context: int, selects: Callable[[Task], bool]) -> Todo:
         texts = (Task(f"{number:032x}", f"text {number}", WRITTEN_ONLY, start) for number in range(config.count))
@@ -81,7 +81,7 @@ def _write_texts(config: PromptsConfig, target: OpenTarget, folder: Path, state:
 
 def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) -> list[Prompt]:
     """The prompts in the texts, by number. A user's turn ends by itself; the beginning of a document ends anywhere."""
-    prompts, tokenizer = list[Prompt](), with_arguments(target.tokenizer, config.chat_template_kwargs)
+    prompts, tokenizer = list[Prompt](), bind_arguments(target.tokenizer, config.chat_template_kwargs)
     start, after = around_question(tokenizer, config.template)
     special = [token.content for token in target.tokenizer.added_tokens_decoder.values() if token.special]
     records = [response.record for shard in list_shards(folder) for response in read_shard(shard)]

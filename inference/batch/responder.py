@@ -16,7 +16,7 @@ from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, why_not_by_layers
 from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.vocabulary import with_arguments
+from outrider.draft_models.targets.vocabulary import bind_arguments
 from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import Facts, Response
@@ -40,7 +40,7 @@ class Responder:
         device: torch.device,
         server: TargetServer | None = None,
     ):
-        self.config, self.tokenizer = config, with_arguments(target.tokenizer, config.template_arguments)
+        self.config, self.tokenizer = config, bind_arguments(target.tokenizer, config.template_arguments)
         self.generator: Generator | TargetServer
         self.by_layers: Generator | None = None  # the same, if it can `converse`
         if server is not None:

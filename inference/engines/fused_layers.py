@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
     """transformers' RMSNorm of the supported architectures in few steps: weight · round(x / rms(x))."""
 
     floor: Tensor
-    divides_by_rms = True  # see `normed_product`
+    divides_by_rms = True  # see `apply_norm_and_head`
 
     def __init__(self, norm: Any):
         super().__init__()

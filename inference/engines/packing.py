@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.draft_models.targets.coded import CodedLinear
-from outrider.draft_models.targets.int8 import Int8Linear, Linear, scaled
+from outrider.draft_models.targets.int8 import Int8Linear, Linear, apply_scale
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.engines.cpu.at_once import (
     COLD,
@@ -79,7 +79,7 @@ class WidenedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]."""
-        return scaled(self.product(x), self.scale, self.bias)
+        return apply_scale(self.product(x), self.scale, self.bias)
 
     __call__ = forward
 

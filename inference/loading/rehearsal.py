@@ -21,7 +21,7 @@ from outrider.data_prep.text.settings import DataConfig, SourceConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET, TinyModel
-from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, kind_in
 
@@ -151,7 +151,7 @@ def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedC
     corpus: DataConfig | None = getattr(config, "data", None)
     sources = [] if corpus is None else [(f"data.mix.{name}", part) for name, _, part in corpus.parts()]
     for key, data in sources or ([] if corpus is None else [("data", corpus)]):
-        bound = tokenizer and with_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
+        bound = tokenizer and bind_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
         if is_checked(f"{key}.path"):
             _read_record(key, data, bound, asking=getattr(config, "asks", False))
         elif bound is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
@@ -183,5 +183,5 @@ def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> No
     (prompt,) = read_prompts(config.prompts, limit=1)
     by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
     if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):
-        tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template)
+        tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template)
         render_prompt(prompt.messages(prompt.turns[:1]), tokenizer, config.template)

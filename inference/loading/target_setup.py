@@ -12,7 +12,7 @@ from outrider.base.errors import UserError, require, warn
 from outrider.base.words import listed
 from outrider.data_prep.text.settings import ChatTemplate, PromptTemplate
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
-from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.loading.chat_templates import chat_template, conversations_in
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit, read_generation_config
@@ -57,7 +57,7 @@ class TargetSetup:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return with_arguments(self.target.tokenizer, self.arguments, self.chat_template if self.arguments else "auto")
+        return bind_arguments(self.target.tokenizer, self.arguments, self.chat_template if self.arguments else "auto")
 
     @property
     def numbers(self) -> str:

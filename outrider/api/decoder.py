@@ -37,7 +37,7 @@ from outrider.data_prep.text.messages import Message
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype
-from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.core.batch import Batch, Worker
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.logprobs import ScoringSelector
@@ -329,7 +329,7 @@ class Decoder:
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
             answer_ids = [self.ids(answer, f"{key}: ids") if is_token_ids(answer) else [] for answer in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
-            tokenizer = with_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
+            tokenizer = bind_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
             ids = render_prompt(turns, tokenizer, template, answer_ids=answer_ids, context=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids

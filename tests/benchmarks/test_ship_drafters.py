@@ -17,7 +17,7 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, save_tiny_models, shrunk
+from outrider.draft_models.tiny.models import LLAMA, save_tiny_model, save_tiny_models, shrink_config
 from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
@@ -80,7 +80,7 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
     assert not (out_dir / "eesd/checkpoint-3").exists()
 
-    save_tiny_model(tmp_path / "other", shrunk(LLAMA), seed=7)
+    save_tiny_model(tmp_path / "other", shrink_config(LLAMA), seed=7)
     refusal(r"was trained for another target .*Give the target it was trained for", load, out_dir, tmp_path / "other")
     shutil.copy(run / "eesd" / CALIBRATION_FILE, out_dir / "eesd" / CALIBRATION_FILE)  # of the weights in float32
     refusal("its calibration head belongs to an earlier training", load, out_dir, run / TARGET)

@@ -15,7 +15,7 @@ from outrider.commands import CONF_DIR, carry_out, main_of
 from outrider.commands.composing import build, compose_config, has_gpu, typed_keys_of
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import TARGET
-from outrider.draft_models.tiny.models import save_tiny_model, save_tiny_models, shrunk
+from outrider.draft_models.tiny.models import save_tiny_model, save_tiny_models, shrink_config
 from outrider.inference.loading.rehearsal import MODELS, shrink
 from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
@@ -179,7 +179,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat model, one without a template, one without a tokenizer; conversations, prompts, and no text."""
     folder = tmp_path_factory.mktemp("given")
     for name, template in (("chat", TEMPLATE), ("bare", None), ("mute", TEMPLATE)):
-        save_tiny_model(folder / name, shrunk(Qwen2Config(pad_token_id=0)), template=template)
+        save_tiny_model(folder / name, shrink_config(Qwen2Config(pad_token_id=0)), template=template)
     (folder / "mute/tokenizer.json").write_text("{}")
     says = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     lines = {"talk": {"messages": says}, "asked": {"turns": ["hi"]}, "odd": {"messages": 3}}

@@ -20,7 +20,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.calibration import load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta
+from outrider.draft_models.early_exit.checkpoint import digest_parts_below, from_pretrained, read_meta
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.model_files import load_causal_lm
@@ -261,6 +261,6 @@ def test_a_large_targets_digests_cost_little(tmp_path: Path) -> None:
     files.digests(files.file_of)
     assert files.bytes_hashed == sum(min(size, SAMPLE) for size in sizes.values()) < sum(sizes.values()) / 30
     files.bytes_hashed = 0
-    parts_below(files, config, 1)
+    digest_parts_below(files, config, 1)
     middle = ("model.layers.1.", "model.layers.2.")
     assert files.bytes_hashed == sum(size for name, size in sizes.items() if not name.startswith(middle))

@@ -28,7 +28,7 @@ from outrider.data_prep.text.sources import Split
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.fingerprint import changed_parts, config_differences
 from outrider.draft_models.targets.open_target import OpenTarget
-from outrider.draft_models.targets.vocabulary import KWARGS, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.rounds import Round
 from outrider.inference.drafters.model_drafter import ModelDrafter
@@ -191,7 +191,7 @@ def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
         differs = bool(config_differences(model.get("config", expected.config), expected.config))
         differs |= bool(changed_parts(model.get("tensors", {}), expected.tensors or {}))
         differs |= run.get("tokenizer", expected.tokenizer) != expected.tokenizer
-        tokenizer = with_arguments(target.tokenizer, data.chat_template_kwargs, data.template, f"data.{KWARGS}")
+        tokenizer = bind_arguments(target.tokenizer, data.chat_template_kwargs, data.template, f"data.{KWARGS}")
         right = {data.template} if tokenizer.chat_template else {data.template, "absent"}
         wrong = {
             "sampled, but for the first tokens": not greedy,

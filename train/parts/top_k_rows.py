@@ -24,7 +24,7 @@ from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, is_heldout
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.vocabulary import KWARGS, require_rows, with_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments, require_rows
 from outrider.inference.batch.directory import Response, read_shard, top_k_documents
 from outrider.inference.batch.tasks import TopK
 
@@ -104,7 +104,7 @@ def load_top_k_rows(
     Skips responses without a top-k, and responses whose text is now tokenised differently from its generation. Prints
     the counts. Raises `UserError` if no response is left, or if they have different k.
     """
-    tokenizer = with_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
+    tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
     counts = records.Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
     examples = list(_read_examples(config, tokenizer, seq_len, split, counts))
     figures = " ".join(f"{name}={count}" for name, count in counts.items())

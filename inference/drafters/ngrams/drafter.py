@@ -134,7 +134,7 @@ class TrigramDrafter(_OverText):
 
     def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
         config, overlay = self.config, self.overlay
-        context = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
+        context = (overlay.level, overlay.contexts, ids, stop, self.table.vocabulary, min(limit, config.depth))
         if config.search == "best_first":
             return _draft_of(nodes, best_first(*context, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)

@@ -14,12 +14,12 @@ from outrider.draft_models.ngrams.overlay import (
     ContextMap,
     Recycled,
     TextIndex,
+    find_recycled,
     index_text,
     new_recycled,
-    recycled_rows,
     with_capacity,
 )
-from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, known_suffixes, no_suffixes, successors_at
+from outrider.draft_models.ngrams.suffixes import LEAST, Suffixes, count_successors, find_suffixes, no_suffixes
 from outrider.draft_models.ngrams.table import Level, TrigramTable, make_level
 from outrider.inference.drafters.ngrams.ngram_mixing import (
     CORPUS_ORDERS,
@@ -71,7 +71,7 @@ def _level_evidence(sources, level, size, m, length, token, scratch):
 @lean
 def _recycled_evidence(sources, m, length, token, scratch):
     recycled, weights, slots = sources.recycled, sources.weights, scratch.slots
-    for size in range(recycled_rows(recycled, scratch.recent, length, slots), 0, -1):
+    for size in range(find_recycled(recycled, scratch.recent, length, slots), 0, -1):
         row = slots[size - 1]
         if row < 0:
             continue
@@ -90,9 +90,9 @@ def _recycled_evidence(sources, m, length, token, scratch):
 def _suffix_evidence(sources, m, length, token, scratch):
     suffixes, weights, occurrences = sources.suffixes, sources.weights, scratch.occurrences
     before = 3 + sources.longest + sources.recycled.longest
-    longest, narrow = known_suffixes(suffixes, scratch.recent, length, occurrences)
+    longest, narrow = find_suffixes(suffixes, scratch.recent, length, occurrences)
     for size in range(longest, LEAST - 1, -1):
-        distinct, largest, seen = successors_at(suffixes, size, narrow, occurrences)
+        distinct, largest, seen = count_successors(suffixes, size, narrow, occurrences)
         prob = 0.0
         for i in range(distinct):
             if occurrences.tokens[i] == token:
@@ -186,7 +186,7 @@ class Mixture:
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         """Learn from the target's ids[start : stop], which follow ids[:start]."""
         index, config = self.index, self.config
-        index.known = with_capacity(index.known, config.longest * (stop - start))
+        index.contexts = with_capacity(index.contexts, config.longest * (stop - start))
         self._call(learn_text, config.decay, ids, start, stop, self._scratch)
 
     def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
@@ -197,7 +197,7 @@ class Mixture:
     def _call(self, function: Callable[..., R], *arguments: object) -> R:
         """`function` of the sources and `arguments`. All calls of one for one text have arguments of the same types."""
         fields = (self._suffixes, self.weights, self.config.strength, self.table.vocabulary)
-        sources = Sources(self._levels, self.index.known, self.config.longest, self.recycled, *fields)
+        sources = Sources(self._levels, self.index.contexts, self.config.longest, self.recycled, *fields)
         if function not in self._compiled:
             self._compiled[function] = compiled_for(function, (sources, *arguments))
         return cast("R", self._compiled[function](sources, *arguments))

@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
-from outrider.draft_models.ngrams.overlay import ContextMap, longer_key, recycled_rows, slot_of
+from outrider.draft_models.ngrams.overlay import ContextMap, find_recycled, longer_key, slot_of
 from outrider.draft_models.ngrams.suffixes import (
     LEAST,
     REACH,
     SuffixWorkspace,
-    known_suffixes,
+    count_successors,
+    find_suffixes,
     new_suffix_workspace,
-    successors_at,
 )
 from outrider.draft_models.ngrams.table import Level
 from outrider.inference.drafters.ngrams.ngram_search import offer, tree_of
@@ -182,7 +182,7 @@ def _add_level(sources, level, size, length, mass, floor, scratch, count):
 @lean
 def _add_recycled(sources, length, mass, floor, scratch, count):
     recycled, slots, shares = sources.recycled, scratch.slots, sources.weights.shares
-    for size in range(recycled_rows(recycled, scratch.recent, length, slots), 0, -1):
+    for size in range(find_recycled(recycled, scratch.recent, length, slots), 0, -1):
         row = slots[size - 1]
         if row < 0:
             continue
@@ -200,9 +200,9 @@ def _add_recycled(sources, length, mass, floor, scratch, count):
 def _add_suffixes(sources, length, mass, floor, scratch, count):
     suffixes, occurrences = sources.suffixes, scratch.occurrences
     before = 3 + sources.longest + sources.recycled.longest
-    longest, narrow = known_suffixes(suffixes, scratch.recent, length, occurrences)
+    longest, narrow = find_suffixes(suffixes, scratch.recent, length, occurrences)
     for size in range(longest, LEAST - 1, -1):
-        distinct, largest, seen = successors_at(suffixes, size, narrow, occurrences)
+        distinct, largest, seen = count_successors(suffixes, size, narrow, occurrences)
         share = sources.weights.shares[before + size - LEAST, class_of(occurrences.number[size], largest / seen)]
         for i in range(distinct):
             prob = mass * share * occurrences.counts[i] / seen

@@ -18,8 +18,8 @@ from outrider.draft_models.small_lm.model import (
     TRAINING_FILE,
     SmallLM,
     last_id,
+    load_for_engine,
     load_small_lm,
-    load_whole_lm,
 )
 from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
@@ -134,7 +134,7 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return None if vocabulary is None else vocabulary.tokens.tolist()
 
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        save_parts(folder, load_whole_lm(where, target.tokenizer, dtype, target.vocabulary_size))
+        save_parts(folder, load_for_engine(where, target.tokenizer, dtype, target.vocabulary_size))
 
     def empty_model(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return empty_model(read_config(where, role="small_lm"))

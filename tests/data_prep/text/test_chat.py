@@ -19,7 +19,7 @@ from outrider.data_prep.text.chat import (
 )
 from outrider.data_prep.text.documents import encode, origin_digests
 from outrider.data_prep.text.records import Counts, FileLayout, TokenisedText, Written, find_layout, to_record
-from outrider.draft_models.targets.vocabulary import for_rows
+from outrider.draft_models.targets.vocabulary import limit_rows
 from tests.inference.core.test_stop_strings import BASE, KINDS
 from tests.pairwise import all_pairs, each_value
 from tests.refusals import refusal
@@ -206,7 +206,7 @@ def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokeni
     tokenizer = make_tokenizer(chat_template=NO_SYSTEM)
     tokenizer.add_tokens([token := "<more>"])
     last = tokenizer.convert_tokens_to_ids(token)
-    for_rows(tokenizer, last)
+    limit_rows(tokenizer, last)
     bad = [chat({"role": "system", "content": "x"}, QUESTION, ANSWER), {"id": "t:2", "text": f"a {token}"}]
     good = [chat(QUESTION, ANSWER), {"id": "t:3", "text": "a text"}]
     for kind, ids in ((bad, [1, last + 1]), (good, [1, last - 1])):

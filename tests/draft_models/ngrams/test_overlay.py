@@ -49,7 +49,7 @@ def test_overlay_equals_the_algorithm(text: list[int], order: int, cut: int) -> 
         found = successors(overlay, context)
         assert found == pytest.approx(expected)
         assert list(found.values()) == sorted(found.values(), reverse=True)
-    assert overlay.known.used[0] == len(slow_overlay(table, order, text, 0.3, 0.8))
+    assert overlay.contexts.used[0] == len(slow_overlay(table, order, text, 0.3, 0.8))
     overlay.reset()
     assert successors(overlay, text[: order - 1]) == {}
 
@@ -76,7 +76,7 @@ def test_grows_without_losing_anything() -> None:
     text = np.random.default_rng(0).integers(0, 500, 6000)
     for start in range(0, 6000, 7):
         overlay.learn(text, start, min(start + 7, 6000))
-    assert len(overlay.known.slots) > 2048
+    assert len(overlay.contexts.slots) > 2048
     for context, expected in slow_overlay(overlay.table, 3, text.tolist(), 0.5, 0.9).items():
         assert successors(overlay, context) == pytest.approx(expected)
 
@@ -97,4 +97,4 @@ def test_text_index_counts_what_followed(text: list[int], longest: int, cut: int
             counts[text[end]] += 1
     for context, counts in expected.items():
         assert successors(index, context) == pytest.approx(dict(counts))
-    assert index.known.used[0] == len(expected)
+    assert index.contexts.used[0] == len(expected)

@@ -55,13 +55,13 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
         text = long[seed % len(long)][:-1][-seed - suffixes.REACH :]
     table = made(documents)
     kept, places = read_only(table.suffixes), suffixes.new_suffix_workspace()
-    longest, narrow = suffixes.known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
+    longest, narrow = suffixes.find_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
     for size in range(suffixes.LEAST, min(suffixes.REACH, len(text)) + 1):
         expected = slow_successors(documents, text[-size:])
         assert (size <= longest) == bool(expected)
         if expected:
             assert places.number[size] == len(expected)
-            found, largest, seen = suffixes.successors_at(kept, size, narrow, places)
+            found, largest, seen = suffixes.count_successors(kept, size, narrow, places)
             assert seen == len(expected)
             known = [token for token in expected if token is not None]
             after = dict(zip(places.tokens[:found].tolist(), places.counts[:found].tolist(), strict=True))
@@ -109,10 +109,10 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
         text = document[max(0, end - random.integers(suffixes.LEAST, 20)) : end] if number % 4 else [0] * (number % 15)
         text += [[], [int(random.integers(vocabulary))], [vocabulary], [0]][number % 4 if number % 3 == 0 else 0]
         expected = slow_look_up(kept, text)
-        longest, narrow = suffixes.known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
+        longest, narrow = suffixes.find_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
         assert longest == max(expected, default=suffixes.LEAST - 1)
         for size, (total, after, looked_at) in expected.items():
-            found, largest, seen = suffixes.successors_at(kept, size, narrow, places)
+            found, largest, seen = suffixes.count_successors(kept, size, narrow, places)
             assert (places.number[size], seen) == (total, looked_at)
             assert list(zip(places.tokens[:found], places.counts[:found], strict=True)) == list(after.items())
             assert largest == max(after.values(), default=0)
@@ -124,21 +124,21 @@ def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> No
 def test_no_context_reaches_over_two_documents() -> None:
     """What separates them is followed by nothing, is no successor, and no id of a text is it."""
     kept, places = read_only(made([[0, 1, 2, 3]] * 2).suffixes), suffixes.new_suffix_workspace()
-    longest, narrow = suffixes.known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
+    longest, narrow = suffixes.find_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
     assert longest == 4
-    assert suffixes.successors_at(kept, 4, narrow, places) == (0, 0, 2)
-    assert suffixes.known_suffixes(kept, np.array([1, 0, 4, 3, 2]), 5, places)[0] == suffixes.LEAST - 1
+    assert suffixes.count_successors(kept, 4, narrow, places) == (0, 0, 2)
+    assert suffixes.find_suffixes(kept, np.array([1, 0, 4, 3, 2]), 5, places)[0] == suffixes.LEAST - 1
 
 
 def test_many_places_are_sampled_evenly() -> None:
     """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
     documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100
     kept, places = read_only(made(documents).suffixes), suffixes.new_suffix_workspace()
-    longest, narrow = suffixes.known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
+    longest, narrow = suffixes.find_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
     assert (longest, narrow) == (5, 5)
     assert places.number[4:6].tolist() == [400, 100]
     for size, shares in ((4, {2: 0.75, 3: 0.25}), (5, {3: 1.0})):
-        found, _, seen = suffixes.successors_at(kept, size, narrow, places)
+        found, _, seen = suffixes.count_successors(kept, size, narrow, places)
         after = dict(zip(places.tokens[:found].tolist(), (places.counts[:found] / seen).tolist(), strict=True))
         assert after == pytest.approx(shares, abs=0.02)
         assert suffixes.SAMPLE <= seen < suffixes.FEW

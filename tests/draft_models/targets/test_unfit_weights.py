@@ -26,7 +26,7 @@ from outrider.draft_models.early_exit.checkpoint import (
     read_meta,
     write_meta,
 )
-from outrider.draft_models.small_lm.model import load_small_lm, load_whole_lm
+from outrider.draft_models.small_lm.model import load_for_engine, load_small_lm
 from outrider.draft_models.targets import open_target as opening
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import MARK
@@ -83,7 +83,7 @@ LOADERS: dict[str, Callable[[str], object]] = {
     "generate-responses": answering,
     "outrider.load": lambda source: outrider.load(source, device="cpu", dtype="float32").stack,
     "small_lm": lambda source: load_small_lm(source, byte_tokenizer(), dtype=FLOAT),
-    "export": lambda source: load_whole_lm(source, byte_tokenizer(), FLOAT, None),
+    "export": lambda source: load_for_engine(source, byte_tokenizer(), FLOAT, None),
     "finetune-drafter": finetuned,
 }
 

@@ -19,7 +19,7 @@ from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.vocabulary import clock_of, with_arguments
+from outrider.draft_models.targets.vocabulary import bind_arguments, clock_of
 from outrider.inference.audit import answers
 from outrider.inference.batch import generate, own_prompts
 from outrider.inference.batch.settings import GenerateConfig
@@ -88,7 +88,7 @@ def test_arguments_give_transformers_own_ids(template: str, arguments: dict[str,
         asked: Any = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False, **arguments)
         for named in (template, {"default": template, "tool_use": "other"}):  # some models have several
             tokenizer.chat_template = named  # type: ignore[assignment]
-            assert render_prompt(talk, with_arguments(tokenizer, arguments)) == asked
+            assert render_prompt(talk, bind_arguments(tokenizer, arguments)) == asked
             assert tokenizer.chat_template == named  # what is saved, and what a drafter is bound to
 
 
@@ -102,9 +102,9 @@ def test_what_the_template_does_not_read_is_refused() -> None:
         ("{{ broken", {"broken": 1}, "cannot be read"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"^chat_template_kwargs.*{said}"):
-            with_arguments(byte_tokenizer(template), arguments)
+            bind_arguments(byte_tokenizer(template), arguments)
     with pytest.raises(UserError, match="expected none"):
-        with_arguments(byte_tokenizer(THINKS), {"thinking": 1}, "vicuna")
+        bind_arguments(byte_tokenizer(THINKS), {"thinking": 1}, "vicuna")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"thinking": False}])
