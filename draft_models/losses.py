@@ -1,4 +1,9 @@
-"""Training losses that never hold a whole [tokens, vocabulary] logit matrix."""
+"""Training losses that never hold a whole [tokens, vocabulary] logit matrix.
+
+Each loss (`linear_cross_entropy`, `linear_divergence`, `linear_topk_divergence`) picks the supervised positions and
+defines an objective: the value of the loss and its gradient for some rows of logits. `_LinearLoss` computes the logits
+in chunks of rows, gives each chunk to the objective in pieces, and sums values and gradients in its forward.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,17 +48,39 @@ def loss_bytes(tokens: int, columns: int, device: torch.device) -> int:
     return FLOAT32_BYTES * (chunk * (tokens + columns) + COPIES * min(chunk, rows_of_copies(columns, device)) * columns)
 
 
-# (logits of some rows, which rows, whether a gradient is wanted, a teacher's logits for them, if there is one)
-# → (each row's loss, its gradient w.r.t. the logits)
-_Objective = Callable[[Tensor, slice, bool, Tensor | None], tuple[Tensor, Tensor | None]]
+_ValueAndGrad = tuple[Tensor, Tensor | None]  # the loss of each row [n], its gradient w.r.t. the logits [n, V]
+# (logits of some rows, which rows, whether to compute a gradient, a teacher's logits for them, if there is a teacher)
+_Objective = Callable[[Tensor, slice, bool, Tensor | None], _ValueAndGrad]
+
+
+class _Teacher:
+    """A teacher's logits for the rows of a loss, which are asked for in ascending order.
+
+    states [m, d']; matrix [V', d'] of the logits; owners: the row of `states` for each of the n rows, ascending. The
+    logits of a block of states are computed when the first of them is asked for.
+    """
+
+    def __init__(self, states: Tensor, matrix: Tensor, owners: Sequence[int]):
+        self.states, self.matrix, self.owners = states, matrix, owners
+        self._block = range(0)  # the rows of `states` whose logits are computed
+        self._block_logits = states.new_empty(0, len(matrix))
+
+    def logits(self, rows: slice) -> Tensor:
+        """[states, V'] of the states of these rows, each state once."""
+        first, end = self.owners[rows.start], self.owners[rows.stop - 1] + 1
+        if end > self._block.stop:
+            size = logits_at_once(len(self.matrix), self.states.device)
+            self._block = range(first, min(max(end, first + size), len(self.states)))
+            self._block_logits = self.states[first : self._block.stop] @ self.matrix.T
+        return self._block_logits[first - self._block.start : end - self._block.start]
 
 
 class _LinearLoss(torch.autograd.Function):
     """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept.
 
-    The products are of `chunk` rows. The objective makes several copies of its logits, which `rule` has transformed, so
-    it sees `piece` rows of them at a time. Their gradient then takes the place of the logits. teacher: states [m, d'],
-    a matrix [V', d'] of its logits, and the row of its states for each of the n rows, ascending.
+    The products are of `chunk` rows. The objective makes several copies of its logits, which `rule` has transformed.
+    So it sees `piece` rows of them at a time, and their gradient then replaces the logits. shares [n]: weights of the
+    rows; None: 1.
     """
 
     @staticmethod
@@ -66,7 +93,7 @@ class _LinearLoss(torch.autograd.Function):
         chunk: int,
         piece: int,
         shares: Tensor | None,
-        teacher: tuple[Tensor, Tensor, Sequence[int]] | None,
+        teacher: _Teacher | None,
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -75,20 +102,12 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
         block = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-        wide, target_logits = logits_at_once(len(teacher[1]), hidden.device) if teacher else 0, None
-        taught_rows = range(0)  # the rows of the teacher whose logits are there
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])
+            logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])  # [chunk, V]
             for begin, piece_logits in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
                 part = slice(begin, begin + len(piece_logits))
-                if teacher:
-                    states, columns, owners = teacher
-                    first, end = owners[begin], owners[begin + len(piece_logits) - 1] + 1
-                    if end > taught_rows.stop:
-                        taught_rows = range(first, min(max(end, first + wide), len(states)))
-                        taught = states[first : taught_rows.stop] @ columns.T
-                    target_logits = taught[first - taught_rows.start : end - taught_rows.start].to(exact)
+                target_logits = None if teacher is None else teacher.logits(part).to(exact)
                 raw = piece_logits.to(exact)
                 value, grad = objective(rule(raw), part, need_hidden or need_weight, target_logits)
                 loss += value.sum() if shares is None else (value * shares[part]).sum()
@@ -134,7 +153,7 @@ def linear_cross_entropy(
     keep = labels != IGNORE
     label_ids, shares = labels[keep], None if shares is None else shares[keep]
 
-    def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
         grad, picked = logits.softmax(-1), label_ids[rows, None]
         value = _normaliser(logits, grad) - logits.gather(-1, picked)[:, 0]
         if not need_grad:
@@ -189,13 +208,13 @@ def linear_divergence(
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
     target_states, padding = target_hidden.detach(), weight.shape[0] - shared
 
-    def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert taught is not None
+    def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
+        assert target_logits is not None
         offsets = None if owners is None else owners[rows] - owners[rows.start]
         if kind == "forward_kl":
-            value, grad = _forward_kl(target_rule(taught), logits[:, :shared], offsets)
+            value, grad = _forward_kl(target_rule(target_logits), logits[:, :shared], offsets)
         else:
-            log_p, log_q = target_rule(taught).log_softmax(-1), logits[:, :shared].log_softmax(-1)
+            log_p, log_q = target_rule(target_logits).log_softmax(-1), logits[:, :shared].log_softmax(-1)
             log_p = log_p if tokens is None else log_p[:, tokens]
             log_p = log_p if offsets is None else log_p[offsets]
             value, slope = _divergence(kind, log_p, log_q)
@@ -205,7 +224,7 @@ def linear_divergence(
         return value, F.pad(grad, (0, padding)) if padding else grad
 
     teacher_rows = range(len(hidden)) if owners is None else owners.tolist()
-    return _apply(hidden, weight, objective, rule, shares, (target_states, target_matrix, teacher_rows))
+    return _apply(hidden, weight, objective, rule, shares, _Teacher(target_states, target_matrix, teacher_rows))
 
 
 def linear_topk_divergence(
@@ -235,7 +254,7 @@ def linear_topk_divergence(
     logprobs, tails = top_logprobs[keep], tail[keep]
     top_k = _TopBuckets.of(top_ids[keep], weight.shape[0])
 
-    def objective(logits: Tensor, rows: slice, need_grad: bool, taught: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
         lowest = torch.finfo(logits.dtype).min / 4  # finite, since 0 · −∞ is NaN
         part = top_k.part(rows)
         lacking = part.impossible
@@ -363,8 +382,9 @@ def _apply(
     objective: _Objective,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
-    teacher: tuple[Tensor, Tensor, Sequence[int]] | None = None,
+    teacher: _Teacher | None = None,
 ) -> Tensor:
+    """`_LinearLoss` with the sizes of its chunks and pieces, in autocast's dtype."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -372,5 +392,6 @@ def _apply(
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         chunk = rows_at_once(weight.shape[0], weight.device)
-        piece = min(chunk, rows_of_copies(max(len(weight), len(teacher[1]) if teacher else 0), hidden.device))
+        columns = max(len(weight), len(teacher.matrix) if teacher is not None else 0)
+        piece = min(chunk, rows_of_copies(columns, hidden.device))
         return _LinearLoss.apply(hidden, weight, objective, rule, chunk, piece, shares, teacher)

@@ -140,7 +140,7 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
             f"checkpoint={config.checkpoint}: {problem}; expected the directory of one of {expected}. Fetch one that "
             "is on the Hub: hf download NAME --local-dir FOLDER"
         )
-    if kind != EAGLE3 and config.reading.stated():
+    if kind != EAGLE3 and config.reading.overrides:
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
     if kind == EAGLE3 and config.answers == "recorded":
         raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")

@@ -180,7 +180,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     stored = open_head(config.checkpoint, target, changes=config.reading)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     head, reading = stored.load(dtype), stored.reading
-    made_here = stored.made_here and not config.reading.stated()
+    made_here = stored.made_here and not config.reading.overrides
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":
         partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one

@@ -82,7 +82,7 @@ class Reading(Settings):
 
 def apply_changes(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
     """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
-    overrides = changes.stated()
+    overrides = changes.overrides
     rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
     parameters = dict(reading.rope)
     if rope == "plain":

@@ -1,8 +1,9 @@
 """A Hugging Face directory of tensors that are quantised or pickled: its weights are dequantised when they are read.
 
-Read here are fp8 with a scale for each block, ModelOpt's fp8 with a scale for each weight, and packed integers. They
-are not left to transformers: on a CPU its version 5 makes other weights of both kinds of fp8. In a weight whose last
-blocks are partial, numbers are off by up to 21 % of the largest. It passes ModelOpt's scales over.
+Three kinds of quantised weights are read: fp8 with a scale for each block, ModelOpt's fp8 with a scale for each weight,
+and packed integers. transformers is not used for them. On a CPU its version 5 makes other weights of both kinds of fp8:
+it ignores ModelOpt's scales, and in a weight whose last blocks are partial, numbers are off by up to 21 % of the
+largest.
 """
 
 import os
@@ -20,7 +21,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_json
 from outrider.base.words import listed
-from outrider.draft_models.formats.packed_weights import packed_layers, packing_of
+from outrider.draft_models.formats.packed_weights import Packing, packed_layers, packing_of
 from outrider.draft_models.formats.stored_tensors import (
     CONFIG_FILE,
     DESCRIPTIONS,
@@ -68,7 +69,14 @@ class FolderModel:
         return self.kind is PICKLES
 
     def tensors(self) -> Mapping[str, Stored]:
-        """Its tensors by name, none read yet; fp8 tensors become float32 when read."""
+        """Its tensors by name, none read yet; quantised tensors become float32 when read."""
+        tensors = self._open_tensors()
+        if packing := packing_of(quantisation_of(self.folder / CONFIG_FILE)):
+            return self._join_packed(tensors, packing)
+        return self._apply_fp8_scales(tensors)
+
+    def _open_tensors(self) -> dict[str, Stored]:
+        """The tensors as they are stored, scales included."""
         tensors: dict[str, Stored] = {}
         by_file = self._by_file()
         for file, names in by_file.items():
@@ -76,16 +84,22 @@ class FolderModel:
             elsewhere = [name for other_file, inside in by_file.items() if other_file != file for name in inside]
             part = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
             tensors |= {name: part[name] for name in names or part if name in part}
-        if packing := packing_of(quantisation_of(self.folder / CONFIG_FILE)):
-            layers = packed_layers(packing, tensors, self.source)
-            used = {name + suffix for name in layers for suffix in (*packing[3:], ".weight_shape")}
-            tensors = {name: stored for name, stored in tensors.items() if name not in used}
-            for name, layer in layers.items():
-                tensors[f"{name}.weight"] = Stored(torch.float32, layer.shape, layer.read, layer.codes)
-            return tensors
+        return tensors
+
+    def _join_packed(self, tensors: Mapping[str, Stored], packing: Packing) -> dict[str, Stored]:
+        """`tensors` with one weight in place of the tensors of each packed layer."""
+        layers = packed_layers(packing, tensors, self.source)
+        joined = {name + suffix for name in layers for suffix in (*packing.suffixes, ".weight_shape")}
+        weights = {name: stored for name, stored in tensors.items() if name not in joined}
+        for name, layer in layers.items():
+            weights[f"{name}.weight"] = Stored(torch.float32, layer.shape, layer.read, layer.codes)
+        return weights
+
+    def _apply_fp8_scales(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """`tensors` with each fp8 weight times its scales, without the scales. Raises `UserError` for other codes."""
         suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
         scaled = {name for name in tensors if name + suffix in tensors}
-        block = self._block() if scaled and suffix == SCALES else None
+        block = self._read_block() if scaled and suffix == SCALES else None
         for name in scaled:
             weight, scales = tensors[name], tensors[name + suffix]
             read = partial(apply_scales, weight, scales, block, f"{self.source}: {name}")
@@ -122,7 +136,7 @@ class FolderModel:
             names_of.setdefault(file, []).append(name)
         return names_of
 
-    def _block(self) -> tuple[int, int]:
+    def _read_block(self) -> tuple[int, int]:
         """Rows and columns per scale, from config.json. Raises `UserError`."""
         block = quantisation_of(self.folder / CONFIG_FILE, self.folder / QUANT_FILE).get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):

@@ -6,7 +6,7 @@ A key in neither is refused: it may change what the model computes.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,26 +82,10 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
     name = require_family(file)
-    family, metadata = FAMILIES[name], _family_keys(file)
-    layers = _family_count(file, "block_count")
-    most = min(MOST_LAYERS, len(file.tensors))
-    if layers > most:  # a config creates lists of this length before its other fields are checked
-        raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {most}; fetch it again")
-    heads, hidden = _family_count(file, "attention.head_count"), _family_count(file, "embedding_length")
-    kv_heads = _family_count(file, "attention.head_count_kv", heads)
-    head_dim = _family_count(file, "attention.key_length", hidden // heads)
-    rotary = _family_count(file, "rope.dimension_count", head_dim)
-    may_differ = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # models round the product like this
-    if _family_count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not may_differ):
-        raise UserError(
-            f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
-            f"{head_dim} values; only whole heads of one size are supported"
-        )
-    kind = "mistral" if name == "llama" and _WINDOW in metadata else family.kind
+    family, layers, heads = FAMILIES[name], _read_layers(file), _read_heads(file)
+    kind = "mistral" if name == "llama" and _WINDOW in _family_keys(file) else family.kind
     keys = {_WINDOW: "sliding_window"} if kind == "mistral" else family.keys
     config_fields = {field.name for field in fields(CONFIG_MAPPING[kind])}
-    ends = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
-    ends = [*dict.fromkeys(token for token in ends if token is not None)]
     values: dict[str, object] = {
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}),
         **_config_fields(file, kind, keys),
@@ -109,25 +93,24 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _main_dtype(file),
-        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int, None),
-        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),  # of a text, and of a turn if it differs
-        "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int, None),
+        **_read_special_ids(file),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],  # which serving engines use
     }
     if "num_key_value_heads" in config_fields:
-        values["num_key_value_heads"] = kv_heads
-    if kv_heads != (1 if kind == "falcon" else heads) and "num_key_value_heads" not in config_fields:
+        values["num_key_value_heads"] = heads.key_value
+    elif heads.key_value != (1 if kind == "falcon" else heads.query):
         raise UserError(
-            f"{file.path}: {name}.attention.head_count_kv={kv_heads} of {heads} heads is not supported; {_WAY_OUT}"
+            f"{file.path}: {name}.attention.head_count_kv={heads.key_value} of {heads.query} heads is not supported; "
+            f"{_WAY_OUT}"
         )
-    if "head_dim" in config_fields or head_dim != hidden // heads:
-        values["head_dim"] = head_dim
+    if "head_dim" in config_fields or heads.width != heads.usual_width:
+        values["head_dim"] = heads.width
     if "rope_parameters" in config_fields:
-        values["rope_parameters"] = _read_rope(file, head_dim, rotary)
+        values["rope_parameters"] = _read_rope(file, heads.width, heads.rotary)
     if kind == "stablelm":
         values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     if "query_pre_attn_scalar" in config_fields:  # it has no key
-        values["query_pre_attn_scalar"] = hidden // heads if (name, layers) in _WIDE_SCALE else head_dim
+        values["query_pre_attn_scalar"] = heads.usual_width if (name, layers) in _WIDE_SCALE else heads.width
     try:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:  # any error of an architecture's config class for unexpected values
@@ -145,6 +128,54 @@ def require_family(file: GgufFile) -> str:
     if name not in FAMILIES:
         raise UserError(f"{file.path}: general.architecture={name!r}; read in GGUF: {', '.join(FAMILIES)}; {_WAY_OUT}")
     return name
+
+
+def _read_layers(file: GgufFile) -> int:
+    """The number of layers. Raises `UserError` for more than the file can hold."""
+    layers, most = _family_count(file, "block_count"), min(MOST_LAYERS, len(file.tensors))
+    if layers > most:  # a config creates lists of this length before its other fields are checked
+        name = file.metadata["general.architecture"]
+        raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {most}; fetch it again")
+    return layers
+
+
+class _Heads(NamedTuple):
+    """The attention heads of a layer: their numbers, and the values of a head.
+
+    rotary: how many values of a head have rotary positions. usual_width: the hidden size by the number of heads.
+    """
+
+    query: int
+    key_value: int
+    width: int
+    rotary: int
+    usual_width: int
+
+
+def _read_heads(file: GgufFile) -> _Heads:
+    """The attention heads. Raises `UserError` for values of another width than keys, and for unsupported rotations."""
+    name = str(file.metadata["general.architecture"])
+    query = _family_count(file, "attention.head_count")
+    usual_width = _family_count(file, "embedding_length") // query
+    key_value = _family_count(file, "attention.head_count_kv", query)
+    width = _family_count(file, "attention.key_length", usual_width)
+    rotary = _family_count(file, "rope.dimension_count", width)
+    may_differ = FAMILIES[name].partial and int(width * (rotary / width)) == rotary  # models round the product so
+    if _family_count(file, "attention.value_length", width) != width or (rotary != width and not may_differ):
+        raise UserError(
+            f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
+            f"{width} values; only whole heads of one size are supported"
+        )
+    return _Heads(query, key_value, width, rotary, usual_width)
+
+
+def _read_special_ids(file: GgufFile) -> dict[str, object]:
+    """The config's special ids. There are two end tokens if a turn ends by another token than a text."""
+    names = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding"}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id", int, None) for name, key in names.items()}
+    ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
+    eos = ends if len(ends) > 1 else next(iter(ends), None)
+    return {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["pad"]}
 
 
 def _family_keys(file: GgufFile) -> dict[str, MetadataValue]:

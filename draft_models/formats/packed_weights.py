@@ -41,6 +41,10 @@ class Packing(NamedTuple):
     zero: str
     group_of: str
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return self.weight, self.scale, self.zero, self.group_of
+
 
 def packing_of(quantised: Mapping[str, object]) -> Packing | None:
     """The packing that a `quantization_config` describes; None if it is none that is read here."""
@@ -134,7 +138,7 @@ def packed_layers(packing: Packing, tensors: "Mapping[str, Stored]", source: str
     layers = {}
     suffixes = {packing.scale} if packing.method == "compressed-tensors" else {packing.scale, packing.zero}
     for name in [key.removesuffix(packing.weight) for key in tensors if key.endswith(packing.weight)]:
-        parts = {suffix: tensors[name + suffix] for suffix in packing[3:] if name + suffix in tensors}
+        parts = {suffix: tensors[name + suffix] for suffix in packing.suffixes if name + suffix in tensors}
         if suffixes - parts.keys() or len(parts[packing.weight].shape) != 2:
             raise UserError(f"{source}: {name}: expected packed rows, {' and '.join(sorted(suffixes))}; fetch it again")
         layers[name] = PackedLayer(packing, parts, f"{source}: {name}")

@@ -1,9 +1,13 @@
-"""The check of a target or drafter at load. Its tensors must be those that transformers loads from the same place. Its
-logits must be the same when this toolkit runs it and when its own forward does."""
+"""The check of a target or drafter at load.
+
+`prove_weights` compares a model's tensors with those that transformers loads from the same place. `prove_layers`
+compares the logits of a model that is run layer by layer with the logits of its own forward. `prove_rows` compares, for
+a model that only runs as a whole, the logits of a tree with the logits of each path.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 import torch
@@ -91,8 +95,8 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
 def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[None]:
     """Context manager: a `model` of 16 bits computes in float32, and has the first `vocabulary` tokens only.
 
-    A decoder layer's weights are float32 while it runs and no longer, so one of them takes memory at a time. A draft
-    vocabulary keeps all of its tokens.
+    The tensors of a decoder layer are float32 only while the layer runs, so one layer at a time takes more memory. A
+    model with a draft vocabulary keeps all of its tokens.
     """
     if next(model.parameters()).dtype not in HALVES:
         yield
@@ -101,38 +105,50 @@ def _compute_in_float32(model: PreTrainedModel, vocabulary: int) -> Iterator[Non
     assert isinstance(embed, nn.Embedding | CodedEmbedding)
     rows = config.vocab_size if draft_vocabulary_of(model) else min(vocabulary, config.vocab_size)
     layers = decoder_layers(model)
-    inside = {id(tensor) for tensor in _half_tensors(layers)}
+    in_layers = {id(tensor) for tensor in _half_tensors(layers)}
     by_token = {id(weight) for part in (embed, model.get_output_embeddings()) for weight in part.parameters()}
-    stored = [(tensor, tensor.data) for tensor in _half_tensors(model) if id(tensor) not in inside]
+    outside = [tensor for tensor in _half_tensors(model) if id(tensor) not in in_layers]
+    half_data = {tensor: tensor.data for tensor in outside}
     padding, size = embed.padding_idx, config.vocab_size
-    of_layers: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.enter_context(_runs_in_float32(layer))
+        try:
+            embed.padding_idx, config.vocab_size = None, rows
+            for tensor, data in half_data.items():
+                tensor.data = (data[:rows] if id(tensor) in by_token else data).float()
+            yield
+        finally:
+            embed.padding_idx, config.vocab_size = padding, size
+            for tensor, data in half_data.items():
+                tensor.data = data
 
-    def widen(layer: nn.Module, *_: object) -> None:
-        of_layers[layer] = [(tensor, tensor.data) for tensor in _half_tensors(layer)]
-        for tensor, data in of_layers[layer]:
+
+@contextmanager
+def _runs_in_float32(layer: nn.Module) -> Iterator[None]:
+    """Context manager: the tensors of 16 bits in `layer` are float32 during its forward."""
+    half_data: dict[Tensor, Tensor] = {}
+
+    def widen(*_: object) -> None:
+        half_data.update({tensor: tensor.data for tensor in _half_tensors(layer)})
+        for tensor, data in half_data.items():
             tensor.data = data.float()
 
-    def restore(layer: nn.Module, *_: object) -> None:
-        for tensor, data in of_layers.pop(layer):
+    def restore(*_: object) -> None:
+        for tensor, data in half_data.items():
             tensor.data = data
+        half_data.clear()
 
-    hooks = [layer.register_forward_pre_hook(widen) for layer in layers]
-    hooks += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(widen), layer.register_forward_hook(restore, always_call=True)]
     try:
-        embed.padding_idx, config.vocab_size = None, rows
-        for tensor, data in stored:
-            tensor.data = (data[:rows] if id(tensor) in by_token else data).float()
         yield
     finally:
-        embed.padding_idx, config.vocab_size = padding, size
-        for tensor, data in stored:
-            tensor.data = data
         for hook in hooks:
             hook.remove()
 
 
 def _half_tensors(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of 16 bits in `module`."""
+    """The parameters and buffers of 16 bits in `module`, each once."""
     return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.dtype in HALVES]
 
 
@@ -219,13 +235,13 @@ def _path_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _logit_gap(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
     """The largest difference of the logits of `target.rows` from the `expected` ones over all tokens, and its place.
 
-    A root and its two children are fed in one pass after the prompt. Then the first child is dropped, and a token is
-    fed after the second child:
+    expected [length + 4, V]: see `_path_logits`. A root and its two children are fed in one pass after the prompt. Then
+    the first child is dropped, and a token is fed after the second child:
 
         prompt ─ root ┬ dropped
                       └ kept ─ follower
     """
-    length, cache = len(ids) - 4, target.cache(len(ids))
+    length, cache = len(ids) - 4, target.cache(len(ids))  # of the prompt
     indices = torch.arange(len(ids), device=ids.device)
     visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     logits = [target.rows(ids[:length], indices[:length], visible, cache)[1]]
@@ -235,7 +251,7 @@ def _logit_gap(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, st
     logits.append(target.rows(ids[length:-1], positions, visible, cache)[1])
     cache.keep(length, [0, 2])
     logits.append(target.rows(ids[-1:], indices[[length + 2]], branches.new_ones(1, length + 3), cache)[1])
-    off = (torch.cat(logits) - expected).float().square().mean(-1).sqrt() / expected.float().std()
-    worst = int(off.argmax())
+    gaps = (torch.cat(logits) - expected).float().square().mean(-1).sqrt() / expected.float().std()  # [length + 4]
+    worst = int(gaps.argmax())
     in_text = worst < length + 2
-    return float(off[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"
+    return float(gaps[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"

@@ -119,13 +119,14 @@ class ReadingChanges(Settings):
     own_embedding: bool | None = opt(None, "false: the target's embedding, whatever the head's file has")
     own_head: bool | None = opt(None, "false: the target's head")
 
-    def stated(self) -> dict[str, Any]:
+    @property
+    def overrides(self) -> dict[str, Any]:
         """The overrides that are not null."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
         """The options as a user gives them: "reading.taps=[2,4,5]"."""
-        return " ".join(f"reading.{name}={_option_text(value)}" for name, value in self.stated().items())
+        return " ".join(f"reading.{name}={_option_text(value)}" for name, value in self.overrides.items())
 
 
 def _option_text(value: object) -> str:

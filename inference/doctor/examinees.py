@@ -168,7 +168,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
         except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
-        option, meaning = str(change), _FAULTS.get(next(iter(change.stated())), _UNLIKE)
+        option, meaning = str(change), _FAULTS.get(next(iter(change.overrides)), _UNLIKE)
         variants.append(Variant(option, drafting, reading.taps, option, meaning))
     still = partial(draft_by_head, declared, still=True)
     variants.append(Variant("drafted positions stand still", still, taps, meaning=_STILL))

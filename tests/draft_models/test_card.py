@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ship_drafters import portable
-from outrider.draft_models.card import add_report, serving, write_card
+from outrider.draft_models.card import add_report, describe_serving, write_card
 from outrider.draft_models.eagle3.checkpoint import describe_use
 from outrider.draft_models.early_exit import model as early_exit
 from outrider.draft_models.small_lm import model as small_lm
 
 
-@pytest.mark.parametrize("use", [small_lm.describe_use(0), small_lm.describe_use(6), serving(3)])
+@pytest.mark.parametrize("use", [small_lm.describe_use(0), small_lm.describe_use(6), describe_serving(3)])
 def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str) -> None:
     """And every command is of this drafter and target."""
     write_card(tmp_path, use, "org/target", {})

@@ -140,14 +140,14 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
     """Soft caps of scores, and sinks."""
     for family, option in (("gemma2", "softcap"), ("gpt_oss", "s_aux")):
         model = open_target(str(save_family(tmp_path / family, family))).layers(dtype=torch.float32)
-        ours = attention._by_capped_scores
+        ours = attention._attend_by_capped_scores
 
         def ignoring(*args: Any, ours: Any = ours, option: str = option) -> Any:
             place = {"softcap": 6, "s_aux": 7}[option]
             return ours(*(None if i == place else arg for i, arg in enumerate(args)))
 
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "_by_capped_scores", ignoring)
+            patch.setattr(attention, "_attend_by_capped_scores", ignoring)
             refusal("differ from its own forward's by", prove_layers, model, "target=ignored")
 
 

@@ -282,7 +282,7 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        started = self.start is not None or not self.reading.stated()
+        started = self.start is not None or not self.reading.overrides
         require(started, "reading", str(self.reading), "nothing without start=, which it is about")
         self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
         longest = self.seq_len - 2

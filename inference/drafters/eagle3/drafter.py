@@ -129,7 +129,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         return is_head(open_tensors(folder).file_of)  # its config may name a causal LM
 
     def digest(self, where: str) -> str:
-        return drafter_digest(open_tensors(where), self.changes.stated())
+        return drafter_digest(open_tensors(where), self.changes.overrides)
 
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Eagle3:
         return checkpoint.open_head(where, target.config, self.changes).load(**options)
@@ -152,7 +152,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
     def export(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = checkpoint.open_head(where, target.config, changes=self.changes)
         head = stored.load(dtype)
-        made_here = stored.made_here and not self.changes.stated()
+        made_here = stored.made_here and not self.changes.overrides
         checkpoint.save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 
     def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:

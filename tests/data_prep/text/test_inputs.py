@@ -35,7 +35,7 @@ from outrider.data_prep.text.records import turn_key
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
-from outrider.draft_models.card import serving, write_card
+from outrider.draft_models.card import describe_serving, write_card
 from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import open_target
@@ -94,7 +94,7 @@ def test_an_option_that_cannot_be_read_is_shown_as_it_can(name: str) -> None:
 def test_lines_of_a_card_can_be_copied(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
-    write_card(folder, f"{USE}\n\n{serving(3)}", name, {})
+    write_card(folder, f"{USE}\n\n{describe_serving(3)}", name, {})
     lines = (folder / "README.md").read_text("utf-8").splitlines()
     (measured,) = [shlex.split(line) for line in lines if line.startswith("evaluate-checkpoint")]
     built = config_for(COMMANDS["evaluate_checkpoint"][1], measured[1:])

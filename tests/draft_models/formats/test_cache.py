@@ -59,7 +59,7 @@ def fetches(forms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(convert, "cached_file", lambda source, file, **_: (at := held(source, file)) and str(at))
     monkeypatch.setattr(convert, "has_file", lambda source, file, **_: held(source, file) is not None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    convert._on_hub.cache_clear()
+    convert._open_on_hub.cache_clear()
     return names
 
 
