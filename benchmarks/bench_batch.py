@@ -33,7 +33,7 @@ from record_tables import requests
 from outrider.base.errors import UserError, require
 from outrider.base.files import digest_of, read_json, require_writable
 from outrider.base.machine import describe_machine
-from outrider.commands.ending import reported
+from outrider.commands.ending import report_errors
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.rounds import Generation
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "requests_cpu.json")
     parser.add_argument("--entry", default="requests", help="the name in --out, whose other entries stay")
     parser.add_argument("--note", default="", help="of the target; the first line of the table")
-    with reported("the same command"):
+    with report_errors("the same command"):
         record(parser.parse_args())
 
 

@@ -32,7 +32,7 @@ from transformers_arms import assisted_arms
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
 from outrider.commands.composing import build, compose_config, explain
-from outrider.commands.ending import reported
+from outrider.commands.ending import report_errors
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.small_lm.model import load_for_engine
 from outrider.inference.evaluate.evaluation import evaluate_checkpoint
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="what the entry's name has after its dtype, as float32_LABEL")
     parser.add_argument("--again", action="store_true", help="measure nothing: make the entry of what --work has")
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
-    with reported("the same command"):
+    with report_errors("the same command"):
         record(parser.parse_args())
 
 

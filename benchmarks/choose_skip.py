@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.base.files import write_json
-from outrider.commands.ending import reported
+from outrider.commands.ending import report_errors
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    with reported():
+    with report_errors():
         found = choose_for(options.target, options.prompts, 0, options.num_prompts, options.tokens)
     write_json(options.out, found)
     print(f"skip=[{','.join(map(str, found['skip']))}] right={found['best']['right']:.2f} of {found['places']} places")

@@ -39,8 +39,8 @@ from papers.writing import markdown, measured
 from record_raw import entry_of, figures_of_requests, judged_trainers, of_requests, raw_file, read_raw
 from record_tables import by_dtype, layouts, requests, summary, tables, trainers
 
-from outrider.base.words import Columns, filled
-from outrider.cli import crashing
+from outrider.base.words import Columns, fill_table
+from outrider.cli import report_crash
 from outrider.inference.report.tables import COUNTED, METHODS, arms_and_methods
 from outrider.inference.report.types import MethodReport, reports_in
 
@@ -104,7 +104,7 @@ def rows(names: Sequence[str], reports: Sequence[MethodReport]) -> list[str]:
     if unknown := {*names} - {*COLUMNS}:
         raise ValueError(f"column {', '.join(sorted(unknown))}: expected some of {', '.join(COLUMNS)}")
     plain, *others = arms_and_methods(reports)
-    table = filled({name: COLUMNS[name] for name in names}, [{**plain, "method": "autoregressive"}, *others])
+    table = fill_table({name: COLUMNS[name] for name in names}, [{**plain, "method": "autoregressive"}, *others])
     return table.markdown()[2:]
 
 
@@ -174,10 +174,10 @@ def main(arguments: Sequence[str]) -> None:
     if options.check:
         sys.exit("\n".join(check_all(pages(), known) + differences(known, raw_data(known))) or None)
     for page, text in pages().items():
-        if (filled := filled_page(text, known)) != text:
-            (ROOT / page).write_text(filled)
+        if (new_text := filled_page(text, known)) != text:
+            (ROOT / page).write_text(new_text)
 
 
 if __name__ == "__main__":
-    with crashing():  # status 1 says what was found
+    with report_crash():  # status 1 says what was found
         main(sys.argv[1:])

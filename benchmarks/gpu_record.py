@@ -27,8 +27,8 @@ import torch
 from outrider.base.errors import UserError
 from outrider.base.files import read_json, require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
-from outrider.cli import crashing
-from outrider.commands.ending import reported
+from outrider.cli import report_crash
+from outrider.commands.ending import report_errors
 from outrider.draft_models.tiny.models import save_tiny_models
 
 HERE = Path(__file__).parent
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
     options = parser.parse_args()
-    with reported("the same command"):
+    with report_errors("the same command"):
         found = record(options)
     failed = [name for name, part in found.items() if "state" in part and part["state"] != "done"]
     print(f"gpu_record out={options.work / RECORD} failed={','.join(failed) or 'none'}")
@@ -141,5 +141,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with crashing():  # status 1 says what was found
+    with report_crash():  # status 1 says what was found
         main()

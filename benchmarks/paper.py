@@ -43,7 +43,7 @@ from papers.writing import markdown, plot
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
 from outrider.base.machine import describe_machine
-from outrider.commands.ending import reported
+from outrider.commands.ending import report_errors
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.open_target import open_target
@@ -242,7 +242,7 @@ def judge_again(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     given = parse()
-    with reported("the same command"):
+    with report_errors("the same command"):
         if given.judge:
             print(markdown(judge_again(given)))
             return

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.base.errors import UserError
 from outrider.base.files import is_local, read_json, read_mapping, require_writable
-from outrider.commands.ending import reported
+from outrider.commands.ending import report_errors
 from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
 from outrider.draft_models.calibration import drafter_digest, load_calibration, save_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    with reported():
+    with report_errors():
         said = ship(options.run, options.out_dir, target=options.target, dtype=getattr(torch, options.dtype))
         print(f"{options.out_dir} {options.dtype} megabytes: {said}")
 

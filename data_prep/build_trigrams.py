@@ -1,8 +1,6 @@
 """Build the n-gram table of a corpus, for drafting without a draft model."""
 
-from outrider.commands import script
-
-main = script("build_trigrams", "outrider.data_prep.ngrams.building:build_table")
-
 if __name__ == "__main__":
-    main()
+    from outrider.commands import run_script
+
+    run_script("build_trigrams")

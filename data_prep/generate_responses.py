@@ -1,8 +1,6 @@
 """Let the target answer the prompts of a data set; a drafter is then trained on the answers."""
 
-from outrider.commands import script
-
-main = script("generate_responses", "outrider.inference.batch.generate:generate_responses")
-
 if __name__ == "__main__":
-    main()
+    from outrider.commands import run_script
+
+    run_script("generate_responses")

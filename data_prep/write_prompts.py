@@ -1,8 +1,6 @@
 """Write prompts for training and for evaluation: a target's own, or those of a file."""
 
-from outrider.commands import script
-
-main = script("write_prompts", "outrider.inference.batch.own_prompts:write_prompts")
-
 if __name__ == "__main__":
-    main()
+    from outrider.commands import run_script
+
+    run_script("write_prompts")

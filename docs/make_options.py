@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from outrider.cli import COMMANDS, Command
 from outrider.commands.composing import compose_config, groups_of
-from outrider.commands.options import options_of, usual
+from outrider.commands.options import options_of, usual_keys
 from outrider.inference.settings.method import CONF_DIR
 from outrider.inference.settings.stop_rules import RULES, RuleEntry
 
@@ -43,7 +43,7 @@ def section(command: Command) -> str:
     same = {field.name for other in like for field in dataclasses.fields(other.load_settings())} - {"out_dir"}
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     options = {option.key: option for option in options_of(schema, compose_config(command.name, []))}
-    first = usual(command.name, options)
+    first = usual_keys(command.name, options)
     for option in sorted(options.values(), key=lambda option: option.key not in first):
         if option.key.partition(".")[0] in same:
             continue

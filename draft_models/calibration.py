@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 
 from outrider.base.errors import UserError
 from outrider.base.files import digest_of, read_mapping, write_atomically, write_json
-from outrider.base.words import in_shell, option
+from outrider.base.words import quote_word, write_option
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.formats.stored_tensors import read_with_digest
 from outrider.draft_models.targets.fingerprint import model_differences, model_identity
@@ -54,7 +54,7 @@ def load_calibration(
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
     target; when its files are damaged.
     """
-    remedy = f"run outrider calibrate {in_shell(option('checkpoint', path))}"
+    remedy = f"run outrider calibrate {quote_word(write_option('checkpoint', path))}"
     weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
     if not weights_file.exists():
         raise UserError(f"checkpoint={path}: no calibration head there; {remedy}")

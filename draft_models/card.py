@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outrider.base.errors import warn
 from outrider.base.files import is_local, write_atomically
-from outrider.base.words import Shown
+from outrider.base.words import PageName
 from outrider.draft_models.formats.model_name import model_name
 from outrider.draft_models.targets.settings import EAGLE3
 
@@ -26,7 +26,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     fact_lines = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
     tau = next((facts[name] for name in TAUS if name in facts), None)
-    places = {"path": Shown(path), "target": Shown(target)}
+    places = {"path": PageName(path), "target": PageName(target)}
     is_useless = isinstance(tau, float) and tau < LEAST_TAU
     if is_useless:
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")

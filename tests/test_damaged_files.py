@@ -1,7 +1,7 @@
 """JSON files that commands read and others write, damaged: each goes through, or ends with status 2 and one line that
 names it.
 
-What reads a file is called as the commands call it (`conf.reported`).
+What reads a file is called as the commands call it (`commands.ending.report_errors`).
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import save_file
 
 from outrider.base.files import require_writable
-from outrider.commands.ending import reported
+from outrider.commands.ending import report_errors
 from outrider.data_prep.ngrams.token_shards import passages, tokenise
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import read_prompts
@@ -76,7 +76,7 @@ def require_named(file: Path, run: Callable[[], Any], capsys: pytest.CaptureFixt
         capsys.readouterr()
         status = 0
         try:
-            with reported():
+            with report_errors():
                 run()
         except SystemExit as ended:
             status = ended.code

@@ -173,15 +173,15 @@ def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch)
     """A command without a stage, a loop that nobody counts, and a stage that cannot be told."""
     hashing, reading = COMMANDS["convert_target"][1]
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.draft_models.formats.convert.counted", lambda items, *_: items)
+        patch.setattr("outrider.draft_models.formats.convert.track_progress", lambda items, *_: items)
         assert unspoken(ears, patch, "convert_target").keys() == {hashing}
     shutil.rmtree("out")
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.commands.command", lambda _: nullcontext())
+        patch.setattr("outrider.commands.show_command", lambda _: nullcontext())
         assert unspoken(ears, patch, "convert_target").keys() == {hashing, reading}
     shutil.rmtree("out")
     with monkeypatch.context() as patch:
-        patch.setattr(progress, "_say_all", Mock(side_effect=ValueError))
+        patch.setattr(progress, "_describe_stages", Mock(side_effect=ValueError))
         assert unspoken(ears, patch, "convert_target", patience=4 * INTERVAL).keys() == {hashing, reading}
 
 

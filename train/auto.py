@@ -3,12 +3,12 @@
 outrider auto target=MODEL prompts=prompts.jsonl minutes=30
 """
 
-from outrider.commands import config_for, entry
+from outrider.commands import config_for, run_script
 from outrider.train.settings.auto import AutoConfig
 
 
-@entry("auto", AutoConfig)
-def main(config: AutoConfig) -> None:
+def make_drafter(config: AutoConfig) -> None:
+    """Announce the command, then carry it out."""
     # Imported once the config is known to be good: torch takes seconds, on a busy machine a minute.
     print(f"auto target={config.target} minutes={config.minutes:g} out_dir={config.out_dir}: starting", flush=True)
     from outrider.train.auto_run import run_auto
@@ -17,4 +17,4 @@ def main(config: AutoConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script("auto")

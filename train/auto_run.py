@@ -12,7 +12,7 @@ from outrider.base.files import read_mapping, require_writable, write_atomically
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run, require_free
 from outrider.base.settings import read_as
-from outrider.base.words import in_shell
+from outrider.base.words import quote_word
 from outrider.data_prep.settings import FetchConfig, PromptsConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.chat import around_question, render_prompt
@@ -201,12 +201,12 @@ def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> No
     lines += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
         serve_words = write_words({"target": config.target, "checkpoint": folder / name})
-        lines.append(f"talk to it: {' '.join(map(in_shell, ['outrider', 'serve', *serve_words]))}")
+        lines.append(f"talk to it: {' '.join(map(quote_word, ['outrider', 'serve', *serve_words]))}")
     if reports[0].conditions.load.busy:
         lines.append(measure_again(words, report.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
     longer_command = ["evaluate-checkpoint", *same_words, *write_words({**_LONGER, "out_dir": folder / "longer"})]
-    lines.append(f"measure longer texts: {' '.join(map(in_shell, longer_command))}")
+    lines.append(f"measure longer texts: {' '.join(map(quote_word, longer_command))}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in lines).encode())
     print("\n".join([*lines, f"auto out_dir={folder} state=complete"]), flush=True)
 

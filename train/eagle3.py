@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError, warn
 from outrider.base.processes import say
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.draft_models.acceptance import acceptance_by_target, argmax_and_acceptance, tau_of_rounds
@@ -313,7 +313,9 @@ def score_steps(student: Eagle3Student, batches: Sequence[Batch], steps: int) ->
     loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
     token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
     """
-    scores = [score_batch(student, batch, steps) for batch in counted(batches, "judging held-out text", "batches")]
+    scores = [
+        score_batch(student, batch, steps) for batch in track_progress(batches, "judging held-out text", "batches")
+    ]
     metrics = Metrics()
     for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in scores]).sum(0).tolist(), 1):
         if count:

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from outrider.base.words import quoted
-from outrider.commands import config_for, entry
+from outrider.base.words import quote_value
+from outrider.commands import config_for, run_script
 from outrider.train.settings.pipeline import REMOVED, PipelineConfig
 
 _OF_STEP = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTALL)
@@ -15,13 +15,13 @@ def collect_step_options(words: Sequence[str]) -> list[str]:
 
     def as_value(match: re.Match[str]) -> str:
         tilde, name, key, value = match.groups()
-        return f"++more.{name}={{{key}:{quoted(REMOVED) if tilde else value}}}"
+        return f"++more.{name}={{{key}:{quote_value(REMOVED) if tilde else value}}}"
 
     return [_OF_STEP.sub(as_value, word) for word in words]
 
 
-@entry("pipeline", PipelineConfig, complete=collect_step_options)
-def main(config: PipelineConfig) -> None:
+def carry_out_steps(config: PipelineConfig) -> None:
+    """Plan the steps, check the options of all, then run the steps in turn."""
     from outrider.train.pipeline_run import check_steps, plan_steps, run_pipeline
 
     steps = plan_steps(config, config_for)
@@ -30,4 +30,4 @@ def main(config: PipelineConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script("pipeline")

@@ -18,10 +18,10 @@ from typing import Any
 
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_json
-from outrider.base.progress import RELAY, Stage, relayed
+from outrider.base.progress import RELAY, Stage, relay_progress
 from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import Settings, read_as
-from outrider.base.words import clean, in_words, option
+from outrider.base.words import format_seconds, remove_secrets, write_option
 from outrider.train.settings.pipeline import LOGS, Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +73,7 @@ def write_words(options: Options) -> list[str]:
         if isinstance(value, Mapping) and value:
             words += write_words({f"{key}.{inner}": nested for inner, nested in value.items()})
         else:
-            words.append(option(key, value))
+            words.append(write_option(key, value))
     return words
 
 
@@ -91,7 +91,7 @@ def read_records(steps: Sequence[Step]) -> Records:
 
 
 def _by_key(options: list[str]) -> dict[str, str]:
-    return {key: value for key, _, value in (option.partition("=") for option in options)}
+    return {key: value for key, _, value in (word.partition("=") for word in options)}
 
 
 def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[float], float | None]) -> bool:
@@ -113,8 +113,8 @@ def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[f
     earlier_seconds, began = record.seconds if record and not record.finished else 0.0, time.time()
     record = _write_record(step, records, Record(step.options, earlier_seconds, 0.0, made_from))
     try:
-        with Stage(title, left=lambda: seconds_left(earlier_seconds + time.time() - began)) as stage:
-            time_left = "unknown" if stage.left is None else in_words(stage.left)
+        with Stage(title, estimate=lambda: seconds_left(earlier_seconds + time.time() - began)) as stage:
+            time_left = "unknown" if stage.seconds_left is None else format_seconds(stage.seconds_left)
             print(f"pipeline step={step.name} state=started log={log} left={time_left!r}", flush=True)
             status = run_command(step.script, step.words, step.settings, log)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
@@ -153,19 +153,19 @@ def run_logged(words: list[str], log: Path) -> int:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_IMPORT_ROOT), os.environ.get("PYTHONPATH")])),
     }
     with log.open("ab") as file:
-        file.write(clean(f"$ {shlex.join(words)}\n").encode())
+        file.write(remove_secrets(f"$ {shlex.join(words)}\n").encode())
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                if relayed(line.decode(errors="replace")):
+                if relay_progress(line.decode(errors="replace")):
                     continue
                 file.write(line)
                 file.flush()
                 print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
         finally:
-            relayed("")
+            relay_progress("")
             if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write
                 process.terminate()
                 process.wait()

@@ -26,7 +26,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
 from outrider.base.processes import join_processes
-from outrider.base.progress import Stage, counted
+from outrider.base.progress import Stage, track_progress
 from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.sources import read_records
@@ -146,7 +146,7 @@ def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows:
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
     share = range(process.process_index, len(rows), process.num_processes)
-    for start in counted(range(0, len(share), batch_rows), "judging held-out text", "batches"):
+    for start in track_progress(range(0, len(share), batch_rows), "judging held-out text", "batches"):
         batch = default_collate([rows[index] for index in share[start : start + batch_rows]])
         labels = batch["labels"]
         loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]

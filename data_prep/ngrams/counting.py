@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.base.compiled import kept
+from outrider.base.compiled import compile_function
 from outrider.base.errors import require
 from outrider.base.progress import Stage
 from outrider.data_prep.ngrams.token_shards import Shards, read_token_shard
@@ -174,7 +174,7 @@ def _split_documents(
         yield ids[start:stop], np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
 
 
-@kept
+@compile_function
 def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
     """Write the n-grams of documents, with ids [n] and `lengths`, to a part of a block (see `_read_blocks`)."""
     key_bits = (order - 1) * bits
@@ -219,7 +219,7 @@ def _low_tokens(values: np.ndarray, bits: int) -> np.ndarray:
     return (values & np.uint64(2**bits - 1)).astype(np.uint32)
 
 
-@kept
+@compile_function
 def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     """Move the distinct values of a sorted array to its front; (their number, uint32 counts)."""
     size = 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from outrider.base.errors import UserError
 from outrider.base.files import MOST_BYTES, parse_json
-from outrider.base.words import listed
+from outrider.base.words import list_words
 
 if TYPE_CHECKING:
     import pyarrow
@@ -71,7 +71,7 @@ def _data_files(folder: Path) -> list[Path]:
     about = {path for path in files if _ABOUT.fullmatch(path.name) and _suffix(path) not in _RECORDS.keys() - {".json"}}
     if not about or len(about) == len(files):
         return files
-    _print_once(f"data path={folder}: passed over {listed(sorted({path.name for path in about}))}")
+    _print_once(f"data path={folder}: passed over {list_words(sorted({path.name for path in about}))}")
     return [path for path in files if path not in about]
 
 

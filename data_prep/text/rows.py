@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import digest_of, lock, write_json
-from outrider.base.progress import Stage, speaks
+from outrider.base.progress import Stage, shows_progress
 from outrider.base.settings import read_as
 from outrider.data_prep.text.chat import warn_of_template
 from outrider.data_prep.text.documents import Document, batches, encode
@@ -98,7 +98,7 @@ def load_rows(
         part |= {name: round(part[name] * part["rows"] / meta.counts["rows"]) for name in ("tokens", "supervised")}
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
     key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
-    if config.mix and speaks():
+    if config.mix and shows_progress():
         shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
         summary = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
         print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {summary}", flush=True)
@@ -306,7 +306,7 @@ def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len
                 f"cache_dir={config.cache}: cannot be written ({error.strerror or error}); free space there or choose "
                 "another with data.cache_dir=DIRECTORY"
             ) from error
-    if speaks():
+    if shows_progress():
         meta = _read_meta(folder)
         counts = " ".join(f"{name}={meta.counts[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.draft_models.card import describe_serving
 from outrider.draft_models.eagle3.dialects import (
     FIRST_LAYER,
@@ -90,7 +90,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     stored = {local_name(name): name for name in files.file_of}
     if len(stored) < len(files.file_of):
         twice = sorted(set(files.file_of) - set(stored.values()))
-        raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
+        raise UserError(f"eagle3={source}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
     tensors = dict(files.stored(files.file_of))
     require_weights(f"eagle3={source}", tensors)  # transformers has no part in it
     shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored.items()}
@@ -185,7 +185,7 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
         expected[T2D] = (reading.vocabulary,)
     for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
         if names:
-            listing = listed([dialect_name(name, dialect) for name in sorted(names)])
+            listing = list_words([dialect_name(name, dialect) for name in sorted(names)])
             raise UserError(
                 f"eagle3={source}: {what} tensors: {listing}. Expected those that its {CONFIG_FILE} asks for, and no "
                 "others; fetch the head again, or correct its description"

@@ -29,7 +29,7 @@ from outrider.base.files import (
 )
 from outrider.base.run_dirs import code_version
 from outrider.base.settings import Count, construct
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from outrider.draft_models.formats.gguf_file import MOST_LAYERS
 from outrider.draft_models.formats.stored_tensors import read_with_digest
@@ -222,7 +222,7 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
             + ". Give the target it was trained for, or train a drafter for this one."
         )
     if unchecked := sorted(fingerprint.tensors.keys() - meta.fingerprint.tensors.keys()):
-        gap = f"checkpoint={path}: made with no record of the weights in {listed(unchecked)}"
+        gap = f"checkpoint={path}: made with no record of the weights in {list_words(unchecked)}"
         warn(f"{gap}; not checked against {fingerprint.target}")
 
 

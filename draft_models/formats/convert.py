@@ -24,7 +24,7 @@ from transformers.utils import cached_file, has_file
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
-from outrider.base.progress import Stage, counted
+from outrider.base.progress import Stage, track_progress
 from outrider.draft_models.formats.folder_model import FolderModel, Original, is_quantised
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
 from outrider.draft_models.formats.save_model import for_older_readers
@@ -192,7 +192,7 @@ def _description_bytes(entry: Path) -> int:
 def content_key(original: Original) -> str:
     """sha256 over all files of a model, with their names in it."""
     digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
-    for name, path in counted(sorted(original.files.items()), f"hashing {original.source}", "files"):
+    for name, path in track_progress(sorted(original.files.items()), f"hashing {original.source}", "files"):
         with path.open("rb") as file:
             digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()[:32]

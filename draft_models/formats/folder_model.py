@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_json
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.draft_models.formats.packed_weights import Packing, packed_layers, packing_of
 from outrider.draft_models.formats.stored_tensors import (
     CONFIG_FILE,
@@ -160,8 +160,9 @@ def require_weights(name: str, tensors: Mapping[str, Stored], config: Path | str
     if codes and not _is_read_by_transformers(config):
         kind = next(kind for kind, dtype in TYPES.items() if dtype == tensors[codes[0]].dtype)
         raise UserError(
-            f"{name}: {listed(codes)}: weights stored as codes ({kind}), and no description of a quantisation that is "
-            f"read here (quantization_config in {CONFIG_FILE}); give the model it was made from, or a GGUF file of it"
+            f"{name}: {list_words(codes)}: weights stored as codes ({kind}), and no description of a quantisation that "
+            f"is read here (quantization_config in {CONFIG_FILE}); give the model it was made from, or a GGUF file of "
+            "it"
         )
 
 

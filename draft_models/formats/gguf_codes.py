@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.base.compiled import kept
+from outrider.base.compiled import compile_function
 
 LONGEST, MOST_GROUPS = 256, 16  # inputs and groups of the largest block
 CODES_OF_A_THREAD = 2**16  # codes for which another thread does not pay
@@ -68,7 +68,8 @@ KIND_NUMBERS = {name: number for number, name in enumerate(CODE_KINDS)}  # compi
 _Q4_0, _Q5_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _INT4, _INT4_BY_128, _INT8 = range(len(CODE_KINDS))
 
 
-compile_uncounted = partial(kept, counted=False)  # counting references to slices would take most of the time
+# Counting references to slices would take most of the time.
+compile_uncounted = partial(compile_function, counts_references=False)
 
 
 @compile_uncounted
@@ -156,7 +157,7 @@ def _unpack_q4_k_or_q5_k(kind_number, block, eights, scales, minima):
                 eights[4 * group + index] |= ((upper[index] >> np.uint64(group)) & _ONE) << np.uint64(4)
 
 
-@kept
+@compile_function
 def _float16(low, high):
     """The float32 of a float16's two bytes."""
     bits = np.uint32(low) | (np.uint32(high) << np.uint32(8))
@@ -168,7 +169,7 @@ def _float16(low, high):
     return -value if sign else value
 
 
-@kept
+@compile_function
 def _decode_rows(kind_number, kind, blocks, out):
     """Decode rows of blocks [rows, blocks, bytes] to out float32 [rows, inputs]."""
     codes = np.zeros(LONGEST, np.uint8)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider.base.errors import UserError, reason
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
 from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
 from outrider.draft_models.formats.gguf_file import FLOAT_TYPES, GgufFile, TensorLocation, open_gguf
@@ -74,7 +74,9 @@ class GgufModel:
 
         Of each tensor `_COMPARED` rows are compared, evenly spread.
         """
-        for name, tensor in counted(self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"):
+        for name, tensor in track_progress(
+            self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"
+        ):
             kind, raw = _type_and_row_bytes(self.file, tensor)[0], _map_rows(self.file, tensor)
             if kind.name in CODE_KINDS:
                 rows = raw[:: max(1, len(raw) // _COMPARED)]

@@ -12,7 +12,7 @@ import numpy as np
 from numba import typeof
 from numba.core.dispatcher import Dispatcher
 
-from outrider.base.compiled import kept
+from outrider.base.compiled import compile_function
 from outrider.base.errors import require
 
 MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
@@ -27,7 +27,7 @@ R = TypeVar("R")
 def lean(function: Function) -> Function:
     """`function`, compiled without reference counting of arrays, which would take 40 % of the time of functions that
     run every round. It cannot create arrays."""
-    return kept(function, counted=False)
+    return compile_function(function, counts_references=False)
 
 
 def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Callable[P, R]:
@@ -146,7 +146,7 @@ FAULTS = (  # the faults that `fault_of` finds; index 0: no fault
 )
 
 
-@kept
+@compile_function
 def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
     """The index in `FAULTS` of the first way in which a level's arrays violate what `group_contexts` guarantees.
 
@@ -185,7 +185,7 @@ def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabu
 # ------------------------------------------------------------------------------------------------------- counting
 
 
-@kept
+@compile_function
 def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """(keys uint64, tokens uint32) of all n-grams of one document, in order of position."""
     size = max(0, len(ids) - order + 1)
@@ -196,7 +196,7 @@ def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, n
     return keys, tokens
 
 
-@kept
+@compile_function
 def group_contexts(
     keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
 ) -> tuple[np.ndarray, ...]:
@@ -227,7 +227,7 @@ def group_contexts(
     return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts
 
 
-@kept
+@compile_function
 def _sort(values: np.ndarray, begin: int, end: int) -> None:
     if end - begin > 24:
         values[begin:end].sort()
@@ -240,7 +240,7 @@ def _sort(values: np.ndarray, begin: int, end: int) -> None:
         values[j] = value
 
 
-@kept
+@compile_function
 def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     """The fields of the sum of two `Grams`; counts saturate at 2^32 − 1."""
     keys_a, tokens_a, counts_a = first
@@ -264,7 +264,7 @@ def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     return keys[:out], tokens[:out], counts[:out]
 
 
-@kept
+@compile_function
 def count_buckets(keys, shift, buckets):
     """Write `Level.buckets` of ascending keys to `buckets`, which are zeros."""
     for key in keys:
@@ -273,7 +273,7 @@ def count_buckets(keys, shift, buckets):
         buckets[bucket] += buckets[bucket - 1]
 
 
-@kept
+@compile_function
 def count_frequent(starts, counts, least):
     """The numbers of contexts and of successors with a count ≥ `least`; a context's first count is its largest."""
     contexts, successors = 0, 0

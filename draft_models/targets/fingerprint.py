@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.base.errors import UserError
 from outrider.base.files import digest_of
 from outrider.base.settings import differences
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.draft_models.formats.convert import description_location
 from outrider.draft_models.formats.save_model import with_older_rope
 from outrider.draft_models.targets.model_files import model_spec
@@ -111,7 +111,7 @@ def model_differences(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> 
 def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """One line naming the parts of `before` whose digest differs in `after` or is missing there; empty: none."""
     parts = [part for part in sorted(before) if before[part] != after.get(part)]
-    return [f"the weights differ in {listed(parts)}"] if parts else []
+    return [f"the weights differ in {list_words(parts)}"] if parts else []
 
 
 def config_differences(old: object, new: object) -> list[tuple[str, object, object]]:

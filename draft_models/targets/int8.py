@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.base.errors import UserError
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.draft_models.targets.coded import CodedLinear
 
 LARGEST = 127  # largest code: −128 is unused, so that a weight and its opposite get opposite codes
@@ -111,7 +111,7 @@ def require_linear(model: nn.Module, name: str) -> None:
     if unsupported:
         raise UserError(
             f"{name}: dtype=int8 quantises linear layers, and these of its modules hold weights of another kind: "
-            f"{listed(unsupported)}. Decode with dtype=fast"
+            f"{list_words(unsupported)}. Decode with dtype=fast"
         )
 
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.base.errors import UserError, reason, warn_once
 from outrider.base.files import read_json, read_mapping, write_json
 from outrider.base.progress import Stage
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.draft_models.formats.convert import description_location, locate_file
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE, GENERATION_FILE, PICKLES, SAFETENSORS
 from outrider.draft_models.targets.attention import ATTENTION
@@ -275,21 +275,25 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
     except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
         raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    wrong = [f"no {listed(missing)}"] if missing else []
+    wrong = [f"no {list_words(missing)}"] if missing else []
     wrong += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
     wrong += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
     if wrong or (exact and unused):
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
-        hint = f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(unused)}"
+        hint = (
+            f"; there with the prefix {list_words(sorted(prefixes))}"
+            if prefixes
+            else f"; not known: {list_words(unused)}"
+        )
         raise UserError(
             f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(wrong)}{hint if unused else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
         )
     if unused and exact is not None:
         warn_once(
-            f"{name}: {listed(unused)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are more "
-            "than other heads, as biases, adapters and scales are, it is another model without them"
+            f"{name}: {list_words(unused)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are "
+            "more than other heads, as biases, adapters and scales are, it is another model without them"
         )
     return loaded
 

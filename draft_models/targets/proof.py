@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from outrider.base.errors import UserError, reason
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.coded import CodedEmbedding
 from outrider.draft_models.targets.model_files import (
@@ -73,7 +73,7 @@ def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY,
     """
     short, *beyond = _prompt_lengths(model.config, layer_stack(model).windows)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    for length in counted([short, *beyond], f"comparing {name} with its own forward", "texts"):
+    for length in track_progress([short, *beyond], f"comparing {name} with its own forward", "texts"):
         compared = model if length == short or size <= largest else _one_of_each_kind(model)
         try:
             with _compute_in_float32(compared, vocabulary), stock_attention(compared, "eager"):

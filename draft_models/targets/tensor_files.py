@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.base.errors import UserError, warn_once
 from outrider.base.files import read_mapping
-from outrider.base.progress import Stage, counted
+from outrider.base.progress import Stage, track_progress
 from outrider.draft_models.formats.convert import description_location, find_original, locate_file
 from outrider.draft_models.formats.folder_model import FolderModel, Original, require_weights
 from outrider.draft_models.formats.stored_tensors import (
@@ -69,7 +69,9 @@ class TensorFiles:
         as soon as it is read. Raises `UserError`.
         """
         tensors, tensor_names = {}, list(names)
-        for name, stored in counted(self.stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)):
+        for name, stored in track_progress(
+            self.stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)
+        ):
             tensor = self._read(name, stored)
             tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
             tensors[name] = tensor.to(device)
@@ -121,7 +123,7 @@ class TensorFiles:
                     incomplete |= {part_of(name) for name in inside}
                     continue
                 jobs = {name: pool.submit(_hash, name, x, full) for name, x in self._of(file, inside).items()}
-                for name, job in counted(jobs.items(), f"hashing {self.source}", "tensors"):
+                for name, job in track_progress(jobs.items(), f"hashing {self.source}", "tensors"):
                     hashes[name], size = job.result()
                     self.bytes_hashed += size
         parts: dict[str, bytes] = {}

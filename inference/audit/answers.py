@@ -10,7 +10,7 @@ from pathlib import Path
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_mapping, write_atomically, write_json
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.base.run_dirs import check_identity
 from outrider.base.settings import construct
 from outrider.data_prep.text.chat import ids_within, render_prompt
@@ -94,7 +94,7 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
     write_json(folder / RUN_FILE, identity)
     answered = {tuple(answer.prompt_ids) for answer in answers}
     todo = [ids for ids in prompts if len(ids) < server.context and ids not in answered]
-    for start in counted(range(0, len(todo), settings.batch_size), "asking", "batches"):
+    for start in track_progress(range(0, len(todo), settings.batch_size), "asking", "batches"):
         batch = todo[start : start + settings.batch_size]
         limits = [min(config.max_new_tokens, server.context - len(ids)) for ids in batch]
         draws = [uniforms(config.seed, prompts[ids], 0, limit) for ids, limit in zip(batch, limits, strict=True)]

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.base.errors import require
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.processes import join_processes, only_run_of
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
-from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, tokens_needed
+from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refute, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.models import load_plain
 from outrider.inference.loading.target_setup import end_tokens
@@ -46,7 +46,7 @@ SHOWN = 10  # most tokens of a kind in report.md
 SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most this many
 
 
-class Token(NamedTuple):
+class JudgedToken(NamedTuple):
     """A token of an answer: its line, its position there, the likeliest token in its place, and `off`. For a greedy
     token, `off` is how far its logit is below the best one, in rounding errors. For a sampled token, it is the
     probability to draw a token that is no more likely.
@@ -64,10 +64,10 @@ class Finding:
     """The judgement of a file. faults: sentences; at: the faulty tokens; numbers: the evidence."""
 
     faults: tuple[str, ...]
-    at: tuple[Token, ...]
+    at: tuple[JudgedToken, ...]
     numbers: Mapping[str, float | None]
-    oddest: tuple[Token, ...]
-    unlikeliest: tuple[Token, ...]
+    oddest: tuple[JudgedToken, ...]
+    unlikeliest: tuple[JudgedToken, ...]
 
     @property
     def verdict(self) -> str:
@@ -85,8 +85,8 @@ class AuditArm:
     """
 
     deviations: list[Deviation] = field(default_factory=list)
-    odd: list[Token] = field(default_factory=list)
-    sampled: list[Token] = field(default_factory=list)
+    odd: list[JudgedToken] = field(default_factory=list)
+    sampled: list[JudgedToken] = field(default_factory=list)
     draws: list[Draws] = field(default_factory=list)
     simulated: dict[str, list[Draws]] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ def audit(config: AuditConfig) -> None:
         needed = {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
         findings["answers"] = replace(findings["answers"], numbers={**counts, **findings["answers"].numbers})
         question = f"Is {config.server or config.answers} what {config.target} says, decoded in {dtype}?"
-        page = markdown(question, findings, needed, target.tokenizer)
+        page = write_page(question, findings, needed, target.tokenizer)
         write_atomically(out_dir / "report.md", page.encode())
         verdicts = {arm: asdict(finding) | {"verdict": finding.verdict} for arm, finding in findings.items()}
         settings = config.deciding() | {"dtype": str(dtype), "target": config.target}
@@ -136,11 +136,11 @@ def score_answers(
     servers with a fault do.
     """
     arm, rows = AuditArm(), max(1, LOGITS // model.config.get_text_config().vocab_size)
-    for line, answer in counted(answers.items(), "reading", "answers"):
+    for line, answer in track_progress(answers.items(), "reading", "answers"):
         coins = torch.Generator().manual_seed(streams.number(line, bits=64))
         for start in range(0, len(answer.output_ids), rows):
             prompt, text = [*answer.prompt_ids, *answer.output_ids[:start]], answer.output_ids[start : start + rows]
-            part = Part(line, start, answer, make_reference(model, prompt, text))
+            part = AnswerPart(line, start, answer, make_reference(model, prompt, text))
             if answer.temperature == 0:
                 _take_greedy(arm, part)
             else:
@@ -149,7 +149,7 @@ def score_answers(
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """Tokens of an answer, from `start` on, and the target's reading of them."""
 
     line: int
@@ -172,10 +172,10 @@ class Part:
         contexts = [text[: before + row] for row in range(len(logits))]
         return sampler.scores(logits, contexts if sampler.reads_context else None)
 
-    def tokens_at(self, rows: Tensor, best: Tensor, off: Tensor) -> list[Token]:
+    def tokens_at(self, rows: Tensor, best: Tensor, off: Tensor) -> list[JudgedToken]:
         """The tokens in `rows`, with their positions in the answer."""
         columns = (column.tolist() for column in (rows + self.start, self.tokens[rows, 0], best[rows], off))
-        return [Token(self.line, *values) for values in zip(*columns, strict=True)]
+        return [JudgedToken(self.line, *values) for values in zip(*columns, strict=True)]
 
     def off(self, measured: Callable[[Tensor], Tensor]) -> Tensor:
         """The measure in units of the noise [t]; for one that would be a fault, in units of `tipping_noise`."""
@@ -183,7 +183,7 @@ class Part:
         return measured(self.reference.tipping_noise()[1]) if bool((off > GAP).any()) else off
 
 
-def _take_greedy(arm: AuditArm, part: Part) -> None:
+def _take_greedy(arm: AuditArm, part: AnswerPart) -> None:
     scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
@@ -192,7 +192,7 @@ def _take_greedy(arm: AuditArm, part: Part) -> None:
     arm.deviations.append(_deviation(len(best), off, int((rounded_scores.argmax(-1) != best).sum())))
 
 
-def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate: bool) -> None:
+def _take_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, simulate: bool) -> None:
     """A token that top_k, top_p or min_p exclude is judged like a greedy one, by its distance to what they keep."""
     scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
     support, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
@@ -212,12 +212,14 @@ def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate
             arm.simulated.setdefault(fault, []).append(draws)
     rows = (~inside).nonzero()[:, 0]
     uncut = part.scores(part.reference.logits, replace(part.answer, top_k=0, top_p=1.0, min_p=0.0))[rows]
-    off = part.off(lambda noise: beyond(part.answer, uncut, tokens[rows], noise[rows] / part.answer.temperature))
+    off = part.off(
+        lambda noise: measure_excess(part.answer, uncut, tokens[rows], noise[rows] / part.answer.temperature)
+    )
     arm.odd += part.tokens_at(rows, best, off)
     arm.deviations.append(_deviation(len(tokens), off, own_outside))
 
 
-def beyond(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
+def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """How far tokens [n, 1] are beyond the cuts of top_k, top_p and min_p, in units of noise [n]; 0 for kept ones.
 
     scores [n, V]: before these cuts, at the temperature. The distance is the smallest increase of the token's logit
@@ -250,7 +252,7 @@ def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) 
     choices, draws = judge_deviations(arm.deviations), join(arm.draws) if arm.draws else None
     first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
     chances = p_values(draws, first) if draws else {}
-    against = refused(chances, level)
+    against = refute(chances, level)
     odd = sorted(arm.odd, key=lambda token: -token.off)
     unlikely = sorted(arm.sampled, key=lambda token: token.off)
     at = [token for token in odd if token.off > GAP]
@@ -271,7 +273,7 @@ def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) 
     return Finding((*choices.faults, *tests), tuple(sorted(at)), numbers, tuple(odd[:SHOWN]), tuple(unlikely[:SHOWN]))
 
 
-def markdown(
+def write_page(
     question: str, arms: Mapping[str, Finding], needed: Mapping[str, int | None], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """The page on the findings by arm. needed: by fault, the number of sampled tokens that reveal it."""

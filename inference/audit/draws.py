@@ -141,7 +141,7 @@ def beginning(u: Tensor) -> float:
     return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0
 
 
-def refused(chances: Mapping[str, float], level: float) -> list[str]:
+def refute(chances: Mapping[str, float], level: float) -> list[str]:
     """The tests that refuse, by Holm's correction: the probability that any refuses by chance is at most `level`."""
     ordered = sorted(chances, key=chances.__getitem__)
     refusals = [chances[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
@@ -157,7 +157,7 @@ def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int
             rows, copy = (torch.randint(most, (size,), generator=coins) for most in (count, copies))
             drawn = (column[rows, copy] for column in simulated[:3])
             sample = Draws(*drawn, *(column[rows] for column in simulated[3:]))
-            seen, tries = seen + bool(refused(p_values(sample), level)), tries + 1
+            seen, tries = seen + bool(refute(p_values(sample), level)), tries + 1
         if seen >= ENOUGH:
             return size
         size *= 2

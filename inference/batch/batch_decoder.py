@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.base.progress import Stage, counted
+from outrider.base.progress import Stage, track_progress
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.batch_state import Forward, begin_batch
 from outrider.inference.batch.client import UNANSWERED
@@ -136,7 +136,7 @@ class Generator:
         mask = [torch.ones_like(prompt) for prompt in ids]  # padding is id 0 under mask 0
         pace = self._pace()
         batch, logits = begin_batch(forward, pad(ids).to(device), pad(mask).to(device), longest)
-        for step in counted(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
+        for step in track_progress(range(longest), f"a batch of {len(texts)}", "tokens each at most"):
             tokens, top = self.choose(logits, uniform[:, step], step), self.top_of(logits)
             for row, (text, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 if text.open:

@@ -8,7 +8,7 @@ import httpx
 
 from outrider.base.errors import UserError, reason
 from outrider.base.files import MOST_BYTES, parse_json
-from outrider.base.words import secret
+from outrider.base.words import read_secret
 
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
@@ -59,7 +59,7 @@ class Client:
     def __init__(self, url: str, label: str, timeout: float, retries: int):
         self.url, self.label = url.rstrip("/").removesuffix("/v1"), label
         self._retries = retries
-        key = secret("OPENAI_API_KEY")
+        key = read_secret("OPENAI_API_KEY")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one just as a request is sent
         try:

@@ -200,7 +200,7 @@ def respond(
         if is_main:
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
-    with Stage("answering", len(todo.tasks), "prompts", left=seconds_left) as stage:
+    with Stage("answering", len(todo.tasks), "prompts", estimate=seconds_left) as stage:
         groups, number = batch_tasks(todo.tasks, config), 0
         while number < len(groups):
             assert responder is not None

@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.processes import from_main, join_processes, only_run_of
-from outrider.base.run_dirs import finished
+from outrider.base.run_dirs import is_finished
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.chat import around_question
 from outrider.data_prep.text.prompt_records import Prompt, as_record
@@ -48,7 +48,7 @@ def write_prompts(config: PromptsConfig) -> None:
             target = open_target(str(config.target), config.revision, by_layers=False)
             identity["model"] = model_identity(target.files)
         is_complete = file is not None or len(answered_ids(folder / "written")) >= config.count  # or `minutes` ended it
-        if finished(folder / "prompts.json", identity, config.resume) and is_complete:
+        if is_finished(folder / "prompts.json", identity, config.resume) and is_complete:
             print(f"{folder}: finished already")
             return
         if file is None:

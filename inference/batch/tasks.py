@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
-from outrider.base.words import in_words
+from outrider.base.words import format_seconds
 from outrider.data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
 from outrider.data_prep.text.messages import Message, system_and_questions, uses_tools
 from outrider.data_prep.text.records import Counts, Record, TokenisedText, append_answer, warn_of_unused
@@ -193,7 +193,8 @@ def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: 
     """An estimate of the time of all prompts, from a first batch of `answered` prompts, its `tokens` and `seconds`."""
     factor = prompts / answered
     facts = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
-    return f"{facts} all_tokens={factor * tokens:.0f} all_take='{in_words(factor * seconds)}': {describe_limit(config)}"
+    duration = format_seconds(factor * seconds)
+    return f"{facts} all_tokens={factor * tokens:.0f} all_take='{duration}': {describe_limit(config)}"
 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:

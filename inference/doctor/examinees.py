@@ -102,7 +102,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     return head.logits(torch.stack(states))
 
 
-def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
+def compare_training_target(record: Mapping[str, object], target: OpenTarget) -> Fact:
     """Whether the target is the one that the drafter was trained on, as far as `record`, which may be empty, tells."""
     name, settings = record.get("target", "a target not said"), record.get("settings")
     try:
@@ -135,7 +135,9 @@ def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, ch
     def drafting(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
         return read_states(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
 
-    return Examinee([Variant(DECLARED, drafting)], [made_for(read_record(where, LM_TRAINING_FILE), target)])
+    return Examinee(
+        [Variant(DECLARED, drafting)], [compare_training_target(read_record(where, LM_TRAINING_FILE), target)]
+    )
 
 
 def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
@@ -180,7 +182,7 @@ def _head_facts(stored: StoredHead, tensors: Mapping[str, Tensor], target: OpenT
     yield Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}")
     match stored.config.get("speculators_config"):
         case _ if record:
-            yield made_for(record, target)
+            yield compare_training_target(record, target)
         case {"verifier": {"name_or_path": name}} if name:
             yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
     size = reading.draft_vocabulary

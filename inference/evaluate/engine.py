@@ -24,11 +24,11 @@ from outrider.inference.evaluate.engine_blocks import (
     export_drafters,
     measure_served,
     require_served,
-    sampling_of,
+    resolve_sampling,
     served_methods,
 )
 from outrider.inference.evaluate.measuring import measure_prompts, open_queue
-from outrider.inference.evaluate.planning import Plan, begin_evaluation, end_evaluation, run_command
+from outrider.inference.evaluate.planning import EvaluationPlan, begin_evaluation, end_evaluation, run_on_prompts
 from outrider.inference.evaluate.reporting import EnginePart, write_report
 from outrider.inference.loading.models import load_plain
 from outrider.inference.loading.target_setup import TargetSetup
@@ -47,7 +47,7 @@ LEVEL = 0.001  # how often sampled texts may be refused by chance
 
 def measure_engine(config: EngineConfig) -> None:
     """Compare methods in this runtime and in an engine. Raises `UserError`."""
-    run_command(config, evaluate_in_engine)
+    run_on_prompts(config, evaluate_in_engine)
 
 
 def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
@@ -77,7 +77,7 @@ class Served:
     references: Mapping[int, Sequence[int]] | None
 
 
-def serve_methods(config: EngineConfig, plan: Plan) -> dict[str, EnginePart]:
+def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, EnginePart]:
     """Measure the methods that the engine of `config` runs: by method, its part of the report. Raises `UserError`."""
     here = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
     require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
@@ -138,7 +138,7 @@ def judge_served(
 ) -> dict[str, dict[str, ServedJudgement]]:
     """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
     texts: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
-    sampling = vars(sampling_of(config, setup))
+    sampling = vars(resolve_sampling(config, setup))
     for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
         for name, output in result.generations.items():
             prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN

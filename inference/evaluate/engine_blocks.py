@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from outrider.base.errors import require
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.base.streams import Streams
 from outrider.draft_models.formats.convert import write_safetensors
 from outrider.draft_models.formats.save_model import save_parts
@@ -105,7 +105,10 @@ def measure_served(
     """The blocks of `methods` on the prompts `positions`. Raises `UserError`."""
     folder, file = out / FOLDER, out / FILE
     by_key = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
-    request, streams = _request_of(config, sampling_of(config, setup), setup.eos), Streams(config.seed).within("served")
+    request, streams = (
+        _request_of(config, resolve_sampling(config, setup), setup.eos),
+        Streams(config.seed).within("served"),
+    )
     begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     blocks = []
     with ExitStack() as open_engines:
@@ -118,7 +121,7 @@ def measure_served(
                 with begin(name, method) as drafted:
                     engines = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
                     arms = {arm: (engine, length) for arm, (engine, length) in engines.items() if engine is not None}
-                    for key in counted(missing, f"measuring {name} in {config.engine}", "blocks"):
+                    for key in track_progress(missing, f"measuring {name} in {config.engine}", "blocks"):
                         by_key[key] = _measure(arms, key, rendered, request, streams)
                         append_line(file, asdict(by_key[key]))
             blocks += [by_key[key] for key in todo]
@@ -167,7 +170,7 @@ def _measure(
     return Block(key, arms[DRAFTED][0].version, results, seconds, load_average(), arms[DRAFTED][0].counts)
 
 
-def sampling_of(config: EngineConfig, setup: TargetSetup) -> SamplingConfig:
+def resolve_sampling(config: EngineConfig, setup: TargetSetup) -> SamplingConfig:
     """How tokens are chosen, the target's own repetition penalty included."""
     inherited = setup.inherited.fields.get("repetition_penalty")
     return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from outrider.data_prep.text.prompts import Prompt
 from outrider.inference.core.rounds import Clock
 from outrider.inference.evaluate.measuring import measure_prompts, open_queue
-from outrider.inference.evaluate.planning import begin_evaluation, end_evaluation, run_command
+from outrider.inference.evaluate.planning import begin_evaluation, end_evaluation, run_on_prompts
 from outrider.inference.evaluate.reporting import write_report
 from outrider.inference.measure.prepared import Peers
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -19,7 +19,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 
 def evaluate(config: EvaluateConfig) -> None:
     """Compare methods on the prompts that `config` names. Raises `UserError`."""
-    run_command(config, evaluate_checkpoint)
+    run_on_prompts(config, evaluate_checkpoint)
 
 
 def evaluate_checkpoint(

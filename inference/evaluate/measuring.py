@@ -16,7 +16,7 @@ from outrider.base.processes import from_main
 from outrider.base.progress import Stage
 from outrider.base.settings import construct
 from outrider.inference.doctor.scores import Findings, describe_findings, refuse_reading
-from outrider.inference.evaluate.planning import Plan
+from outrider.inference.evaluate.planning import EvaluationPlan
 from outrider.inference.loading.models import Models, load_models
 from outrider.inference.measure.bench import Bench, Talk, make_bench, measure_talks, peak_memory, prepare_methods
 from outrider.inference.measure.prepared import Prepared
@@ -51,7 +51,7 @@ class Queue:
     file: int
 
 
-def measure_prompts(plan: Plan, queue: Queue) -> Prepared:
+def measure_prompts(plan: EvaluationPlan, queue: Queue) -> Prepared:
     """Load, tune and measure; results go to `plan.out_dir`. All processes of a launcher call this.
 
     On a CPU the main process loads its models first, alone, as it chooses the kernels by their speed; the others load
@@ -67,14 +67,14 @@ def measure_prompts(plan: Plan, queue: Queue) -> Prepared:
     return prepared
 
 
-def require_results(plan: Plan, groups: int) -> None:
+def require_results(plan: EvaluationPlan, groups: int) -> None:
     """Raise `UserError` unless the results of so many groups are in `plan.out_dir`."""
     size = plan.config.batch
     if missing := size * groups - len(finished_results(plan.out_dir, size)):
         raise UserError(f"out_dir={plan.out_dir}: the results of {missing} prompts are missing there; give resume=true")
 
 
-def open_queue(plan: Plan) -> Queue:
+def open_queue(plan: EvaluationPlan) -> Queue:
     """What remains in `plan.out_dir`. Raises `UserError` if it holds results that must not be continued."""
     size, state = plan.config.batch, plan.processes
 
@@ -97,12 +97,12 @@ def open_queue(plan: Plan) -> Queue:
     )
 
 
-def load(plan: Plan, prepared: Prepared | None) -> Models:
+def load(plan: EvaluationPlan, prepared: Prepared | None) -> Models:
     """The models. Without anything `prepared`, the kernels of a CPU are chosen now, by their speed."""
     return load_models(plan.config, plan.setup, plan.drafters, None if prepared is None else prepared.products)
 
 
-def tune(plan: Plan, models: Models | None) -> Prepared:
+def tune(plan: EvaluationPlan, models: Models | None) -> Prepared:
     """Measure once, on the main process, what all prompts need (see `Prepared`), and record it with the identity."""
 
     def begin() -> object:
@@ -117,7 +117,7 @@ def tune(plan: Plan, models: Models | None) -> Prepared:
     return construct(Prepared, from_main(plan.processes, begin))
 
 
-def see_doctor(plan: Plan, models: Models) -> Mapping[str, Findings]:
+def see_doctor(plan: EvaluationPlan, models: Models) -> Mapping[str, Findings]:
     """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
     from outrider.inference.doctor.examine import examine  # imported only if requested
 
@@ -129,7 +129,7 @@ def see_doctor(plan: Plan, models: Models) -> Mapping[str, Findings]:
     return findings
 
 
-def measure(plan: Plan, queue: Queue, prepared: Prepared, models: Models) -> int:
+def measure(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Models) -> int:
     """Measure the groups of this process's share, as many as the time limit leaves; returns their number."""
     config, setup, size = plan.config, plan.setup, plan.config.batch
     models.runtime.prepare(plan.positions, prepared.kernels)
@@ -151,7 +151,7 @@ def measure(plan: Plan, queue: Queue, prepared: Prepared, models: Models) -> int
     return measure_in_time(plan, queue, measure_next)
 
 
-def store(plan: Plan, queue: Queue, bench: Bench, talks: Sequence[Talk]) -> float:
+def store(plan: EvaluationPlan, queue: Queue, bench: Bench, talks: Sequence[Talk]) -> float:
     """Append the results of one group; returns the seconds that all runs have spent."""
     spent, cpu_share, peak = queue.limit.spent(), bench.watch.take(), peak_memory(plan.setup.device)
     for talk in talks:
@@ -170,7 +170,7 @@ def store(plan: Plan, queue: Queue, bench: Bench, talks: Sequence[Talk]) -> floa
     return spent
 
 
-def measure_in_time(plan: Plan, queue: Queue, measure_next: Callable[[int], float]) -> int:
+def measure_in_time(plan: EvaluationPlan, queue: Queue, measure_next: Callable[[int], float]) -> int:
     """Measure the groups of the share while the limit leaves time, the required ones in any case; returns how many.
 
     measure_next: measures a group, and returns the seconds that are spent after it.
@@ -191,7 +191,7 @@ def measure_in_time(plan: Plan, queue: Queue, measure_next: Callable[[int], floa
     return count
 
 
-def _overtime(plan: Plan, queue: Queue, count: int) -> str:
+def _overtime(plan: EvaluationPlan, queue: Queue, count: int) -> str:
     """How many of the required prompts are done after the time is over. count: the groups done by this process."""
     least, size = queue.finished + len(queue.required), plan.config.batch
     total = min(least, queue.finished + count * plan.processes.num_processes)

@@ -36,7 +36,7 @@ Config = TypeVar("Config", bound=EvaluateConfig)
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What an evaluation will measure.
 
     rendered: the ids of every prompt's first turn. positions: the length in tokens of the longest text. identity: see
@@ -68,7 +68,7 @@ def make_plan(
     processes: PartialState,
     limit: TimeLimit,
     peers: Peers | None = None,
-) -> Plan:
+) -> EvaluationPlan:
     """The plan for all methods of `config` on `prompts`. Raises `UserError` for what cannot be measured."""
     setup = find_setup(config)
     require_own_device(setup.device, processes)
@@ -83,7 +83,9 @@ def make_plan(
     require_fits(prompts, rendered, context - new)
     identity = identity_of(config, setup, prompts) | ({"peers": dict(peers.identity)} if peers else {})
     positions, out_dir = longest_text(turns, new, context), Path(config.out_dir)
-    return Plan(config, setup, prompts, rendered, drafters, positions, identity, out_dir, processes, limit, peers)
+    return EvaluationPlan(
+        config, setup, prompts, rendered, drafters, positions, identity, out_dir, processes, limit, peers
+    )
 
 
 def require_own_device(device: torch.device, processes: PartialState) -> None:
@@ -143,7 +145,7 @@ def heldout_fraction(config: EvaluateConfig) -> float:
     return float(fraction)
 
 
-def run_command(config: Config, compare: Callable[[Config, Sequence[Prompt]], None]) -> None:
+def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]], None]) -> None:
     """`compare` on the prompts that `config` names; with plan=true only print what every device would hold."""
     if config.plan:
         print(evaluation_plan(config, find_target(config).config), flush=True)
@@ -162,7 +164,7 @@ def run_command(config: Config, compare: Callable[[Config, Sequence[Prompt]], No
 @contextmanager
 def begin_evaluation(
     config: Config, prompts: Sequence[Prompt], clock: Clock = time.perf_counter, peers: Peers | None = None
-) -> Iterator[Plan]:
+) -> Iterator[EvaluationPlan]:
     """Join the processes, lock `config.out_dir` and make the plan. Raises `UserError` if another run is using it."""
     limit = TimeLimit(config.minutes, clock(), clock=clock)
     processes = join_processes()
@@ -174,7 +176,7 @@ def begin_evaluation(
         yield make_plan(config, prompts, processes, limit, peers)
 
 
-def end_evaluation(plan: Plan, wrong: Sequence[str]) -> None:
+def end_evaluation(plan: EvaluationPlan, wrong: Sequence[str]) -> None:
     """End the process with status 1 if a method is `wrong`."""
     if wrong:
         if plan.processes.is_main_process:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from outrider.base.processes import from_main
 from outrider.base.progress import Stage
 from outrider.draft_models.card import add_report
-from outrider.inference.evaluate.planning import Plan
+from outrider.inference.evaluate.planning import EvaluationPlan
 from outrider.inference.measure.prepared import Prepared
 from outrider.inference.measure.results import PromptResult, finished_results
 from outrider.inference.report.building import build_report
@@ -31,7 +31,7 @@ class EnginePart:
 
 
 def judge(
-    plan: Plan, prepared: Prepared, engine: Mapping[str, EnginePart]
+    plan: EvaluationPlan, prepared: Prepared, engine: Mapping[str, EnginePart]
 ) -> tuple[list[MethodReport], list[PromptResult]]:
     """The reports of all methods, and the results of all turns in `plan.out_dir`, their source. engine: by method."""
     config = plan.config
@@ -46,7 +46,9 @@ def judge(
     return [replace(report, **parts.get(report.method, {})) for report in reports], results
 
 
-def write(plan: Plan, reports: Sequence[MethodReport], results: Sequence[PromptResult], command: Sequence[str]) -> None:
+def write(
+    plan: EvaluationPlan, reports: Sequence[MethodReport], results: Sequence[PromptResult], command: Sequence[str]
+) -> None:
     """Write the report to `plan.out_dir`, to the console, to the drafters' cards, and to Weights & Biases."""
     config, tokenizer = plan.config, plan.setup.tokenizer
     texts = {
@@ -75,7 +77,7 @@ def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
 
 
 def write_report(
-    plan: Plan,
+    plan: EvaluationPlan,
     prepared: Prepared,
     engine: Mapping[str, EnginePart] = MappingProxyType({}),
     command: Sequence[str] = ("evaluate-checkpoint",),

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, require, warn
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.data_prep.text.settings import ChatTemplate, PromptTemplate
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
@@ -135,7 +135,7 @@ def no_drafter_in(folder: Path) -> str:
     expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
     if not folder.is_dir():
         return f"no such directory; expected one with {expected}; a Hub name goes to small_lm= or eagle3="
-    contents = listed(sorted(file.name for file in folder.iterdir())) or "nothing"
+    contents = list_words(sorted(file.name for file in folder.iterdir())) or "nothing"
     return f"found {contents}: expected a directory with {expected}"
 
 
@@ -144,8 +144,8 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 
     Raises `UserError` for invalid ids.
     """
-    listed = read_generation_config(target.source, target.revision).eos_token_id
-    for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
+    configured = read_generation_config(target.source, target.revision).eos_token_id
+    for candidate in (configured, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]
             valid = all(type(i) is int and i >= 0 for i in ids)

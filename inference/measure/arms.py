@@ -59,7 +59,7 @@ def make_arms(
         make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
         arms[name] = partial(maker.draft, name, make, method.verification)
     if runtime is not None:
-        arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
+        arms = {name: rerun_on_capture(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
         arms[TRANSFORMERS] = lambda prompt, streams: transformers_generate(
             plain, prompt, text, streams.number(TRANSFORMERS, "sample", bits=64)
@@ -101,16 +101,16 @@ class _ArmMaker:
         if text.stops and text.tokenizer is not None:
             rounds = until(rounds, prompt, StopStrings(text.stops, text.tokenizer).first_end)
         with Stage("", most, "tokens") as stage:
-            return collect(_telling(rounds, stage), self.clock)
+            return collect(_advance_stage(rounds, stage), self.clock)
 
 
-def _telling(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:
+def _advance_stage(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:
     for r in rounds:
         stage.advance(len(r.tokens))
         yield r
 
 
-def without_captures(arm: Arm, runtime: Runtime) -> Arm:
+def rerun_on_capture(arm: Arm, runtime: Runtime) -> Arm:
     """`arm`, run again if it captured graphs, since capture time is not decode time."""
 
     def settled(prompt: Sequence[int], streams: Streams) -> Generation:
@@ -241,10 +241,10 @@ def decode_all(
     seconds = time.perf_counter() - started
     for error in filter(None, ended):
         raise error
-    return _shared_out([generations[index] for index in range(len(prompts))], seconds)
+    return _share_time([generations[index] for index in range(len(prompts))], seconds)
 
 
-def _shared_out(texts: Sequence[Generation], seconds: float) -> list[Generation]:
+def _share_time(texts: Sequence[Generation], seconds: float) -> list[Generation]:
     """`texts`, which were decoded together in `seconds`, each with its share of that time."""
     decoding = seconds - sum(text.prefill_seconds for text in texts)
     pace = decoding / max(1, sum(len(text.tokens) - 1 for text in texts))

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from outrider.base.progress import Stage, counted
+from outrider.base.progress import Stage, track_progress
 from outrider.base.streams import Streams
 from outrider.data_prep.text.chat import answer_text
 from outrider.data_prep.text.prompt_records import Prompt
@@ -99,7 +99,7 @@ def make_bench(
     tokens = min(WARM_UP_TOKENS, config.max_new_tokens)
     peer_arms = peers(tokens)
     warm_ups, alone = {**arms_for(tokens), **peer_arms}, frozenset({TRANSFORMERS, *peer_arms})
-    for name, arm in counted(warm_ups.items(), "warming up, compiling what is new", "methods"):
+    for name, arm in track_progress(warm_ups.items(), "warming up, compiling what is new", "methods"):
         streams, together = Streams(config.seed).within("warm-up"), None if name in alone else batch
         decode_all(arm, [prompt] * config.batch, [streams] * config.batch, together)
     profilers: dict[str, Arm] = {}

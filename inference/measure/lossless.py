@@ -6,7 +6,7 @@ the next.
 
 In half precision the arm therefore decodes the reference's text again, teacher-forced. Drafts, passes, caches and
 rejections are its own; every choice is the reference's (`Forced`). The keys and values of every layer and the logits at
-every position are then compared with the target's in twice the precision (`precise`). The unit is the error of
+every position are then compared with the target's in twice the precision (`double_precision`). The unit is the error of
 transformers' own pass in the arm's precision. A correct runtime has about the same rounding error; a fault adds to it.
 Two ratios near 1 show that a row, for example a layer's keys, is right:
 
@@ -153,7 +153,7 @@ def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence
     """
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
     with stock_attention(model):
-        with precise(model):
+        with double_precision(model):
             logits, states = _forward(model, ids, len(text))
         rounded_logits, rounded = _forward(model, ids, len(text))
     unit = torch.finfo(model.dtype).eps / 2 / math.sqrt(3)  # the rounding error of storing a number in this precision
@@ -192,7 +192,7 @@ def _forward(
 
 
 @contextmanager
-def precise(model: PreTrainedModel) -> Iterator[None]:
+def double_precision(model: PreTrainedModel) -> Iterator[None]:
     """`model` computing in twice its precision: half in float32, float32 in float64.
 
     The weights of a module are converted while it runs, so that no second copy of the model is needed.

@@ -25,10 +25,10 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
-from outrider.base.words import Columns, filled
+from outrider.base.words import Columns, fill_table
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.data_files import read_file
 from outrider.data_prep.text.messages import replace_surrogates
@@ -51,7 +51,7 @@ from outrider.inference.measure.statistics import (
     Loops,
     acceptance_by_position,
     decode_statistics,
-    looped,
+    loop_length,
     share_of_loops,
     structure_statistics,
 )
@@ -194,13 +194,13 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
-    answers = dict(_answered(record, f"{path}:{number}") for number, record in read_file(path))
+    answers = dict(_parse_answer(record, f"{path}:{number}") for number, record in read_file(path))
     if not answers:
         raise UserError(f"transcripts={name}: no answer in it")
     return answers
 
 
-def _answered(record: object, where: str) -> tuple[str, tuple[str, ...]]:
+def _parse_answer(record: object, where: str) -> tuple[str, tuple[str, ...]]:
     match record:
         case {"question_id": question, "choices": [{"turns": [*turns]}, *_]}:
             if all(isinstance(turn, str) and replace_surrogates(turn) == turn for turn in turns):
@@ -292,7 +292,7 @@ def replay_turns(
     The budget is max_new_tokens, or the length of a longer answer, so drafts do not know where an answer ends.
     """
     generations = []
-    for turn in counted(turns, f"replaying by {name}", "turns"):
+    for turn in track_progress(turns, f"replaying by {name}", "turns"):
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
         budget = max(config.max_new_tokens, len(turn.answer))
         rounds = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
@@ -317,7 +317,7 @@ def replay_report(
         structure=structure_statistics(generations),
         draft_us=1e6 * statistics.median(seconds) if seconds else None,
         acceptance_by_position=acceptance_by_position(generations),
-        tau_without_loops=decode_statistics(g for g in generations if not looped(g.tokens)).tau,
+        tau_without_loops=decode_statistics(g for g in generations if not loop_length(g.tokens)).tau,
         by_category={
             category: TurnsReplay(**vars(decode_statistics(group)), loops=share_of_loops([g.tokens for g in group]))
             for category, group in groups.items()
@@ -346,5 +346,5 @@ def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
     first = reports[0]
     groups = {name: (f"{{by_category[{name}].tau:.2f?}}", "") for name in first.by_category}
     summary = f"{first.turns} turns, {first.tokens} tokens, greedy; {first.loops}."
-    table = filled({**REPLAYED, **groups}, [vars(report) for report in reports])
+    table = fill_table({**REPLAYED, **groups}, [vars(report) for report in reports])
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

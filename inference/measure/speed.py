@@ -11,7 +11,7 @@ from dataclasses import replace
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.measure.statistics import MedianInterval, PlainToken, bootstrap_median, looped
+from outrider.inference.measure.statistics import MedianInterval, PlainToken, bootstrap_median, loop_length
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 
@@ -25,19 +25,19 @@ def end_to_end(generation: Generation) -> float:
     return (generation.prefill_seconds + generation.decode_seconds) / len(generation.tokens)
 
 
-def timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
+def select_timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
     """Results in which every given arm decoded at least one token after the prefill."""
     return [r for r in results if all(len(r.generations[arm].tokens) > 1 for arm in arms)]
 
 
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
     """The results in which no arm's text loops."""
-    return [r for r in results if not any(looped(r.generations[arm].tokens) for arm in arms)]
+    return [r for r in results if not any(loop_length(r.generations[arm].tokens) for arm in arms)]
 
 
 def speedups(results: Sequence[PromptResult], arm: str, baseline: str) -> dict[str, float]:
     """Per prompt: the baseline's seconds per decoded token over the arm's, if both decoded tokens."""
-    return {r.prompt_id: _ratio(r, arm, baseline, decoding) for r in timed(results, arm, baseline)}
+    return {r.prompt_id: _ratio(r, arm, baseline, decoding) for r in select_timed(results, arm, baseline)}
 
 
 def speedup(
@@ -48,7 +48,7 @@ def speedup(
     seconds: Callable[[Generation], float] = decoding,
 ) -> MedianInterval:
     """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
-    timed_results = timed(results, arm, baseline)
+    timed_results = select_timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
     return median_of(timed_results, [_ratio(r, arm, baseline, seconds) for r in timed_results], streams.within(*names))
 
@@ -109,7 +109,7 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t seconds a token.
     They break even at v = (s/t − 1)/k.
     """
-    timed_results = timed(results, method, AUTOREGRESSIVE)
+    timed_results = select_timed(results, method, AUTOREGRESSIVE)
     rounds = [r for result in timed_results for r in result.generations[method].rounds]
     drafted = sum(r.drafted for r in rounds)
     if not drafted:

@@ -209,7 +209,7 @@ LEAST = 12  # tokens of the stretch: a row of dots, or of digits at the end of a
 
 
 @lru_cache(maxsize=4096)  # all arms of a greedy evaluation have the same texts
-def looped(tokens: tuple[int, ...]) -> int:
+def loop_length(tokens: tuple[int, ...]) -> int:
     """The number of tokens in the longest stretch of a text that makes it loop; 0 for a text that does not."""
     text, size, longest = np.array(tokens), len(tokens), 0
     for period in range(1, size // TIMES + 1):
@@ -235,7 +235,7 @@ class Loops:
 
 def share_of_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
     """The loops of `texts`."""
-    lengths, total = [looped(text) for text in texts], sum(map(len, texts))
+    lengths, total = [loop_length(text) for text in texts], sum(map(len, texts))
     return Loops(len(texts), sum(map(bool, lengths)), sum(lengths) / total if total else 0.0)
 
 

@@ -12,10 +12,10 @@ from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
-from outrider.base.words import Columns, filled, listed
+from outrider.base.words import Columns, fill_table, list_words
 from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
-from outrider.inference.measure.speed import decoding, median_of, timed
-from outrider.inference.measure.statistics import Loops, MedianInterval, looped, share_of_loops, verdict
+from outrider.inference.measure.speed import decoding, median_of, select_timed
+from outrider.inference.measure.statistics import Loops, MedianInterval, loop_length, share_of_loops, verdict
 from outrider.inference.report.types import MethodReport, read_reports, to_json
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
@@ -115,7 +115,7 @@ def _compare(config: CompareConfig) -> Comparison:
     return Comparison(
         compare=(before.folder, after.folder),
         prompts=(len(before.results), len(after.results), len(shared)),
-        differences=differences(before, after),
+        differences=list_differences(before, after),
         busy={run.folder: run.busy for run in (before, after) if run.busy},
         methods=tuple(compare_methods(before, after, shared, pair, streams.within(*pair)) for pair in pairs.items()),
     )
@@ -151,7 +151,7 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
     return shared
 
 
-def differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[object, object]]:
+def list_differences(before: Evaluation, after: Evaluation) -> dict[str, tuple[object, object]]:
     """Differences of the two runs other than methods: settings and facts that a reader must know."""
     keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
             "made_with", "digests", "seed")  # fmt: skip
@@ -164,14 +164,14 @@ def compare_methods(
 ) -> MethodsCompared:
     """The second method of `pair`, of the run `after`, over the first, of the run `before`."""
     (arm_before, arm_after), arms = pair, ((before, pair[0]), (after, pair[1]))
-    fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
+    fair = [name for name in shared if all(select_timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
     texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
     def ratio(value: Value, fair: Sequence[str] = fair) -> MedianInterval:
         values = [value(after.results[name], arm_after) / value(before.results[name], arm_before) for name in fair]
         return median_of([before.results[name] for name in fair], values, streams.within(value.__name__))
 
-    gain = ratio(_speedup, [name for name in fair if not any(map(looped, texts[name]))])
+    gain = ratio(_speedup, [name for name in fair if not any(map(loop_length, texts[name]))])
     return MethodsCompared(
         pair=pair,
         gain=ratio(_speedup),
@@ -207,9 +207,9 @@ def comparison_table(comparison: Comparison) -> str:
         f"{shared} shared turns, of {turns_before} and {turns_after}. A ratio above 1 is in favour of {second}. "
         f"{loops}.",
         "",
-        *filled(COMPARED, ({**vars(row), "prompts": shared} for row in comparison.methods)).markdown(),
+        *fill_table(COMPARED, ({**vars(row), "prompts": shared} for row in comparison.methods)).markdown(),
     ]
     lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in comparison.busy.items()]
     if comparison.differences:
-        lines += ["", f"Not the same in both: {listed(sorted(comparison.differences))}."]
+        lines += ["", f"Not the same in both: {list_words(sorted(comparison.differences))}."]
     return "\n".join(lines) + "\n"

@@ -142,7 +142,7 @@ def overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
         if "hub" in sources:
             return Overlap(why="its training text lies on the Hub, and nothing is fetched for this")
         run_sets = [{run for turn in prompt.turns for run in runs(turn)} for prompt in prompts]
-        seen, characters, complete = _seen(set().union(*run_sets), config)
+        seen, characters, complete = _find_runs(set().union(*run_sets), config)
     except UserError as error:
         return Overlap(why=f"its training text cannot be read here ({error})")
     return Overlap(
@@ -161,7 +161,7 @@ def runs(text: str) -> list[Run]:
     return list(zip(*(words[start:] for start in range(RUN)), strict=False))
 
 
-def _seen(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
+def _find_runs(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
     seen: set[Run] = set()
     characters = 0
     for record in read_records(config, "train"):

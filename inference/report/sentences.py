@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 
-from outrider.base.words import figure, in_shell, in_words, option
+from outrider.base.words import format_figure, format_seconds, quote_word, write_option
 from outrider.inference.doctor.scores import describe_findings
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, MedianInterval
 from outrider.inference.report.types import (
@@ -32,8 +32,10 @@ OWN_RUN = "the target's own run differs: plain decoding here gives other texts t
 
 def measure_again(words: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
     """The command that repeats the measurement in a new directory. words: the options of the first run."""
-    same = {word.partition("=")[0]: word for word in [*words, option("out_dir", f"{out_dir}-again"), "resume=false"]}
-    return f"measure the same again: {' '.join(map(in_shell, [*command, *same.values()]))}"
+    same = {
+        word.partition("=")[0]: word for word in [*words, write_option("out_dir", f"{out_dir}-again"), "resume=false"]
+    }
+    return f"measure the same again: {' '.join(map(quote_word, [*command, *same.values()]))}"
 
 
 def recommendation(reports: Sequence[MethodReport]) -> str:
@@ -49,10 +51,10 @@ def recommendation(reports: Sequence[MethodReport]) -> str:
     timed = [report for report in reports if report.figures.speedup.median is not None]
     right = [report for report in timed if report.verdict != NOT_LOSSLESS]
     ranked = sorted(right, key=lambda report: -(report.figures.speedup_without_loops.median or 0))
-    return f"{_recommended(ranked)}{warning}.{_slower_plain(reports[0])}"
+    return f"{_recommend(ranked)}{warning}.{_slower_plain(reports[0])}"
 
 
-def _recommended(ranked: Sequence[MethodReport]) -> str:
+def _recommend(ranked: Sequence[MethodReport]) -> str:
     """The sentence for lossless methods that were timed, the fastest first."""
     if not ranked:
         return "undecided: no lossless method was timed"
@@ -64,7 +66,7 @@ def _recommended(ranked: Sequence[MethodReport]) -> str:
         loops = f"{ranked[0].figures.loops}, {_LOOPS_CAUSE}"
         return f"undecided: {loops}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompts}"
     best = next(report for kind in ("faster", "undecided", "slower") for report in ranked if report.verdict == kind)
-    gain = figure(best.figures.speedup_without_loops).replace(" ", " plain decoding ", 1)
+    gain = format_figure(best.figures.speedup_without_loops).replace(" ", " plain decoding ", 1)
     if best.verdict == "faster":
         return f"`{best.method}` is the fastest: {gain}{_rivals(best, ranked)}"
     if best.verdict == "slower":
@@ -98,7 +100,7 @@ def _slower_plain(report: MethodReport) -> str:
     if faster.ci95 is None or faster.ci95[0] <= 1 + MARGIN:
         return ""
     return (
-        f" Plain decoding is slower here than transformers' generate, which has {figure(faster)} of its speed: "
+        f" Plain decoding is slower here than transformers' generate, which has {format_figure(faster)} of its speed: "
         f"compare with generate. threads=1 helps on a machine that others use (here {_threads(report)}), "
         f"dtype=bfloat16 on a processor that has it (here {report.conditions.dtype})."
     )
@@ -174,7 +176,7 @@ def sentences(reports: Sequence[MethodReport]) -> list[str]:
     lines += map(method_sentence, reports)
     lines += [vocabulary_sentence(kind, vocabulary) for kind, vocabulary in run.draft_vocabularies.items()]
     if run.trained_seconds:
-        times = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in run.trained_seconds.items())
+        times = ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in run.trained_seconds.items())
         lines.append(f"Trained, evaluations on the way included: {times}.")
     if run.skipped:
         lines.append(f"Left out: {'; '.join(f'{turn.prompt_id} ({turn.reason})' for turn in run.skipped)}.")
@@ -202,7 +204,8 @@ def method_sentence(report: MethodReport) -> str:
         structure += f"({100 * size.share:.0f} % of rounds)"
     return (
         f"{report.method}: {report.verdict}; time: {parts}; break-even acceptance "
-        f"{figure(report.break_even_acceptance, '.2f')}, measured {report.figures.acceptance_rate:.2f}{structure}."
+        f"{format_figure(report.break_even_acceptance, '.2f')}, measured {report.figures.acceptance_rate:.2f}"
+        f"{structure}."
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.base.streams import Streams
-from outrider.base.words import Columns, Table, figure, filled
+from outrider.base.words import Columns, Table, fill_table, format_figure
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
@@ -22,7 +22,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE
 LARGEST_DIFFERENCE = 0.02  # differences of acceptance at a depth up to this are not reported
 _DRAWS = 2000
 _USUAL = 3  # tokens of a draft
-Counts = npt.NDArray[np.int64]
+RoundCounts = npt.NDArray[np.int64]
 ServerCounts = Sequence[tuple[Sequence[int] | None, int]]
 Texts = Sequence[Generation]
 SERVED: Columns = {
@@ -144,7 +144,7 @@ def _acceptance(
     rows = [row for row, _ in run.counts if row is not None]
     if not rows:
         tau = decode_statistics(map(_without_last, texts)).tau
-        return tau, int(there[:, 0].sum()), _compared(there, local, units, streams)
+        return tau, int(there[:, 0].sum()), _compare_depths(there, local, units, streams)
     if any(len(row) != 1 + depth for row in rows):  # a server that does not count by depth
         return None, None, ()
     edges = [*accumulate((prompts for _, prompts in run.counts), initial=0)]
@@ -152,18 +152,18 @@ def _acceptance(
     there[[row is not None for row, _ in run.counts]] = rows
     rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
     groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
-    compared = _compared(there, local, groups, streams, len(texts) / max(1, rounds))
+    compared = _compare_depths(there, local, groups, streams, len(texts) / max(1, rounds))
     return 1 + accepted / max(1, rounds), rounds, compared
 
 
-def _depths(generations: Iterable[Generation], depth: int) -> Counts:
+def _depths(generations: Iterable[Generation], depth: int) -> RoundCounts:
     """[n, 1 + depth]: for each generation the number of whole rounds, and how many of them accepted 1, 2, … tokens."""
     accepted = [np.array([r.accepted for r in _without_last(g).rounds], np.int64) for g in generations]
     return np.array([(lengths[:, None] >= np.arange(1 + depth)).sum(0) for lengths in accepted])
 
 
-def _compared(
-    there: Counts, here: Counts, units: Sequence[str], streams: Streams, tolerance: float = 0.0
+def _compare_depths(
+    there: RoundCounts, here: RoundCounts, units: Sequence[str], streams: Streams, tolerance: float = 0.0
 ) -> tuple[DepthShare, ...]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
@@ -193,7 +193,7 @@ def _compared(
 
 def served_table(reports: Sequence[MethodReport]) -> Table:
     """A row for every method and concurrency in an engine."""
-    return filled(SERVED, [_served_cells(report.method, row) for report in reports for row in report.served or ()])
+    return fill_table(SERVED, [_served_cells(report.method, row) for report in reports for row in report.served or ()])
 
 
 def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
@@ -205,7 +205,7 @@ def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
         "there": " ".join(f"{depth.served:.3f}" for depth in row.acceptance),
         "here": " ".join(f"{depth.here:.3f}{'*' * depth.differs}" for depth in row.acceptance),
         "identical": "" if matches is None else same,
-        "tokens": " → ".join(figure(speed, ".1f") for speed in row.tokens_per_second.values()),
+        "tokens": " → ".join(format_figure(speed, ".1f") for speed in row.tokens_per_second.values()),
         "spent": " → ".join(f"{1000 * seconds:.1f}" for seconds in row.seconds_per_token.values()),
     }
 
@@ -259,7 +259,7 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
         gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
         pays = f"Draft lengths that pay for {kind} by requests at a time: {', '.join(ranges)}"
         gain = f"Over K = {usual} everywhere this gains {', '.join(gains)}, on these prompts."
-        lines += ["", f"{pays}. {gain}", "", *_expected(rows)]
+        lines += ["", f"{pays}. {gain}", "", *_expected_speedups(rows)]
         if any(k for *_, k in steps) and (option := _engine_option(kind, rows[0].engine, steps)):
             lines += ["", "```", json.dumps(option), "```"]
     return lines
@@ -274,7 +274,7 @@ def _engine_option(kind: str, engine: str, steps: Sequence[tuple[int, int, int]]
     return {"num_speculative_tokens": max(k for *_, k in steps), "num_speculative_tokens_per_batch_size": steps}
 
 
-def _expected(rows: Sequence[ServedRow]) -> Iterator[str]:
+def _expected_speedups(rows: Sequence[ServedRow]) -> Iterator[str]:
     """By requests at a time: the speed-up to expect of each draft length from the shortest to the longest measured one.
 
     A step of K drafted tokens emits 1 + Σ a_d tokens, d ≤ K, where a_d is the share of rounds that accepted d tokens.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from outrider.base.words import Columns, Table, filled
+from outrider.base.words import Columns, Table, fill_table
 from outrider.inference.measure.lossless import BULK, GAP, PEAK
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS
 from outrider.inference.report.types import MethodReport
@@ -121,7 +121,7 @@ def _times(report: MethodReport, arm: str) -> Row:
 def methods_tables(reports: Sequence[MethodReport]) -> tuple[Table, Table]:
     """Verdict, speed-ups, τ and acceptance of each method; and the time of whole answers, the prefill included."""
     rows = arms_and_methods(reports)
-    return filled(METHODS, rows), filled(WHOLE, rows)
+    return fill_table(METHODS, rows), fill_table(WHOLE, rows)
 
 
 def counted_table(reports: Sequence[MethodReport]) -> Table:
@@ -129,7 +129,7 @@ def counted_table(reports: Sequence[MethodReport]) -> Table:
     depths = range(min(6, max(len(report.acceptance_given_previous) for report in reports)))
     often = "how often the draft is right here, where it was right before"
     deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}].accepted:.2f}}", often) for i in depths}
-    return filled({**COUNTED, **deeper}, [{**vars(report.figures), **vars(report)} for report in reports])
+    return fill_table({**COUNTED, **deeper}, [{**vars(report.figures), **vars(report)} for report in reports])
 
 
 def category_tables(reports: Sequence[MethodReport]) -> list[tuple[str, Table]]:
@@ -137,7 +137,7 @@ def category_tables(reports: Sequence[MethodReport]) -> list[tuple[str, Table]]:
     columns, tables = {name: METHODS[name] for name in CATEGORY}, []
     for name, figures in reports[0].by_category.items():
         rows = [{**vars(report.by_category[name]), "method": report.method} for report in reports]
-        tables.append((f"{name}, {figures.prompts} of the prompts: {figures.loops}", filled(columns, rows)))
+        tables.append((f"{name}, {figures.prompts} of the prompts: {figures.loops}", fill_table(columns, rows)))
     return tables
 
 
@@ -146,6 +146,6 @@ def judged_table(reports: Sequence[MethodReport]) -> Table:
     judged = {arm: judgement for report in reports for arm, judgement in report.lossless.judged.items() if judgement}
     faults = {arm: f"NOT LOSSLESS: {'; '.join(row.faults)}" for arm, row in judged.items() if row.faults}
     none = "none above rounding"
-    return filled(
+    return fill_table(
         JUDGED, [{**vars(row), "method": arm, "verdict": faults.get(arm, none)} for arm, row in judged.items()]
     )

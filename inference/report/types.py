@@ -100,7 +100,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class PromptCounts:
     """The number of prompts, which are conversations, and of their turns."""
 
     prompts: int
@@ -108,7 +108,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures(DecodeStatistics, Counts):
+class Figures(DecodeStatistics, PromptCounts):
     """The figures of a method on some prompts. speedup: over plain decoding, as is the one on texts without loops."""
 
     speedup: MedianInterval

@@ -7,10 +7,10 @@ from pathlib import Path
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
-from outrider.base.words import figure
+from outrider.base.words import format_figure
 from outrider.inference.measure.results import REPORT_FILE, PromptResult
 from outrider.inference.measure.speed import conversations, speedup, tokens_per_second
-from outrider.inference.measure.statistics import looped
+from outrider.inference.measure.statistics import loop_length
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.sentences import conditions_text, doctor_lines, recommendation, resolution, sentences
 from outrider.inference.report.served import served_lines
@@ -101,9 +101,9 @@ def result_lines(results: Sequence[PromptResult], config: EvaluateConfig) -> lis
     for arm in (AUTOREGRESSIVE, *config.methods):
         speed, gain = tokens_per_second(results, arm), speedup(results, arm, AUTOREGRESSIVE, streams)
         same = "sampled" if config.sampling.temperature else sum(r.identical(arm, AUTOREGRESSIVE) for r in results)
-        times = figure(gain, "interval" if gain.prompts > 1 else "times")  # one prompt has no interval
-        figures = f"tokens_per_second={figure(speed, '.1f')} speedup='{times}' same_text={same}/{len(results)}"
-        figures += f" looping={sum(looped(r.generations[arm].tokens) > 0 for r in results)}/{len(results)}"
+        times = format_figure(gain, "interval" if gain.prompts > 1 else "times")  # one prompt has no interval
+        figures = f"tokens_per_second={format_figure(speed, '.1f')} speedup='{times}' same_text={same}/{len(results)}"
+        figures += f" looping={sum(loop_length(r.generations[arm].tokens) > 0 for r in results)}/{len(results)}"
         lines.append(f"result method={arm} prompts={conversations(results)} {figures}")
     return lines
 

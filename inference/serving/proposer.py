@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from outrider.base.errors import UserError, require
-from outrider.base.words import Shown
+from outrider.base.words import PageName
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.drafters.ngrams.mixture import Mixture
 from outrider.inference.drafters.ngrams.ngram_search import new_nodes
@@ -155,7 +155,7 @@ def serving_page(table: Path, target: str) -> str:
     settings = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4}
     variables = [f"{key}={shlex.quote(value)}" for key, value in environment(table).items()]
     vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return _PAGE.format(table=Shown(table), target=Shown(target), vllm=" ".join([*variables, vllm]))
+    return _PAGE.format(table=PageName(table), target=PageName(target), vllm=" ".join([*variables, vllm]))
 
 
 def environment(table: Path) -> dict[str, str]:

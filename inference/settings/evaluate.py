@@ -15,7 +15,7 @@ from outrider.base.settings import (
     RunConfig,
     Settings,
     free,
-    missing,
+    missing_error,
     only,
     opt,
     require_default,
@@ -65,7 +65,7 @@ class Drafting:
                 path = getattr(self, key, None) if key == EARLY_EXIT.option else where
                 needed = f"{kind.needs} for {using}{self._instead()}"
                 if path is None and where is None:
-                    raise missing(option, needed)
+                    raise missing_error(option, needed)
                 require(where is not None, option, path, needed)
         options = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
         for name, where in self.drafters.items():
@@ -136,7 +136,7 @@ class DecodingConfig(Drafting, Settings):
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
             require(once, str(kind.option), super().where(kind), expected)
         if self.target is None and self.early_exit is None:
-            raise missing("target", f"the model that is to decode{self._instead()}")
+            raise missing_error("target", f"the model that is to decode{self._instead()}")
 
     def where(self, kind: Kind) -> str | None:
         if self.checkpoint is not None and kind == (self.held or EARLY_EXIT):

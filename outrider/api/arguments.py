@@ -1,15 +1,22 @@
-"""Arguments of the Python API: prompts, as a text, a conversation or token ids, and known options."""
+"""Checks of the Python API's arguments: prompts (a text, a conversation or token ids), sampling, known options."""
 
 import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeGuard, TypeVar, cast
 
 from outrider.base.errors import UserError, require
 from outrider.base.settings import Named
 from outrider.base.words import did_you_mean
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.messages import Message
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
 from outrider.inference.settings.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from outrider.inference.loading.target_setup import TargetSetup
 
 _Parameters = ParamSpec("_Parameters")
 _Return = TypeVar("_Return")
@@ -48,10 +55,39 @@ def require_conversation(prompt: object, key: str) -> Messages:
     return items
 
 
+def read_prompt(
+    setup: "TargetSetup", prompt: PromptInput, key: str, template_arguments: Mapping[str, object]
+) -> list[int]:
+    """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
+    is_conversation = not isinstance(prompt, str) and not is_token_ids(prompt)
+    expected = "none: only a conversation is rendered by a template"
+    require(is_conversation or not template_arguments, KWARGS, template_arguments, expected)
+    if is_token_ids(prompt):
+        most = setup.config.vocab_size
+        for index, token in enumerate(prompt):
+            require(0 <= token < most, f"{key}[{index}]", token, f"a token id of the target: 0 to {most - 1}")
+        return [*prompt]
+    if isinstance(prompt, str):
+        ids = render_prompt([prompt], setup.tokenizer, "none", context=context_limit(setup.config), where=key)
+    else:
+        ids = _render(setup, require_conversation(prompt, key), key, template_arguments)
+    require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
+    return ids
+
+
+def _render(setup: "TargetSetup", messages: Messages, key: str, template_arguments: Mapping[str, object]) -> list[int]:
+    """The ids of a conversation, rendered by the chat template; its answers may have their own ids."""
+    answers = [message.get("ids") for message in messages if message["role"] == "assistant"]
+    answer_ids = [read_prompt(setup, ids, f"{key}: ids", {}) if is_token_ids(ids) else [] for ids in answers]
+    tokenizer = bind_arguments(setup.target.tokenizer, {**setup.arguments, **template_arguments}, setup.chat_template)
+    turns, most = cast("list[Message]", messages), context_limit(setup.config)
+    return render_prompt(turns, tokenizer, setup.chat_template, answer_ids=answer_ids, context=most, where=key)
+
+
 def sampling_of(
     do_sample: bool, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float | None
 ) -> SamplingConfig:
-    """The settings of sampling that the options say. Raises `UserError` for options that contradict each other."""
+    """The settings of sampling from the options. Raises `UserError` for options that contradict each other."""
     if do_sample:
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty)
         require(temperature > 0, "temperature", temperature, "a number > 0; for greedy text do_sample=False")

@@ -1,7 +1,10 @@
 """Decoding from Python: a target with a drafter, loaded once and used for many generations.
 
-The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token; sampled text has its distribution.
-Several threads may use a model: their texts are decoded together.
+    model = Decoder.load("runs/eesd")
+    model.generate("The")              # a text  =  the pieces of `stream`  =  the tokens of `rounds`
+
+The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token. Sampled text has the target's
+distribution. Several threads may use a model: their texts are decoded together.
 """
 
 import functools
@@ -11,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self, cast, overload
+from typing import Annotated, Any, Self, overload
 
 from annotated_types import Ge, Le
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +24,9 @@ from outrider.api.arguments import (
     PromptInput,
     TextArgument,
     is_prompt_list,
-    is_token_ids,
     option_names,
+    read_prompt,
     refuse_unknown_options,
-    require_conversation,
     require_known_options,
     sampling_of,
 )
@@ -32,12 +34,10 @@ from outrider.base.errors import require
 from outrider.base.progress import Stage
 from outrider.base.settings import Count, construct
 from outrider.base.streams import Streams
-from outrider.data_prep.text.chat import StreamedText, render_prompt
-from outrider.data_prep.text.messages import Message
+from outrider.data_prep.text.chat import StreamedText
 from outrider.data_prep.text.settings import PromptTemplate
-from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype
-from outrider.draft_models.targets.vocabulary import KWARGS, bind_arguments
+from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.core.batch import Batch, Worker
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.logprobs import ScoringSelector
@@ -58,15 +58,16 @@ from outrider.inference.sizing.policy import Tuning
 
 @dataclass(frozen=True)
 class GenerationCounts:
-    """The counts of a generation: new tokens, and the target's passes that decoded all of them but the first.
+    """The counts of a generation: new tokens, and the target's passes that decoded all new tokens but the first.
 
-    ids: the new tokens, the end token included.
+    prompt: the number of its tokens. ended: whether an end token ended the text. ids: the new tokens, the end token
+    included.
     """
 
     tokens: int
     passes: int
-    prompt: int = 0  # its tokens
-    ended: bool = False  # by an end token
+    prompt: int = 0
+    ended: bool = False
     ids: tuple[int, ...] = ()
 
     @property
@@ -78,9 +79,9 @@ class GenerationCounts:
 class Decoder:
     """A target and its drafter, ready to decode. Made by `load`.
 
-    Threads may share it, and what `by` makes of it: up to `batch` of their texts are decoded at once. On a CPU a pass
-    of several texts is one, elsewhere they take turns round by round. last: the counts of the last text that was
-    generated to its end, by whichever thread.
+    Threads may share a decoder, and the decoders that `by` makes of it. Up to `batch` of their texts are decoded at
+    once: on a CPU in common passes, elsewhere in turn, round by round. last: the counts of the last text that a thread
+    generated to its end.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Decoder:
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
             self.setup = setup = find_setup(config)
-            if conversations is not False:  # it raises if no template is known, or if that refuses a system message
+            if conversations is not False:  # raises if no template is known, or if it refuses a system message
                 system = [{"role": "system", "content": conversations}] if isinstance(conversations, str) else []
                 self.ids([*system, {"role": "user", "content": "?"}])
             target, dtype, device = setup.target, setup.dtype, setup.device
@@ -99,7 +100,7 @@ class Decoder:
             prepare_models(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
         self.budget = budget_of(self.stack, self.drafters, cache_bytes)
-        self._worker = Worker(Batch(self.runtime, budget=self.budget), batch)  # computes whatever is of this target
+        self._worker = Worker(Batch(self.runtime, budget=self.budget), batch)  # runs all passes of this target
         self.last: GenerationCounts | None = None
         self._inherited: dict[tuple[bool, bool], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -151,12 +152,12 @@ class Decoder:
 
         Raises `UserError` for missing or unusable inputs.
         """
-        held = kind_in(str(source))
-        require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
-        is_drafter = held is not None and (target is not None or held != SMALL_LM)  # a causal LM alone is a target
+        kind = kind_in(str(source))
+        require(kind is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
+        is_drafter = kind is not None and (target is not None or kind != SMALL_LM)  # a causal LM alone is a target
         if method is None:
             options = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
-            kind_preset = held.preset if held is not None and is_drafter else None
+            kind_preset = kind.preset if kind is not None and is_drafter else None
             method = kind_preset or [*presets_of(options), PROMPT_LOOKUP.name][0]
         name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")
         config = EvaluateConfig(
@@ -191,9 +192,9 @@ class Decoder:
     def generate(self, prompt: Any, each: Sequence[Mapping[str, Any]] = (), **options: Any) -> str | list[str]:
         """The text that follows `prompt`; options as in `stream`.
 
-        A list of prompts gives a list of texts in the same order, decoded together, each as if it were alone, text i
-        (0, 1, …) with the seed `seed` + i. each: for every prompt of a list, the options of this prompt, which replace
-        those of all. All prompts are checked before the first is decoded.
+        A list of prompts gives a list of texts in the same order. They are decoded together, each as if it were alone.
+        Text i (0, 1, …) has the seed `seed` + i. each: for every prompt of a list, options that replace the common
+        `options`. All prompts are checked before the first is decoded.
         """
         for overrides in (options, *each):
             require_known_options("generate", overrides, option_names(self.stream))
@@ -203,9 +204,9 @@ class Decoder:
         require(len(each) in (0, len(prompt)), "each", each, f"options of each of the {len(prompt)} prompts")
         seed, changes = construct(int, options.get("seed", 0), "seed"), each or [{}] * len(prompt)
         merged = [{**options, "seed": seed + number, **change} for number, change in enumerate(changes)]
-        pairs = enumerate(zip(prompt, merged, strict=True))
-        texts = [self.ids(text, f"prompt[{number}]", chosen.pop(KWARGS, None)) for number, (text, chosen) in pairs]
-        streams = [self.stream(ids, **chosen) for ids, chosen in zip(texts, merged, strict=True)]
+        arguments = [text_options.pop(KWARGS, None) for text_options in merged]
+        texts = [self.ids(text, f"prompt[{i}]", arguments[i]) for i, text in enumerate(prompt)]
+        streams = [self.stream(ids, **text_options) for ids, text_options in zip(texts, merged, strict=True)]
         with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
             return [*pool.map("".join, streams)]
 
@@ -231,13 +232,13 @@ class Decoder:
         which nothing is added. An answer in a conversation may have the "ids" that it was written with (`last.ids`),
         which the target then reads, as far as the template gives their text again.
         The options mean the same as in transformers; top_k=0 keeps all tokens. Settings of the target's generation
-        config that affect greedy decoding apply unless an option overrides them.
+        config that affect greedy decoding apply unless an option replaces them.
         seed: of sampling. The same seed gives the same text if the drafts are the same. Drafts whose sizes depend on
         measured times may differ between runs.
 
         The text ends with an end token, which is not shown, or with one of stop_strings, which is shown. The pieces
-        joined are `tokenizer.decode(ids, skip_special_tokens=True)` of all new tokens but that; what later ones may
-        change is held back.
+        joined are `tokenizer.decode(ids, skip_special_tokens=True)` of all new tokens but the end token. A piece holds
+        no text that later tokens may change.
 
         Raises `UserError` for an invalid prompt, for options that contradict each other, and if the context is too
         short.
@@ -261,9 +262,9 @@ class Decoder:
     ) -> Iterator[Round]:
         """The rounds of a generation: the committed tokens of every pass, and how many of them were drafted.
 
-        The first is the prefill. speculate=False: the target alone, one token a pass. logprobs: the rounds are
-        `ScoredRound`s, with the target's log-probabilities of their tokens, and of this many likeliest ones at each
-        place. Raises `UserError` as `stream`.
+        The first round is the prefill. speculate=False: the target alone, one token a pass. logprobs: the rounds are
+        `ScoredRound`s, with the target's log-probabilities of their tokens, and of the `logprobs` likeliest tokens at
+        each position. Raises `UserError` as `stream`.
         """
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         count = construct(Count, max_new_tokens, "max_new_tokens")
@@ -271,11 +272,12 @@ class Decoder:
         texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         stops = tuple(construct(list[TextArgument], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
-        ids = self.ids(prompt)  # before its turn: a long prompt or many stop strings delay no other generation
-        inherited, rule = self._inherit(sampling, stops), self.stop_rule(stops, sampling)
-        decode = functools.partial(self._decode, ids, sampling, count, inherited, rule, streams, speculate, top)
-        fixed = count if self.runtime.name == "graphed" else 0  # such caches are allocated for the whole text
-        return self._worker.rounds(self._worker.do(decode), len(ids) + fixed)
+        # Before the text's turn, so that a long prompt or many stop strings delay no other generation.
+        ids, rule = self.ids(prompt), self.stop_rule(stops, sampling)
+        text = TextSettings(count, self.setup.eos, sampling, self._inherit(sampling, stops).config)
+        decode = functools.partial(self._decode, ids, text, rule, streams, speculate, top)
+        reserved = count if self.runtime.name == "graphed" else 0  # CUDA graphs need a cache for the whole text
+        return self._worker.rounds(self._worker.do(decode), len(ids) + reserved)
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> Self:
         """The same loaded target with another method: a preset, or your own settings.
@@ -306,7 +308,7 @@ class Decoder:
         return self.setup.eos
 
     def stop_rule(self, stops: tuple[str, ...] = (), sampling: SamplingConfig = GREEDY) -> StopStrings | None:
-        """What ends a text: `stops`; without any, the stop strings of the target's generation config, if it has some.
+        """What ends a text: `stops`, or else the stop strings of the target's generation config; None without any.
 
         Raises `UserError` for stops that no token of the tokenizer can end.
         """
@@ -315,65 +317,46 @@ class Decoder:
 
     def ids(self, prompt: PromptInput, key: str = "prompt", arguments: Mapping[str, object] | None = None) -> list[int]:
         """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
-        most, arguments = self.setup.config.vocab_size, construct(dict[str, object], arguments or {}, KWARGS)
-        rendered = not isinstance(prompt, str) and not is_token_ids(prompt)
-        require(rendered or not arguments, KWARGS, arguments, "none: only a conversation is rendered by a template")
-        if is_token_ids(prompt):
-            for index, token in enumerate(prompt):
-                require(0 <= token < most, f"{key}[{index}]", token, f"a token id of the target: 0 to {most - 1}")
-            return [*prompt]
-        if isinstance(prompt, str):
-            ids = render_prompt([prompt], self.tokenizer, "none", context=context_limit(self.setup.config), where=key)
-        else:
-            talk, template = require_conversation(prompt, key), self.setup.chat_template
-            written = [message.get("ids") for message in talk if message["role"] == "assistant"]
-            answer_ids = [self.ids(answer, f"{key}: ids") if is_token_ids(answer) else [] for answer in written]
-            most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
-            tokenizer = bind_arguments(self.setup.target.tokenizer, {**self.setup.arguments, **arguments}, template)
-            ids = render_prompt(turns, tokenizer, template, answer_ids=answer_ids, context=most, where=key)
-        require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
-        return ids
+        return read_prompt(self.setup, prompt, key, construct(dict[str, object], arguments or {}, KWARGS))
 
     def _inherit(self, sampling: SamplingConfig, stops: tuple[str, ...]) -> Inherited:
         """What the target's generation config says where `sampling` and `stops` say nothing; read once."""
-        setup, replaced = self.setup, (sampling.repetition_penalty is None, not stops)
-        if replaced not in self._inherited:
-            self._inherited[replaced] = inherit(
+        setup, open_settings = self.setup, (sampling.repetition_penalty is None, not stops)
+        if open_settings not in self._inherited:
+            self._inherited[open_settings] = inherit(
                 setup.target.source, setup.target.revision, sampling, stops, eos=setup.eos,
                 vocabulary=setup.config.vocab_size, ignore=False,
             )  # fmt: skip
-        return self._inherited[replaced]
+        return self._inherited[open_settings]
 
     def _decode(
         self,
         ids: list[int],
-        sampling: SamplingConfig,
-        max_new_tokens: int,
-        inherited: Inherited,
+        text: TextSettings,
         rule: StopStrings | None,
         streams: Streams,
         speculate: bool,
         logprobs: int | None,
     ) -> Iterator[Round]:
-        setup, sampled = self.setup, sampling.temperature > 0
-        text = TextSettings(max_new_tokens, setup.eos, sampling, inherited.config)
-        sampler, chance = text.sampler(ids, setup.device), streams.of("verify") if sampled else None
+        """The rounds of a text after `ids`, in the worker's thread; the other arguments as of `rounds`."""
+        sampled = text.sampling.temperature > 0
+        sampler, chance = text.sampler(ids, self.setup.device), streams.of("verify") if sampled else None
         selector = TokenSelector(sampler, chance, self.method.verification)
         if logprobs is not None:
             selector = ScoringSelector(sampler, chance, self.method.verification, top=logprobs)
         if speculate:
-            self._tune(ids, sampling)
+            self._tune(ids, text.sampling)
             drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
             decode: Callable[..., Iterator[Round]] = functools.partial(speculative, self.stack, drafter)
         else:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
-        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=batch)
+        rounds = decode(ids, max_new_tokens=text.max_new_tokens, eos=text.eos, selector=selector, runtime=batch)
         rounds = until(rounds, ids, rule.first_end) if rule is not None else rounds
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
-        """Measure the costs for "auto" sizes once, by decoding after the first prompt."""
+        """Measure the costs for "auto" sizes once, by decoding after the first prompt, which is `ids`."""
         if self._tuned or not (self.method.adapts or self.method.lacks_delta):
             return
         from outrider.inference.measure.probe import tune  # loaded only for what is measured
@@ -388,6 +371,7 @@ class Decoder:
             self._tuning = tuning.of_all(functools.partial(self._worker.batch.sharing, self.stack))
 
     def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, GenerationCounts]:
+        """The text of `rounds` in pieces, then its counts. prompt: the number of its tokens."""
         text, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
         for r in rounds:
             passes += 1

@@ -1,6 +1,5 @@
-"""The model of `import outrider`: it decodes, and it is measured as by evaluate-checkpoint."""
+"""The model of `import outrider`: a decoder that is also measured as by evaluate-checkpoint."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 from outrider.api.arguments import TextArgument, require_known_options
 from outrider.api.decoder import Decoder
+from outrider.base.files import read_mapping
 from outrider.base.settings import Named, construct
 from outrider.data_prep.text.prompt_records import Prompt
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -47,7 +47,7 @@ class Model(Decoder):
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             with suppress(SystemExit):  # not lossless: the report says so
                 evaluate_checkpoint(replace(self.config, out_dir=folder, **options), requests)
-            return dict(json.loads((Path(folder) / "report.json").read_text("utf-8")))
+            return read_mapping(Path(folder) / "report.json", "report", "measure again")
 
 
 load = Model.load

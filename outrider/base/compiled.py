@@ -1,6 +1,6 @@
-"""Functions that numba compiles once. The compiled code is kept in the user's folder of caches.
+"""Functions that numba compiles once. Their code is cached in the user's folder of caches, or in NUMBA_CACHE_DIR.
 
-By default numba keeps it beside the source. NUMBA_CACHE_DIR names another folder.
+numba itself would cache the code beside the source.
 """
 
 import sys
@@ -14,31 +14,33 @@ from numba.core import event
 from numba.core.ccallback import CFunc
 
 from outrider.base.files import package_version, user_cache
-from outrider.base.progress import speaks
+from outrider.base.progress import shows_progress
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _settings = vars(numba.config)
-LONG = 0.5  # seconds of compiling that are reported
-_TYPES = 2  # version of the names of types in compiled code: numba cannot read an index that has an earlier name
+LONG = 0.5  # seconds of compiling after which a line says so
+_TYPES = 2  # version of the names of types in cached code: numba cannot read an index with earlier names
 
 
-def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:
-    """`function`, compiled by `njit` and kept on disk; other threads run while it does.
+def compile_function(
+    function: Function, *, inline: Literal["never", "always"] = "never", counts_references: bool = True
+) -> Function:
+    """`function`, compiled by `njit` at its first call and cached on disk; it releases the GIL while it runs.
 
-    counted: whether numba counts references to arrays; a function without counting cannot create arrays.
+    counts_references: to arrays; a function that does not count them cannot create arrays.
     """
     with _in_our_folder():
-        compiled: Function = numba.njit(cache=True, nogil=True, inline=inline, _nrt=counted)(function)  # type: ignore[call-overload]
+        compiled: Function = numba.njit(cache=True, nogil=True, inline=inline, _nrt=counts_references)(function)  # type: ignore[call-overload]
     _clock.timed.add(compiled)
     return compiled
 
 
-def kept_entry(function: Callable[..., None], signature: str, fastmath: set[str]) -> CFunc:
-    """The same by `cfunc`, which compiles at once."""
+def compile_entry(function: Callable[..., None], signature: str, fastmath: set[str]) -> CFunc:
+    """`function` with a C entry of this `signature`, compiled now by `cfunc` and cached on disk."""
     before, began = _clock.seconds, time.perf_counter()
     with _in_our_folder():
         compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
-    if not compiled.cache_hits:  # with the functions that it calls
+    if not compiled.cache_hits:  # these seconds include the functions that it calls, which `_clock` counted too
         _clock.seconds = before
         _clock.add(time.perf_counter() - began)
     return compiled
@@ -48,7 +50,8 @@ def kept_entry(function: Callable[..., None], signature: str, fastmath: set[str]
 def _in_our_folder() -> Iterator[None]:
     """Context manager: code compiled inside is cached in our folder; numba's setting is restored after it.
 
-    One for each version: numba looks whether the file of a function has changed, but not at those of what it calls.
+    Each version of the package has a folder. numba compiles a function again if its file has changed, but not if the
+    file of a function that it calls has changed.
     """
     folder = _settings["CACHE_DIR"]
     _settings["CACHE_DIR"] = folder or str(user_cache() / "kernels" / f"{package_version()}-{_TYPES}")
@@ -59,18 +62,21 @@ def _in_our_folder() -> Iterator[None]:
 
 
 class _Clock(event.Listener):
-    """The seconds in which numba compiled the functions in `timed`, in this process; others' are not ours to tell."""
+    """The seconds in which numba compiled our functions, which are in `timed`, in this process.
+
+    _depth: how many of them are being compiled: one may call another, which is compiled meanwhile.
+    """
 
     def __init__(self) -> None:
-        self.seconds, self._began, self._depth = 0.0, 0.0, 0  # a function may need another
+        self.seconds, self._began, self._depth = 0.0, 0.0, 0
         self.timed: set[object] = set()
-        self.said = False
+        self._is_reported = False
 
     def add(self, seconds: float) -> None:
-        """Count them, and say once, while it goes on, what takes so long."""
+        """Add `seconds` of compiling. Once they are `LONG` in all, a line says what takes so long."""
         self.seconds += seconds
-        if self.seconds >= LONG and not self.said and speaks():
-            self.said = True
+        if self.seconds >= LONG and not self._is_reported and shows_progress():
+            self._is_reported = True
             print(f"compiling CPU kernels, once: kept in {user_cache() / 'kernels'}", file=sys.stderr, flush=True)
 
     def on_start(self, event: event.Event) -> None:

@@ -7,11 +7,14 @@ from importlib import import_module
 
 
 class UserError(Exception):
-    """Bad input: what was given, what was expected and what to do, kept as `legible` has it. Entry scripts print it
-    in a line on stderr and exit with status 2; anything else is a bug and keeps its traceback."""
+    """Bad input: what was given, what was expected and what to do. The message is kept as `make_legible` shows it.
+
+    A command prints the message in a line on stderr and exits with status 2. Any other error is a bug and keeps its
+    traceback.
+    """
 
     def __init__(self, message: str):
-        super().__init__(import_module("outrider.base.words").legible(message))  # nothing that decodes needs it sooner
+        super().__init__(import_module("outrider.base.words").make_legible(message))  # nothing that decodes needs it
 
 
 def warn(message: str) -> None:

@@ -11,7 +11,7 @@ from filelock import FileLock
 from outrider.base.errors import UserError
 
 MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
-REMEDY = "free space or choose another place"
+REMEDY = "free space or choose another place"  # for an error of writing
 
 
 def lock(path: Path) -> FileLock:
@@ -81,9 +81,9 @@ def parse_json(content: bytes | str) -> object:
         raise UserError(f"not valid JSON ({error})") from error
 
 
-def digest_of(plain: object) -> str:
+def digest_of(value: object) -> str:
     """sha256 of a value as JSON; the order of keys does not matter."""
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def is_local(source: str) -> bool:

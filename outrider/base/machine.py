@@ -1,4 +1,4 @@
-"""A description of this machine for reports."""
+"""This machine: its description for reports, its cores, and the number type that is fast on it."""
 
 import os
 import platform

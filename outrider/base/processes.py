@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -18,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.base.run_dirs import RUNS, begin_time, only_run
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(hours=6)
+PATIENCE = timedelta(hours=6)  # for which a process waits for the others in a collective
 
 
 @functools.cache
@@ -39,29 +39,33 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
     """
     if state.num_processes == 1:
         return make()
-    sent: list[Any] = [None, None]
+    message: list[object] = [None, None]  # the result, and the error's text
     failure: Exception | None = None
     if state.is_main_process:
         try:
-            sent[0] = make()
+            message[0] = make()
         except Exception as error:
-            failure, sent[1] = error, str(error) or repr(error)
-    broadcast_object_list(sent)
+            failure, message[1] = error, str(error) or repr(error)
+    broadcast_object_list(message)
     if failure is not None:
         raise failure
-    if sent[1] is not None:
-        raise UserError(sent[1])
-    return sent[0]
+    if message[1] is not None:
+        raise UserError(str(message[1]))
+    return cast(Value, message[0])
 
 
 @contextmanager
 def only_run_of(state: PartialState, folder: Path, what: str, resume: bool | None = None) -> Iterator[None]:
-    """`only_run` for all processes of a launcher, which share errors and, unless `resume` is None, a `run_time`."""
-    with ExitStack() as held:
-        from_main(state, lambda: held.enter_context(only_run(folder, what)))
+    """`only_run` for all processes of a launcher: the main process holds the lock, and an error reaches all of them.
+
+    resume: of the run; None: its texts show no time (see `run_time`).
+    """
+    with ExitStack() as stack:
+        from_main(state, lambda: stack.enter_context(only_run(folder, what)))
         if resume is not None:
-            RUNS.append(functools.cache(functools.partial(begin_time, folder, resume, from_main(state, datetime.now))))
-            held.callback(RUNS.pop)
+            start = from_main(state, datetime.now)
+            RUNS.append(functools.cache(functools.partial(begin_time, folder, resume, start)))
+            stack.callback(RUNS.pop)
         yield
 
 

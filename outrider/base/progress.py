@@ -1,8 +1,17 @@
 """Progress of a command: a bar on a terminal, elsewhere a line after `INTERVAL` seconds without output.
 
-The thread of tqdm's monitor shows it, since loading and compiling are single calls that cannot print. It goes to
-stderr, in the main process only. A command that runs another one shows the other's progress as a part of its own (see
-`relayed`).
+    with show_command("eesd"):                              # the outermost stage
+        with Stage("training", 100, "steps") as stage:      # eesd > training 40/100 steps; left: 3 min 20 s
+            stage.advance()
+        for row in track_progress(rows, "packing", "rows"):
+            ...
+
+The thread of tqdm's monitor shows the stages, since loading and compiling are single calls that cannot print. Progress
+goes to stderr, in the main process only.
+
+A command that runs another one (a pipeline its steps) shows the progress of the inner command as a part of its own. The
+outer command sets the variable `RELAY`. The inner command then prints its progress as lines that begin with `_MARK`,
+which the outer command takes out of the output by `relay_progress`.
 """
 
 import math
@@ -17,14 +26,14 @@ from typing import TextIO, TypeVar
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from outrider.base.words import in_words
+from outrider.base.words import format_seconds
 
 Item = TypeVar("Item")
 INTERVAL = 10.0  # seconds without output before a line is printed; a call that holds the GIL delays it
-RELAY = "OUTRIDER_RELAY"  # the environment of a command whose starter hands every line of output to `relayed`
-_MARK = "\x1eprogress\t"  # the beginning of such a command's lines of progress
-_SHAPE = "{desc} |{bar:20}| {elapsed}"
-_RISE = 1.2  # the time left that is shown rises only to an estimate that exceeds it by this factor
+RELAY = "OUTRIDER_RELAY"  # the variable that an outer command sets for an inner one
+_MARK = "\x1eprogress\t"  # the beginning of an inner command's lines of progress
+_BAR_FORMAT = "{desc} |{bar:20}| {elapsed}"
+_RISE = 1.2  # the time left that is shown rises only if the new estimate exceeds it by this factor
 
 
 class Stage(AbstractContextManager["Stage"]):
@@ -38,15 +47,15 @@ class Stage(AbstractContextManager["Stage"]):
         *,
         first: float = 0,
         most: float = math.inf,
-        left: Callable[[], float | None] | None = None,
+        estimate: Callable[[], float | None] | None = None,
     ):
         """total: the number of units, None if unknown; `first` of them were done before. unit: their name.
 
-        most: seconds after which the stage ends even if work is left, unless it goes on for another reason. left:
-        computes the property of this name if it does not follow from the work done.
+        most: seconds after which the stage is expected to end even if units are left. estimate: computes
+        `seconds_left` where it does not follow from the units done.
         """
         self.what, self.total, self.unit, self.done = what, total, unit, first
-        self._first, self._most, self._left, self._shown_left = first, most, left, math.inf
+        self._first, self._most, self._estimate, self._shown_left = first, most, estimate, math.inf
         self.after = 0.0  # seconds from the last unit to the end
         self.began = time.monotonic()
 
@@ -54,29 +63,30 @@ class Stage(AbstractContextManager["Stage"]):
         self.done += count
 
     @property
-    def spent(self) -> float:
+    def seconds_spent(self) -> float:
         """Seconds since the stage began."""
         return time.monotonic() - self.began
 
     @property
-    def left(self) -> float | None:
-        """Remaining seconds; None if unknown."""
-        if self._left is not None:
-            return self._left()
+    def seconds_left(self) -> float | None:
+        """Remaining seconds: by the pace of the units so far, and until `most`; None if neither is known."""
+        if self._estimate is not None:
+            return self._estimate()
         units, estimates = self.done - self._first, []
         if self.total is not None and units:
-            estimates.append(self.spent / units * (self.total - self.done) + self.after)
-        if self.spent < self._most < math.inf:
-            estimates.append(self._most - self.spent)
+            estimates.append(self.seconds_spent / units * (self.total - self.done) + self.after)
+        if self.seconds_spent < self._most < math.inf:
+            estimates.append(self._most - self.seconds_spent)
         return max(0.0, min(estimates)) if estimates else None
 
     @property
     def shown_left(self) -> float | None:
-        """`left` as it is shown: it falls, until the estimate is far above it, which is then shown."""
-        estimate = self.left
-        if estimate is not None:
-            self._shown_left = estimate if estimate > _RISE * self._shown_left else min(self._shown_left, estimate)
-        return None if estimate is None else self._shown_left
+        """`seconds_left` as shown: it falls steadily, and rises only to an estimate that is far above (`_RISE`)."""
+        estimate = self.seconds_left
+        if estimate is None:
+            return None
+        self._shown_left = estimate if estimate > _RISE * self._shown_left else min(self._shown_left, estimate)
+        return self._shown_left
 
     def __str__(self) -> str:
         words = self.what
@@ -89,7 +99,7 @@ class Stage(AbstractContextManager["Stage"]):
         self.began = time.monotonic()
         with tqdm.get_lock():
             _stages.append(self)
-            if _bar is None and speaks():
+            if _bar is None and shows_progress():
                 _bar = _Bar(sys.stderr._wrapped if isinstance(sys.stderr, _Above) else sys.stderr)
         return self
 
@@ -103,10 +113,10 @@ class Stage(AbstractContextManager["Stage"]):
                 _bar = None
 
 
-def counted(
+def track_progress(
     items: Iterable[Item], what: str, unit: str, total: int | None = None, *, most: float = math.inf
 ) -> Iterator[Item]:
-    """Yield `items` as a `Stage` whose total is their number if they have a length, else `total`."""
+    """Yield `items` within a `Stage`, a unit each. total: their number where they have no length."""
     total = len(items) if isinstance(items, Sized) else total
     with Stage(what, total, unit, most=most) as stage:
         for item in items:
@@ -115,8 +125,9 @@ def counted(
 
 
 @contextmanager
-def command(name: str) -> Iterator[None]:
-    """The outermost stage of a command. Its output restarts the interval of silence, and is printed above the bar."""
+def show_command(name: str) -> Iterator[None]:
+    """Context manager: the outermost stage of the command `name`. Output inside is printed above the bar, and restarts
+    the interval of silence."""
     global is_step
     is_step = os.environ.pop(RELAY, None) is not None  # removed from the environment of processes that this one starts
     with Stage(name), redirect_stdout(_Above(sys.stdout)), redirect_stderr(_Above(sys.stderr)):
@@ -124,15 +135,15 @@ def command(name: str) -> Iterator[None]:
 
 
 def hide_stages() -> None:
-    """Show no progress of the stages that are open: of a command that waits for requests from now on."""
+    """End all stages: from now on the command waits for requests, and has no progress."""
     for stage in [*_stages]:
         stage.__exit__()
 
 
-def relayed(line: str) -> bool:
-    """Take over the progress in a line of a command that was started with `RELAY`; False for other output.
+def relay_progress(line: str) -> bool:
+    """Whether a line of an inner command's output is progress, which is then shown from now on.
 
-    An empty line ends the progress, after the command.
+    An empty line says that the command has ended, and with it its progress.
     """
     global _below
     if line and not line.startswith(_MARK):
@@ -141,16 +152,20 @@ def relayed(line: str) -> bool:
     return True
 
 
-def speaks() -> bool:
+def shows_progress() -> bool:
     """Whether this is the process that shows the progress of all processes."""
     return os.environ.get("RANK", "0") == "0" and parent_process() is None
 
 
-def _say_all(stages: Sequence[Stage]) -> str:
-    """All active stages in words, and the time left of the outermost stage that knows it."""
-    words, _, left_below = _below.partition("\t")
-    duration = next((in_words(seconds) for stage in stages if (seconds := stage.shown_left or 0) >= 1), left_below)
-    chain, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if is_step else "; left: "
+def _describe_stages(stages: Sequence[Stage]) -> str:
+    """All active stages in words, and the time left of the outermost stage that knows it: "a > b 2/9 steps; left: 5 s".
+
+    An inner command separates the time by a tab, for the command that shows it.
+    """
+    inner_stages, _, inner_duration = _below.partition("\t")
+    durations = (format_seconds(seconds) for stage in stages if (seconds := stage.shown_left or 0) >= 1)
+    duration = next(durations, inner_duration)
+    chain, mark = " > ".join(filter(None, [*map(str, stages), inner_stages])), "\t" if is_step else "; left: "
     return f"{chain}{mark}{duration}" if duration else chain
 
 
@@ -161,30 +176,30 @@ class _Bar(tqdm):
 
     def __init__(self, out: TextIO):
         self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _can_draw(out) and not is_step
-        super().__init__(total=1.0, leave=False, file=out, dynamic_ncols=True, bar_format=_SHAPE, delay=1)
+        super().__init__(total=1.0, leave=False, file=out, dynamic_ncols=True, bar_format=_BAR_FORMAT, delay=1)
         self.miniters, self.maxinterval = 2, 0  # only such bars are refreshed by the monitor, and these every time
 
     def clear(self, nolock: bool = False) -> None:
-        """Wipe the bar away before others print; tqdm calls it."""
+        """Wipe the bar away before other output is printed; tqdm calls this."""
         self._heard = time.monotonic()
         if self._is_drawn:
             super().clear(nolock)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Show the active stages, if it is time to; tqdm calls it. Returns whether there is a bar now."""
+        """Show the active stages, if it is time to; tqdm calls this. Returns whether a bar is drawn."""
         self.miniters, stages = 2, [*_stages]
         with suppress(OSError, ValueError):  # the stream is closed
             if self._is_drawn:
-                self.desc, self.last_print_t = _say_all(stages), self._time()
+                self.desc, self.last_print_t = _describe_stages(stages), self._time()
                 self.n = next((stage.done / stage.total for stage in stages if stage.total and stage.done), 0.0)
                 return bool(super().display(msg, pos))
             elif is_step:
-                words = _say_all(stages[1:])  # the starter's own stage says which command this is
+                words = _describe_stages(stages[1:])  # the starter's own stage says which command this is
                 if words not in ("", self._relayed):
                     self._write(f"{_MARK}{words}")
                 self._relayed = words
             elif stages and time.monotonic() >= self._heard + INTERVAL:
-                self._write(f"progress: {_say_all(stages)}; {in_words(stages[0].spent)} so far")
+                self._write(f"progress: {_describe_stages(stages)}; {format_seconds(stages[0].seconds_spent)} so far")
         return False
 
     def _write(self, line: str) -> None:
@@ -196,10 +211,11 @@ class _Bar(tqdm):
 class _Above(DummyTqdmFile):
     """A stream whose lines are printed above the bar; the bar is on another stream."""
 
-    __setattr__ = object.__setattr__  # W&B puts its own `write` around this one: on the wrapped stream it would recurse
+    # W&B replaces `write` by one that calls it: set on the wrapped stream, it would recurse.
+    __setattr__ = object.__setattr__
 
     def write(self, text: str, nolock: bool = False) -> None:
-        if _bar is None or not speaks():  # a forked worker must not wait for a lock that was held at its fork
+        if _bar is None or not shows_progress():  # a forked worker must not wait for a lock that was held at its fork
             self._wrapped.write(text)
             return
         with tqdm.external_write_mode(file=_bar.fp):
@@ -207,7 +223,7 @@ class _Above(DummyTqdmFile):
 
 
 def _can_draw(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can show a bar; that of `script` or of a container may have size 0."""
+    """Whether `stream` is a terminal that can show a bar; a terminal of `script` or a container may have size 0."""
     if not stream.isatty():
         return False
     try:
@@ -218,5 +234,5 @@ def _can_draw(stream: TextIO) -> bool:
 
 _stages: list[Stage] = []  # the active ones, in the order in which they began
 _bar: _Bar | None = None
-is_step = False  # of another command, which started this process and shows its progress
-_below = ""  # the progress of a command that this one runs: its stages, and after a tab the time left
+is_step = False  # whether this is an inner command, whose progress an outer one shows
+_below = ""  # the progress of the inner command that this one runs: its stages, and after a tab the time left

@@ -1,4 +1,9 @@
-"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings; the version of the sources."""
+"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings.
+
+before the work    `require_usable` and `require_free`: the directory can be written, and holds no earlier run
+during the work    `only_run` holds its lock; `begin_time` records the time that texts of the run show
+with resume=true   `check_identity` compares the settings with those of the earlier run; `is_finished` looks for its end
+"""
 
 import functools
 import hashlib
@@ -19,12 +24,12 @@ from filelock import FileLock, Timeout
 from outrider.base.errors import UserError
 from outrider.base.files import lock, package_version, read_mapping, require_writable, write_json
 from outrider.base.settings import ABSENT, differences, read_as
-from outrider.base.words import legible, listed
+from outrider.base.words import list_words, make_legible
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
 FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
-RUNS: list[Callable[[], datetime]] = []  # `begin_time` of this process's run, recorded once it is read
-_NAMED = 12  # differences that an error shows
+RUNS: list[Callable[[], datetime]] = []  # of this process's run, its `begin_time`, which records the time when called
+_MOST_CHANGES = 12  # that an error shows
 
 
 @contextmanager
@@ -35,51 +40,55 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
     host, and if the file system does not support locks.
     """
-    acquired, holder = _acquire(folder, what), folder / HOLDER_FILE
+    run_lock, holder = _acquire(folder, what), folder / HOLDER_FILE
     try:
         if holder.exists():
-            print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
+            process = _describe_process(holder)
+            print(f"out_dir={folder}: taken over from a run that did not end by itself: {process}", flush=True)
         started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
-        process = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "slurm_job": job}
-        write_json(holder, {**process, "command": legible(shlex.join(sys.argv))})
+        record = {"process": os.getpid(), "host": socket.gethostname(), "started": started, "slurm_job": job}
+        write_json(holder, {**record, "command": make_legible(shlex.join(sys.argv))})
         yield
     finally:
         with suppress(OSError):
             holder.unlink()
-        acquired.release()
+        run_lock.release()
 
 
 def require_free(folder: Path, leaves: Sequence[str], resume: bool) -> None:
-    """Raise `UserError` if `folder` has a file of an earlier run, as one of the patterns says, and resume is off."""
+    """Raise `UserError` if resume is off and `folder` has a file of an earlier run. leaves: patterns of such files."""
     names = sorted(path.name for pattern in leaves for path in folder.glob(pattern))
     if names and not resume:
-        held = f"out_dir={folder}: holds an earlier run ({names[-1]})"
-        raise UserError(f"{held}; resume=true continues it, another out_dir keeps both")
+        raise UserError(
+            f"out_dir={folder}: holds an earlier run ({names[-1]}); resume=true continues it, another out_dir keeps "
+            "both"
+        )
 
 
-def look_at(folder: Path) -> None:
+def require_usable(folder: Path) -> None:
     """Make `folder`. Raise `UserError` if it cannot be written, or another run holds it."""
     if (require_writable(folder) / LOCK_FILE).exists():
         _acquire(folder, "files").release()
 
 
 def _acquire(folder: Path, what: str) -> FileLock:
-    """The lock of `folder`, held (see `only_run`)."""
-    held = lock(folder / LOCK_FILE)
+    """The lock of `folder`, acquired. Raises `UserError` as `only_run` does."""
+    run_lock = lock(folder / LOCK_FILE)
     try:
-        held.acquire(timeout=0)
+        run_lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
-            f"out_dir={folder}: another run is writing {what} there: {_held_by(folder / HOLDER_FILE)}; wait for it, or "
-            "give another out_dir"
+            f"out_dir={folder}: another run is writing {what} there: {_describe_process(folder / HOLDER_FILE)}; wait "
+            "for it, or give another out_dir"
         ) from None
     except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
         raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
-    return held
+    return run_lock
 
 
 def begin_time(folder: Path, resume: bool, start: datetime) -> datetime:
-    """The time that texts of the run in `folder` show: that on record if it goes on, else `start`, now on record."""
+    """The time that texts of the run in `folder` show: the recorded time of a resumed run, else `start`, which is
+    recorded now."""
     if not (resume and (folder / TIME_FILE).exists()):
         write_json(folder / TIME_FILE, start.isoformat())
     return read_as(datetime, folder / TIME_FILE, "time of a run", "give another out_dir")
@@ -91,7 +100,7 @@ def run_time() -> datetime | None:
 
 
 @contextmanager
-def made_for_something(folder: Path) -> Iterator[None]:
+def remove_if_unused(folder: Path) -> Iterator[None]:
     """Context manager: remove a `folder` that this command made, if it fails before anything is written there."""
     new = not folder.exists()
     try:
@@ -124,12 +133,12 @@ def require_rehearsal(folder: Path, mark: str) -> None:
         raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
 
 
-def _held_by(holder: Path) -> str:
-    """The process that the holder's file names, in words."""
+def _describe_process(holder: Path) -> str:
+    """The process that the file `holder` names, in words."""
     try:
-        who = read_mapping(holder, "record of a run", "remove it")
-        job = f", Slurm job {who['slurm_job']}" if who["slurm_job"] else ""
-        return f"process {who['process']} on {who['host']}{job}, since {who['started']} ({who['command']})"
+        record = read_mapping(holder, "record of a run", "remove it")
+        job = f", Slurm job {record['slurm_job']}" if record["slurm_job"] else ""
+        return f"process {record['process']} on {record['host']}{job}, since {record['started']} ({record['command']})"
     except (UserError, KeyError):
         return f"a process that {holder.name} does not name"
 
@@ -137,8 +146,7 @@ def _held_by(holder: Path) -> str:
 def check_identity(before: object, identity: Mapping[str, object], where: Path) -> None:
     """Raise `UserError` naming every entry in which `identity` differs from `before`, JSON that was read from `where`.
 
-    "code", the version that wrote the record, may differ: a run of a week must survive a fix of code that it does not
-    use.
+    "code", the version that wrote the record, may differ: a run of a week must survive a fix of unrelated code.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
@@ -147,17 +155,17 @@ def check_identity(before: object, identity: Mapping[str, object], where: Path) 
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes]
     if wrong:
         raise UserError(
-            f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
+            f"resume=true: {where} was made with other settings: {list_words(wrong, _MOST_CHANGES)}; "
             "give the same ones, or another out_dir"
         )
 
 
-def finished(record: Path, identity: Mapping[str, object], resume: bool) -> bool:
-    """Whether a run of the same `identity` is finished, as its `record` shows.
+def is_finished(record: Path, identity: Mapping[str, object], resume: bool) -> bool:
+    """Whether a run with this `identity` has finished.
 
     record: the JSON file that a run writes last, whose "made_of" is its identity.
 
-    Raises `UserError` if a finished run was another one, or `resume` is off.
+    Raises `UserError` if a run with another identity has finished, or if one has and `resume` is off.
     """
     if not record.exists():
         return False

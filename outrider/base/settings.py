@@ -1,8 +1,15 @@
 """Settings: dataclasses whose fields are checked against their types whenever an instance is made.
 
-A field's type gives its choices (`Literal`), its range (`Annotated[int, Ge(1)]`, of annotated_types) and the values of
-other options that it applies to (`only`). `free` marks a field that does not affect results. `construct` makes settings
-from plain containers, as in YAML and JSON.
+    @dataclass(frozen=True)
+    class Stopping(Settings):
+        rule: Literal["fixed", "beta"] = opt("fixed", "when a draft ends")     # the type has the choices
+        alpha: Annotated[Positive, only(rule="beta")] = 4.0                    # its range; when it is read
+        workers: Count = free(1, "processes at work")                          # affects no result
+
+    construct(Stopping, {"rule": "beta", "alpha": -1})     # UserError: alpha=-1: expected a number greater than 0
+
+`construct` makes settings from plain containers, as in YAML and JSON. pydantic checks types and ranges (`_validate`
+turns its errors into `UserError`s). `Settings.__post_init__` checks what pydantic does not know: `only`.
 """
 
 import dataclasses
@@ -13,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast, overload
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
@@ -24,15 +31,19 @@ from typing_extensions import TypedDict
 from outrider.base.errors import UserError, require
 from outrider.base.files import read_json
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Data = TypeVar("Data")
 Value = TypeVar("Value")
 Config = TypeVar("Config", bound="Settings")
-READ_WITH = "read with"  # what a field is read with, in its JSON schema
+READ_WITH = "read with"  # the key of `Only.options` in the JSON schema of a field
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A text that must not be empty. what: its description, for errors; form: a regular expression for it."""
+    """Metadata of a text that must not be empty. what: its description, for errors; form: its regular expression."""
 
     what: str
     form: str = ""
@@ -51,7 +62,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyOf:
-    """A text that is a key of `table`, whose entries may be added later; --help shows the keys as choices."""
+    """Metadata of a text that must be a key of `table`, also one added later; --help shows the keys as choices."""
 
     table: Mapping[str, object]
 
@@ -69,7 +80,10 @@ class KeyOf:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """Values of other options with which a field is read; otherwise it must stay at its default."""
+    """Metadata of a field that is read only with some values of other options, and else stays at its default.
+
+    options: pairs of an option and its values, all of which must match.
+    """
 
     options: tuple[tuple[str, tuple[object, ...]], ...]
 
@@ -102,9 +116,10 @@ def opt(
 ) -> Any:
     """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it.
 
-    decides: the name of an option without which it does not. debug: the value in a rehearsal: of a number the largest,
-    of a function what it makes of the value, `DEFAULT` the field's default, else this one. step_debug: the same in a
-    step of a pipeline, if it reads text of one that the pipeline made.
+    decides: whether it affects results, or the name of an option without which it does not.
+    debug: its value in a rehearsal: a number is the largest value, a function makes it from the value, `DEFAULT` is the
+    field's default, and anything else is the value itself.
+    step_debug: the same in a step of a pipeline that reads text made by an earlier step.
     """
     if debug.get("debug") is DEFAULT:
         debug["debug"] = lambda _: default if factory is dataclasses.MISSING else factory()
@@ -112,7 +127,7 @@ def opt(
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
 
 
-free = partial(opt, decides=False)  # a field that does not affect results, so that a resumed run may change its value
+free = partial(opt, decides=False)  # a field that affects no result, so that a resumed run may change its value
 
 
 def debug_value(field: "dataclasses.Field[object]", value: object, step: bool) -> object:
@@ -139,7 +154,7 @@ def if_given(value: object) -> Callable[[object], object]:
 _type_hints: Callable[[object], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
 
 
-def field_types(kind: Any) -> dict[str, object]:
+def field_types(kind: "DataclassInstance | type[DataclassInstance]") -> dict[str, object]:
     """The types of the fields of a dataclass, with their metadata."""
     return {field.name: _type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
 
@@ -151,11 +166,11 @@ class Settings:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
-    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
+    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[object]"]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
-        kind: Any = type(self)
+        kind: type = type(self)
         _validate(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
             for option in self.unread_with(field.name):
@@ -164,19 +179,19 @@ class Settings:
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(kind)
-        cast(dict[str, object], handler.resolve_ref_schema(schema))["post_init"] = False  # `_check` runs it
-        return core_schema.no_info_after_validator_function(_check, schema)
+        cast(dict[str, object], handler.resolve_ref_schema(schema))["post_init"] = False  # `_run_checks` runs it
+        return core_schema.no_info_after_validator_function(_run_checks, schema)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The JSON schema of pydantic, with the docstrings of inherited fields too."""
-        shape = handler(schema)
-        fields = handler.resolve_ref_schema(shape)["properties"]
+        described = handler(schema)
+        fields = handler.resolve_ref_schema(described)["properties"]
         for base in filter(dataclasses.is_dataclass, cls.__bases__):
             for name, field in TypeAdapter(base).json_schema()["properties"].items():
                 if "description" in field:
                     fields[name].setdefault("description", field["description"])
-        return shape
+        return described
 
     def require(self, key: str, condition: bool, expected: str) -> None:
         """Raise `UserError` naming the option with the dotted key `key` and its value, unless `condition` holds."""
@@ -188,31 +203,33 @@ class Settings:
         conditions = [condition for rule in metadata if isinstance(rule, Only) for condition in rule.options]
         return [option for option, values in conditions if getattr(self, option) not in values]
 
-    def require_paths(self, checks: Callable[[str], bool], path: str = "") -> None:
-        """Raise `UserError` for the first `InputPath`, also in nested settings, at which nothing is, or something else.
+    def require_paths(self, is_checked: Callable[[str], bool], path: str = "") -> None:
+        """Raise `UserError` for the first `InputPath` at which there is nothing, or something that does not suit.
 
-        checks: whether to check the option with a given dotted key. path: the key of these settings.
+        Nested settings are checked too. is_checked: whether to check the option with a dotted key. path: the key of
+        these settings.
         """
         for name, kind in field_types(type(self)).items():
             key, value = _join(path, name), getattr(self, name)
             members = value if isinstance(value, Mapping) else {"": value}
             for member, inner in members.items():
                 if isinstance(inner, Settings):
-                    inner.require_paths(checks, _join(key, member))
-            if value is not None and checks(key):
-                paths = [value] if isinstance(value, str) else members.values() if value is members else value
-                for constraint in _constraints(kind):
-                    for input_path in paths:
-                        constraint.require(key, input_path)
+                    inner.require_paths(is_checked, _join(key, member))
+            if value is None or not is_checked(key):
+                continue
+            paths = [value] if isinstance(value, str) else members.values() if value is members else value
+            for constraint in _constraints(kind):
+                for input_path in paths:
+                    constraint.require(key, input_path)
 
     def deciding(self) -> dict[str, object]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
-        deciding = {}
+        content = {}
         for field in dataclasses.fields(self):
             mark = field.metadata.get("decides", True)
             if getattr(self, mark) if isinstance(mark, str) else mark:
-                deciding[field.name] = _deciding(getattr(self, field.name))
-        return deciding
+                content[field.name] = _to_plain(getattr(self, field.name))
+        return content
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,27 +247,25 @@ class RunConfig(Settings):
 
 
 def gives(keys: Collection[str], key: str) -> bool:
-    """Whether the dotted `key` or one of those that contain it, such as a group, is among `keys`."""
+    """Whether `keys` have the dotted `key` or a key that contains it: {"fit"} gives "fit.seed"."""
     return any(key == outer or key.startswith(f"{outer}.") for outer in keys)
 
 
-def missing(key: str, what: str) -> UserError:
-    """The error for the option `key`, which nobody gave and which must be `what`."""
+def missing_error(key: str, what: str) -> UserError:
+    """The error for an option that must be given. what: its description."""
     return UserError(f"{key}: missing; give it as {key}=VALUE: {what}")
 
 
 def describe_type(kind: object) -> str:
-    """What a text of the type `kind` must be, in words; empty if it may be any."""
+    """What a text of the type `kind` must be, in words; empty if it may be any text."""
     return next((constraint.what for constraint in _constraints(kind)), "")
 
 
-def decides(field: "dataclasses.Field[object]") -> bool:
-    """Whether a field affects results (see `free`)."""
-    return bool(field.metadata.get("decides", True))
-
-
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
-    """Raise `UserError` unless a field is at its default, as another value would have no effect."""
+    """Raise `UserError` unless a field is at its default, as another value would have no effect. why: it would not.
+
+    Of nested settings the error names the first field that differs. prefix: the dotted key of `config`, with a dot.
+    """
     field, setting = next(option for option in dataclasses.fields(config) if option.name == name), getattr(config, name)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if isinstance(setting, Settings):  # the fields that are changed, one by one
@@ -301,24 +316,28 @@ def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
     return _adapter(cast(Any, TypedDict)(kind.__name__, field_types(kind)))
 
 
-def _check(settings: Settings) -> Settings:
-    """Settings that pydantic made, after their `__post_init__`; a `UserError` of it gets the place."""
+def _run_checks(settings: Settings) -> Settings:
+    """`settings`, made by pydantic, after their `__post_init__`; pydantic adds the place to an error of it."""
     try:
         settings.__post_init__()
     except UserError as error:
-        raise PydanticCustomError("refused", "{said}", {"said": str(error)}) from None
+        raise PydanticCustomError("refused", "{message}", {"message": str(error)}) from None
     return settings
 
 
-def _validate(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
-    """The result of pydantic for `data`, which is `value` in a list. Raises `UserError` naming the first wrong key."""
+def _validate(validate: Callable[[Data], Value], data: Data, path: str, value: object) -> Value:
+    """The result of pydantic's `validate` for `data`, which is `value` in a list (its locations begin with 0).
+
+    pydantic lists an error for each member of a union, some of them inside a member. The `UserError` names the deepest
+    key within the first error's key, and all that is expected there.
+    """
     try:
         return validate(data)
-    except UserError as error:  # of a dataclass that is no `Settings`
+    except UserError as error:  # raised by a dataclass that is no `Settings`
         raise UserError(f"{path}: {error}" if path else str(error)) from None
     except ValidationError as error:
         faults = [(*_value_at(fault["loc"][1:], value, path), fault) for fault in error.errors(include_url=False)]
-    within = re.compile(f"{re.escape(faults[0][0])}($|[.[])")  # each member of a union has errors, some of inner values
+    within = re.compile(f"{re.escape(faults[0][0])}($|[.[])")
     key, setting, fault = max((f for f in faults if within.match(f[0])), key=lambda f: len(f[0]))
     match fault["type"]:
         case "missing":
@@ -327,7 +346,7 @@ def _validate(validate: Callable[[Any], Any], data: object, path: str, value: ob
             raise UserError(f"{key}: unknown")
         case "refused":
             raise UserError(_join(key, fault["msg"]))
-        case "json_invalid":  # JSON of Python that pydantic does not read
+        case "json_invalid":  # Python writes such JSON, which pydantic does not read
             raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     texts = dict.fromkeys(f[2]["msg"].removeprefix("Input should be ") for f in faults if f[0] == key)
     phrases = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", text)) for text in texts)
@@ -345,16 +364,17 @@ def _value_at(parts: Sequence[int | str], value: object, path: str) -> tuple[str
     return path, value
 
 
-def _deciding(value: object) -> object:
+def _to_plain(value: object) -> object:
+    """`value` with its settings as plain containers of their deciding fields."""
     if isinstance(value, Settings):
         return value.deciding()
     if isinstance(value, Mapping):
-        return {key: _deciding(item) for key, item in value.items()}
-    return type(value)(map(_deciding, value)) if isinstance(value, list | tuple) else value
+        return {key: _to_plain(member) for key, member in value.items()}
+    return type(value)(map(_to_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _constraints(kind: object) -> Iterator[Named]:
-    """The texts' metadata of the type `kind`, also within a union or a list."""
+    """The `Named` metadata of the type `kind`, also within a union or a list."""
     yield from (constraint for constraint in getattr(kind, "__metadata__", ()) if isinstance(constraint, Named))
     for inner in typing.get_args(kind):
         yield from _constraints(inner)
@@ -368,15 +388,15 @@ ABSENT = object()
 
 
 def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
-    """All differences of two plain values, as (dotted key, old value, new value); a missing value is `ABSENT`.
+    """All differences of two values of JSON, as (dotted key, old value, new value); a missing value is `ABSENT`.
 
-    A mapping that only one of them has counts as one difference. Values are compared as JSON.
+    A mapping that only one side has counts as one difference.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
         return [change for inner, a, b in pairs for change in differences(a, b, f"{key}.{inner}" if key else inner)]
-    return [] if _plain(old) == _plain(new) else [(key, old, new)]
+    return [] if _write_sorted(old) == _write_sorted(new) else [(key, old, new)]
 
 
-def _plain(value: object) -> str:
+def _write_sorted(value: object) -> str:
     return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

@@ -1,7 +1,7 @@
-"""Random streams named by purpose, so that no two uses share one.
+"""Random streams named by purpose. No two purposes share random numbers.
 
-A stream is seeded by a hash of its full name (seed, prompt, repeat, purpose). So its numbers do not depend on anything
-that ran before or in parallel, and decisions that must be independent never share random numbers.
+A stream is seeded by a hash of its full name (seed, prompt, repeat, purpose). So its numbers do not depend on what ran
+before or in parallel. `Streams(0, "p1").within("eesd").of("verify")` gives the same numbers in every process.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Streams:
         return replace(self, path=(*self.path, *names))
 
     def of(self, *purpose: str | int) -> random.Random:
-        """The stream for `purpose`, from its start; cheapest for single numbers."""
+        """The stream for `purpose`, from its start. It is the cheaper one for single numbers."""
         return random.Random(self.number(*purpose))
 
     def arrays(self, *purpose: str | int) -> np.random.Generator:
@@ -38,9 +38,9 @@ class Streams:
         return np.random.default_rng(self.number(*purpose))
 
     def number(self, *purpose: str | int, bits: int = 256) -> int:
-        """`bits` of the stream's digest, to seed a generator of another kind with.
+        """The first `bits` of the stream's digest, which seed another generator.
 
-        torch's generators use 64 of them on CUDA and 32 on a CPU: too few to guarantee that many streams differ.
+        torch's generators use 64 bits on CUDA and 32 on a CPU: too few to guarantee that many streams differ.
         """
         name = json.dumps([self.seed, self.prompt, self.repeat, *self.path, *purpose])
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[: bits // 8], "big")

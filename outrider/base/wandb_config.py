@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from outrider.base.errors import UserError
 from outrider.base.settings import Named, Settings, opt
-from outrider.base.words import secret
+from outrider.base.words import read_secret
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 ID_FILE = "wandb_run_id"
@@ -18,7 +18,7 @@ ID_FILE = "wandb_run_id"
 
 @dataclass(frozen=True)
 class WandbConfig(Settings):
-    """Weights & Biases, which is off unless asked for."""
+    """Weights & Biases, which is off by default."""
 
     mode: WandbMode = "disabled"
     """offline: written to disk; auto: as WANDB_MODE says, else online if a key is at hand (WANDB_API_KEY or netrc),
@@ -26,7 +26,7 @@ class WandbConfig(Settings):
     project: Annotated[str, Named("a project name")] = opt("outrider", "the W&B project")
     name: str | None = opt(None, "of the run there; null: W&B makes one up")
 
-    def resolved_mode(self) -> str:
+    def resolve_mode(self) -> str:
         """`online`, `offline` or `disabled`; the environment's WANDB_MODE decides for `auto` when set."""
         if self.mode != "auto":
             return self.mode
@@ -36,9 +36,9 @@ class WandbConfig(Settings):
 
     def is_on(self) -> bool:
         """Whether anything is logged. Raises `UserError` if wandb is needed and missing, or its key is invalid."""
-        on = self.resolved_mode() != "disabled"
+        on = self.resolve_mode() != "disabled"
         if on:
-            secret("WANDB_API_KEY")
+            read_secret("WANDB_API_KEY")
         if on and find_spec("wandb") is None:
             raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
         return on
@@ -47,7 +47,7 @@ class WandbConfig(Settings):
         """The arguments of `wandb.init` except the project; a run whose id is stored in `out_dir` is continued."""
         id_file = out_dir / ID_FILE
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
-        where = {"mode": self.resolved_mode(), "dir": str(out_dir)}
+        where = {"mode": self.resolve_mode(), "dir": str(out_dir)}
         return {"name": self.name, **where, "id": run_id, "resume": "allow" if run_id else None}
 
 

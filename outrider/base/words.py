@@ -1,6 +1,13 @@
-"""Texts for people: messages without secrets, times, tables, misspelt names, quoted values.
+"""Texts for people.
 
-`outrider.base.errors` loads it with the first error: nothing of it is needed to decode.
+messages       `make_legible`: without secrets and control characters, and not too long
+options        `write_option`: KEY=VALUE, which Hydra reads back as exactly this value; `quote_word`: a word for a shell
+names          `did_you_mean`: the name that a misspelt one is most like
+tables         `fill_table`: a template for each column, filled for each row
+
+Example: `fill_table({"τ": ("{tau:.2f}", "tokens of a pass")}, [{"tau": 2.138}, {}])` has the rows ["2.14"] and [""].
+
+`outrider.base.errors` loads this module with the first error, since nothing that decodes needs it.
 """
 
 import difflib
@@ -11,28 +18,28 @@ import shlex
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.base.errors import UserError
 
-Columns = Mapping[str, tuple[str, str]]  # of a table: by a title, the template of its cells and what it says
-_BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
-_LONGEST, _END = 4000, 1000  # characters of a message, and of each end of a longer one
-_NEAR = 2**16  # characters at each end of a text that are searched for secrets; the others are not shown
-_FEWEST = 6  # characters of a secret: shorter values of such variables are switches
+Columns = Mapping[str, tuple[str, str]]  # by the title of a column: the template of its cells, and its meaning
+_UNQUOTED = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # texts to Hydra
+_LONGEST, _END = 4000, 1000  # characters of a message; characters at each end that are shown of a longer message
+_SEARCHED = 2**16  # characters at each end of a text that are searched for secrets; the others are never shown
+_SHORTEST_SECRET = 6  # characters: a shorter value of a variable that is named like a key is a switch
 SECRET_NAME = re.compile(r"(?i)(key|token|secret|pass|password|passwd|credentials?|_pat)_?\d*$")
-# In a URL of its own a password may have spaces, in a text it has none; it may have slashes, unless a port is before.
+# USER:PASSWORD@ of a URL. A password in a quoted URL may have spaces; in other text it has none. It may have slashes,
+# unless a port stands before the slash.
 _LOGIN = re.compile(r"(['\"=][a-z][a-z0-9+.-]*://)[^'\"]{0,256}@|://(?:[^\s/]*|[^\s/:]*:(?!\d+[/?#])\S{0,256})@")
 _FIELD = re.compile(
     r"(?i)((?:[?&][\w.-]{0,64}(?:key|token|sig|signature|auth)|"
     r"\b[\w.-]{0,64}(?:hf_token|access_token|api_?key|secret|password|passwd))(?:=|['\"]: ?)['\"]?)[^&\s'\"]+"
 )
-_SHAPE = re.compile(r"\b(?:hf_|sk-(?:\w+-)?|gh[pousr]_)[A-Za-z0-9]{20,}")  # a key without a name beside it
+_KEY = re.compile(r"\b(?:hf_|sk-(?:\w+-)?|gh[pousr]_)[A-Za-z0-9]{20,}")  # a key without a name beside it
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters of terminals
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]+")
 
 
-def secret(name: str) -> str | None:
+def read_secret(name: str) -> str | None:
     """The key in the environment variable `name`, None without one. Raises `UserError` if no header can hold it."""
     key = os.environ.get(name) or None
     if key and not (key.isascii() and key.isprintable()):
@@ -40,50 +47,57 @@ def secret(name: str) -> str | None:
     return key
 
 
-def clean(text: str) -> str:
+def remove_secrets(text: str) -> str:
     """`text` without secrets: values of variables that are named like keys, logins and keys in URLs, bearers' keys."""
     for name, value in os.environ.items():
-        for part in re.split(r"[^ -~]+", value) if SECRET_NAME.search(name) else ():  # others are shown as escapes
-            if len(part) >= _FEWEST:
-                text = text.replace(part, f"${name}").replace(repr(part)[1:-1], f"${name}")
-    text = _SHAPE.sub("…", text)
-    return _BEARER.sub(r"\1…", _FIELD.sub(r"\1…", _LOGIN.sub(lambda match: f"{match[1] or '://'}…@", text)))
+        if SECRET_NAME.search(name):
+            text = _replace_value(text, value, f"${name}")
+    text = _LOGIN.sub(lambda match: f"{match[1] or '://'}…@", _KEY.sub("…", text))
+    return _BEARER.sub(r"\1…", _FIELD.sub(r"\1…", text))
 
 
-def legible(text: str) -> str:
-    """`text` for a message: `clean`, and only the two ends of a very long one."""
+def _replace_value(text: str, secret: str, label: str) -> str:
+    """`text` with `label` for each printable part of `secret`, as the other characters may be escaped in `text`."""
+    for part in re.split(r"[^ -~]+", secret):
+        if len(part) >= _SHORTEST_SECRET:
+            text = text.replace(part, label).replace(repr(part)[1:-1], label)
+    return text
+
+
+def make_legible(text: str) -> str:
+    """`text` as a message shows it: without secrets, control characters escaped, and of a long text the two ends."""
     size = len(text)
-    text = clean(text if size <= 2 * _NEAR else text[:_NEAR] + text[-_NEAR:])
+    text = remove_secrets(text if size <= 2 * _SEARCHED else text[:_SEARCHED] + text[-_SEARCHED:])
     text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
     return text if size <= _LONGEST else f"{text[:_END]} … ({size} characters) … {text[-_END:]}"
 
 
 def did_you_mean(typo: str, names: Iterable[str]) -> str:
-    """The word of `names` most similar to `typo`; empty if none is similar."""
+    """A hint for an error: the name that `typo` is most similar to; empty if it is similar to none."""
     close = difflib.get_close_matches(typo, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def in_words(seconds: float) -> str:
-    """A time: "3 min 20 s", or "20 s" below a minute."""
+def format_seconds(seconds: float) -> str:
+    """A duration in words: "3 min 20 s", or "20 s" below a minute."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def typed(value: object, text: Callable[[str], str] = str) -> str:
-    """A value as written on a command line. text: how a text is written."""
+def format_value(value: object, spell: Callable[[str], str] = str) -> str:
+    """A value as on a command line: null, true, 0.5, [a,b], {}; `spell` writes the texts in it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{','.join(typed(member, text) for member in value)}]"
     if isinstance(value, Mapping):
-        return "{}"
-    return str(value) if isinstance(value, int | float) else text(str(value))
+        return "{}"  # an option that holds others has only this default
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(format_value(member, spell) for member in value)}]"
+    return str(value) if isinstance(value, int | float) else spell(str(value))
 
 
-def quoted(text: str) -> str:
-    """`text` as the value of an option that a command reads as exactly this text, whatever is in it."""
-    if _BARE.fullmatch(text):
+def quote_value(text: str) -> str:
+    """`text` as the value of an option, which Hydra reads as exactly this text whatever characters it has."""
+    if _UNQUOTED.fullmatch(text):
         return text
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise OmegaConf looks for another option there
     text = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -91,36 +105,41 @@ def quoted(text: str) -> str:
     return f"'{text}'"
 
 
-def option(key: str, value: object) -> str:
-    """The word of a command line, to be quoted for a shell, that gives `key` exactly this value."""
-    return f"{key}={typed(value, quoted)}"
+def write_option(key: str, value: object) -> str:
+    """KEY=VALUE, a word that gives `key` exactly this value; a shell needs it quoted (`quote_word`)."""
+    return f"{key}={format_value(value, quote_value)}"
 
 
-def in_shell(word: str) -> str:
-    """A word as a shell reads it; one with single quotes in double ones, where that is enough."""
+def quote_word(word: str) -> str:
+    """`word` as a shell reads it back; a word with single quotes stands in double quotes where they are enough."""
     return f'"{word}"' if "'" in word and not set('"$`\\!\n') & set(word) else shlex.quote(word)
 
 
-class Shown(str):
-    """A name in a page: {name:option} the value of an option in a shell, {name:shell} a word of one, {name:json} a
-    literal of JSON or Python, also between single quotes."""
+class PageName(str):
+    """A name for a template: {name:option} is an option's value in a shell, {name:shell} a word in a shell, {name:json}
+    a literal of JSON and Python, also between single quotes."""
 
     __slots__ = ()
 
     def __format__(self, spec: str) -> str:
-        if spec == "json":
-            return json.dumps(self, ensure_ascii=False).replace("'", "\\u0027")
-        return in_shell(quoted(self)) if spec == "option" else shlex.quote(self) if spec == "shell" else str(self)
+        match spec:
+            case "json":
+                return json.dumps(self, ensure_ascii=False).replace("'", "\\u0027")
+            case "option":
+                return quote_word(quote_value(self))
+            case "shell":
+                return shlex.quote(self)
+        return str(self)
 
 
-def listed(words: Sequence[str], limit: int = 6) -> str:
-    """The first few of `words`, and the number of the others."""
+def list_words(words: Sequence[str], limit: int = 6) -> str:
+    """The first `limit` of `words`, and the number of the others: "a, b and 7 more"."""
     return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. columns: a description by column name, "" if the name is enough; rows: one text per column."""
+    """A table of texts. columns: by title, the column's meaning, "" if the title is enough. rows: a text per column."""
 
     columns: Mapping[str, str]
     rows: Sequence[Sequence[str]]
@@ -131,21 +150,24 @@ class Table:
         return [f"|{rows[0]}", "|" + "---|" * len(self.columns), *(f"|{row}" for row in rows[1:])]
 
 
-class _Figures(string.Formatter):
-    """Fills the templates of columns; a missing fact gives an empty text."""
+class _CellFormatter(string.Formatter):
+    """`str.format` for a cell: values are formatted by `format_figure`, and a missing value gives an empty text."""
 
-    def get_field(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def get_field(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         try:
             return super().get_field(name, args, kwargs)
         except (AttributeError, KeyError, IndexError, TypeError):
             return "", name
 
-    def format_field(self, value: Any, form: str) -> str:
-        return figure(value, form)
+    def format_field(self, value: object, form: str) -> str:
+        return format_figure(value, form)
 
 
-def figure(value: object, form: str = "interval") -> str:
-    """A figure as text; a dash for None. A text stays. form: of `format`, with "?" appended if zero is a dash too."""
+def format_figure(value: object, form: str = "interval") -> str:
+    """A figure as text. None is a dash, and a text stays as it is.
+
+    form: as of `format`; with "?" appended, zero is a dash too.
+    """
     if isinstance(value, str):
         return value
     if value is None or (form.endswith("?") and not value):
@@ -153,7 +175,7 @@ def figure(value: object, form: str = "interval") -> str:
     return format(value, form.removesuffix("?"))
 
 
-def filled(columns: Columns, facts: Iterable[Mapping[str, object]]) -> Table:
-    """The table with a row for each of `facts`."""
-    rows = [[_Figures().vformat(cell, (), record) for cell, _ in columns.values()] for record in facts]
-    return Table({name: meaning for name, (_, meaning) in columns.items()}, rows)
+def fill_table(columns: Columns, records: Iterable[Mapping[str, object]]) -> Table:
+    """The table with a row for each of `records`, whose values fill the templates of `columns` by name."""
+    rows = [[_CellFormatter().vformat(template, (), record) for template, _ in columns.values()] for record in records]
+    return Table({title: meaning for title, (_, meaning) in columns.items()}, rows)

@@ -1,14 +1,17 @@
-"""Commands: an entry script names a function, and this calls it with the settings of the command line."""
+"""Commands: from the words of a command line to the function that `COMMANDS` names.
 
-import functools
+    main_of("eesd")()  →  run_words  →  compose_and_run  →  carry_out  →  train.eesd:train_early_exit(config)
+
+composing.py checks the words and makes the settings, options.py writes --help, ending.py ends the process.
+"""
+
 import logging
 import os
 import sys
-import typing
 from collections.abc import Callable, Collection, Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping
 from outrider.base.large_imports import import_large
-from outrider.base.progress import command, speaks
-from outrider.base.run_dirs import look_at, made_for_something, rehearsal_folder, require_free
-from outrider.base.settings import Config, RunConfig, Settings, construct, gives
-from outrider.cli import COMMANDS, USER_ERROR_STATUS, crashing, print_anything, say, usage
+from outrider.base.progress import show_command, shows_progress
+from outrider.base.run_dirs import rehearsal_folder, remove_if_unused, require_free, require_usable
+from outrider.base.settings import RunConfig, Settings, construct, field_types, gives
+from outrider.cli import COMMANDS, USER_ERROR_STATUS, print_anything, print_text, report_crash, usage
 from outrider.commands.composing import (
     build,
     check_words,
@@ -31,115 +34,101 @@ from outrider.commands.composing import (
     store_defaults,
     typed_keys_of,
 )
-from outrider.commands.ending import continuing, reported, terminable
+from outrider.commands.ending import end_on_sigterm, report_errors, write_resume_line
 from outrider.commands.options import help_text
 from outrider.draft_models.targets.settings import Rehearsed
 from outrider.inference.settings.method import CONF_DIR
 
-Complete = Callable[[Sequence[str]], list[str]]  # adds the options that follow from those given
-_COMPLETIONS: dict[str, Complete] = {}  # by command
-
-
-def entry(
-    name: str, schema: type[Config], *, complete: Complete = list
-) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
-    """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the options in sys.argv.
-
-    With --settings FILE it runs with settings that a pipeline made, and wrote beside the options they were made of.
-    complete: adds the options that follow from those given.
-
-    A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
-    message on stderr and status 2, Ctrl-C with 130, SIGTERM with 143, everything else with its traceback and status 3.
-    """
-    _COMPLETIONS[name] = complete
-    resumes = "resume" in schema.__dataclass_fields__
-
-    def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
-        @functools.wraps(run)
-        @crashing()
-        def main() -> None:
-            print_anything()
-            words, line = sys.argv[1:], continuing() if resumes else ""
-            with terminable(), reported(line):
-                if {"--help", "-h"} & {*words}:
-                    overrides = [word for word in words if not word.startswith("-")]
-                    say("\n".join([*usage(name), "", help_text(name, overrides)]))
-                    return
-                if not words:
-                    print("\n".join([*usage(name), "any option starts it; --help has all"]), file=sys.stderr)
-                    sys.exit(USER_ERROR_STATUS)
-                _quiet_libraries()
-                if words[:1] == ["--settings"] and words[1:]:
-                    record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
-                    sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
-                    carry_out(name, run, construct(schema, record["settings"]))
-                    return
-                sys.argv[1:] = complete(words)
-                check_words(name, sys.argv[1:])
-                store_defaults(name)
-
-                def job(composed: DictConfig) -> None:
-                    with reported(line):  # here, as Hydra prints a banner around an exception that leaves it
-                        typed_keys = typed_keys_of(HydraConfig.get().overrides.task)
-                        carry_out(name, run, build(schema, composed, typed_keys), typed_keys)
-
-                hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
-
-        return main
-
-    return decorate
-
-
-def script(name: str, run: str, *, complete: Complete = list) -> Callable[[], None]:
-    """The command `name` that calls the function `run`, "module:function", with its config; complete: as of `entry`.
-
-    The module is imported once the config is known to be good: torch and transformers take seconds.
-    """
-
-    def call(config: object) -> None:
-        module, _, function = run.partition(":")
-        getattr(import_large(module), function)(config)
-
-    return entry(name, COMMANDS[name].load_settings(), complete=complete)(call)
-
 
 def main_of(name: str) -> Callable[[], None]:
-    """The command `name`: it checks its options, then imports what it does and calls it with them (see `Command`)."""
-    listing = COMMANDS[name]
-    if ":" in listing.runs:
-        return script(name, f"outrider.{listing.runs}")
-    main: Callable[[], None] = import_module(f"outrider.{listing.module}").main
+    """The command `name`, which reads its words from sys.argv.
+
+    A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one message on
+    stderr and status 2, Ctrl-C with 130, SIGTERM with 143, everything else with its traceback and status 3.
+    """
+
+    @report_crash()
+    def main() -> None:
+        print_anything()
+        line = write_resume_line() if "resume" in field_types(COMMANDS[name].load_settings()) else ""
+        with end_on_sigterm(), report_errors(line):
+            run_words(name, sys.argv[1:], line)
+
     return main
 
 
-def run_script(name: str) -> typing.NoReturn:
-    """Run the command `name` and end the process. A file that is the command begins with it where it runs as a script:
-    so the options are checked before the file's own imports, which take seconds."""
+def run_script(name: str) -> NoReturn:
+    """Run the command `name` and end the process. A command's file calls this where it runs as a script, before its
+    imports: so the options are checked before torch and transformers are imported, which takes seconds."""
     main_of(name)()
     sys.exit()
 
 
-def carry_out(name: str, run: Callable[[Config], object], config: Config, typed_keys: Collection[str] = ()) -> None:
-    """Run the command `name` after its files were looked for. typed_keys: those that the command line gave."""
+def run_words(name: str, words: Sequence[str], line: str) -> None:
+    """Print the help for --help, the usual lines for no words; else run the command. line: see `report_errors`.
+
+    With --settings FILE it runs with settings that a pipeline wrote there, beside the options they were made of.
+    """
+    if {"--help", "-h"} & {*words}:
+        overrides = [word for word in words if not word.startswith("-")]
+        print_text("\n".join([*usage(name), "", help_text(name, overrides)]))
+        return
+    if not words:
+        print("\n".join([*usage(name), "any option starts it; --help has all"]), file=sys.stderr)
+        sys.exit(USER_ERROR_STATUS)
+    _quiet_libraries()
+    if words[:1] == ["--settings"] and words[1:]:
+        record = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
+        sys.argv[1:] = construct(list[str], record["words"])  # the options that its records name
+        carry_out(name, construct(COMMANDS[name].load_settings(), record["settings"]))
+    else:
+        compose_and_run(name, words, line)
+
+
+def compose_and_run(name: str, words: Sequence[str], line: str) -> None:
+    """Run the command with the options `words`: Hydra reads conf/NAME.yaml and the options in sys.argv."""
+    sys.argv[1:] = COMMANDS[name].complete_words(words)
+    check_words(name, sys.argv[1:])
+    store_defaults(name)
+
+    def job(composed: DictConfig) -> None:
+        with report_errors(line):  # here, as Hydra prints a banner around an exception that leaves it
+            typed_keys = typed_keys_of(HydraConfig.get().overrides.task)
+            carry_out(name, build(COMMANDS[name].load_settings(), composed, typed_keys), typed_keys)
+
+    hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
+
+
+def carry_out(name: str, config: Settings, typed_keys: Collection[str] = ()) -> None:
+    """Look for the files of the command `name`, then do what it does. typed_keys: the keys that the command line gave.
+
+    The module of its function is imported last, since torch and transformers take seconds.
+    """
     look_for_files(config, typed_keys)
-    with command(name), made_for_something(Path(getattr(config, "out_dir", "."))):
+    with show_command(name), remove_if_unused(Path(getattr(config, "out_dir", "."))):
         look_for_out_dir(config)
+        run = partial(_call, COMMANDS[name].runs)
         if isinstance(config, Rehearsed) and config.debug:
             import_large("outrider.inference.loading.rehearsal").rehearse(run, config, typed_keys)
         else:
             run(config)
 
 
+def _call(path: str, config: Settings) -> None:
+    """Call the function `path`, "module:function" in outrider, with `config`."""
+    module, _, function = path.partition(":")
+    getattr(import_large(f"outrider.{module}"), function)(config)
+
+
 def config_for(script: str, words: Sequence[str]) -> Any:
-    """The config with which the entry script `script`, such as "train/eesd.py", would run given the options `words`.
+    """The config with which a command would run given the options `words`. script: its file, as "train/eesd.py".
 
     Raises `UserError`.
     """
-    (listing,) = (entry for entry in COMMANDS.values() if entry.script == script)
-    main_of(listing.name)
-    overrides = _COMPLETIONS[listing.name](words)
+    (command,) = (command for command in COMMANDS.values() if command.script == script)
+    overrides = command.complete_words(words)
     try:
-        return build(listing.load_settings(), compose_config(listing.name, overrides), typed_keys_of(overrides))
+        return build(command.load_settings(), compose_config(command.name, overrides), typed_keys_of(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from None
 
@@ -162,10 +151,10 @@ def look_for_files(config: Settings, typed_keys: Collection[str] = ()) -> None:
 def look_for_out_dir(config: Settings) -> None:
     """Raise `UserError` for an out_dir that cannot be written, that another run holds, or that holds an earlier run if
     resume is off; before torch is imported, and in one of a launcher's processes."""
-    if not isinstance(config, RunConfig) or getattr(config, "plan", False) or not speaks():
+    if not isinstance(config, RunConfig) or getattr(config, "plan", False) or not shows_progress():
         return
     debug = getattr(config, "debug", False)
-    look_at(rehearsal_folder(config.out_dir) if debug else Path(config.out_dir))
+    require_usable(rehearsal_folder(config.out_dir) if debug else Path(config.out_dir))
     require_free(Path(config.out_dir), () if debug else config.leaves, config.resume)
 
 

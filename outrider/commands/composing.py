@@ -1,7 +1,13 @@
-"""From the words of a command line to settings: the words are checked, Hydra composes, pydantic makes the settings.
+"""From the words of a command line to settings.
 
-The dataclass alone defines names, types, defaults and checks; YAML files only choose values. Nothing that an entry
-script calls sees a DictConfig.
+add_methods      what follows from the words: a drafter without a method gets its default method
+check_words      unknown options and choices are refused, with the name that was likely meant
+store_defaults   the defaults of the settings class become the first entry of conf/NAME.yaml's list of defaults
+                 (here Hydra composes the config: defaults, YAML files, words)
+build            pydantic makes the settings; `_adapt` has made numbers texts where the type is a text
+
+`compose_config` does these steps for a config that no command line asks for. The settings class alone defines names,
+types, defaults and checks. YAML files only choose values. The function of a command never sees a DictConfig.
 """
 
 import dataclasses
@@ -19,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from outrider.base.errors import UserError
-from outrider.base.settings import Config, construct, describe_type, field_types, missing
-from outrider.base.words import did_you_mean, in_shell, listed, option
+from outrider.base.settings import Config, construct, describe_type, field_types, missing_error
+from outrider.base.words import did_you_mean, list_words, quote_word, write_option
 from outrider.cli import COMMANDS
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, no_such_method, settings_of
@@ -43,8 +49,9 @@ def build(schema: type[Config], composed: DictConfig, typed_keys: Collection[str
 
     Raises `UserError` naming a key that is missing or impossible, or of a method or source that was not chosen.
     """
-    for key in sorted(OmegaConf.missing_keys(composed)):
-        raise missing(key, describe_type(option_type(schema, key)) or "its value")
+    if missing_keys := OmegaConf.missing_keys(composed):
+        first = min(missing_keys)
+        raise missing_error(first, describe_type(option_type(schema, first)) or "its value")
     for key in typed_keys:
         _require_chosen(schema, composed, key)
     return construct(schema, _adapt(OmegaConf.to_container(composed, resolve=True), schema))
@@ -73,9 +80,9 @@ def has_gpu() -> bool:
 
 
 def check_words(name: str, words: Sequence[str]) -> None:
-    """Raise `UserError` for an unknown option or choice, and for a value of an option that holds others.
+    """Raise `UserError` for an unknown option or choice, and for a value given to an option that holds options.
 
-    Composed methods are added to the choices of Hydra's group `method`. Other flags and their values are Hydra's own.
+    Composed methods are added to the choices of Hydra's group `method`. Hydra checks other flags and their values.
     """
     groups, schema = groups_of(name), COMMANDS[name].load_settings()
     for word in words:
@@ -113,12 +120,15 @@ def option_type(schema: type, key: str, groups: Collection[str] = ()) -> object:
 
 def _member_type(kind: object) -> object:
     """The type of the values of a mapping; None for another type."""
-    plain = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
-    return typing.get_args(plain)[1] if typing.get_origin(plain) is dict else None
+    bare = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind  # of Annotated[dict[str, int], …]
+    return typing.get_args(bare)[1] if typing.get_origin(bare) is dict else None
 
 
 def _check_flag(word: str, options: Collection[str]) -> None:
-    """Raise `UserError` for an option that is written as a flag, "--target X" or "-target X", and a misspelt --help."""
+    """Raise `UserError` for an option written as a flag, "--target X" or "-target X", and for a misspelt --help.
+
+    options: the names of the command's options and groups.
+    """
     if hint := did_you_mean(word, ["--help"] if word != "--hydra-help" else []):
         raise UserError(f"{word}: no such flag{hint}")
     key, _, value = word.lstrip("-").partition("=")
@@ -128,7 +138,7 @@ def _check_flag(word: str, options: Collection[str]) -> None:
 
 
 def _check_choice(override: Override) -> None:
-    """Raise `UserError` if a group is given what is no name of its choices."""
+    """Raise `UserError` unless the override of a group chooses among its files, or composes a method."""
     group, value = override.key_or_group, override.value()
     if override.is_delete() or (override.is_sweep_override() and not isinstance(value, ChoiceSweep)):
         return
@@ -141,7 +151,7 @@ def _check_choice(override: Override) -> None:
             folder, _, last = f"method/{name}".rpartition("/")
             ConfigStore.instance().store(last, settings_of(name), folder, package=f"methods.{known_as(name)}")
         elif choice not in choices:
-            hint = f"{did_you_mean(name, choices) or '.'} There are {listed(choices)}; see --help"
+            hint = f"{did_you_mean(name, choices) or '.'} There are {list_words(choices)}; see --help"
             raise UserError(no_such_method(name) if group == "method" else f"{group}={name}: no such choice{hint}")
 
 
@@ -176,12 +186,14 @@ def value_of(word: str) -> object:
         return word.partition("=")[2]
 
 
-def with_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
-    """`options` and, if they choose no method, that of every given drafter, or prompt lookup without a drafter.
+def add_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
+    """`options` and, if they choose no method, the default method of each drafter in them, or prompt lookup.
+
+    ["checkpoint=runs/eesd", "seed=1"] → ["checkpoint=runs/eesd", "seed=1", "method=[eesd_survival]"]
 
     fixed: see `presets_of`. Raises `UserError` for a drafter's directory that cannot be read.
     """
-    indices = [index for index, option in enumerate(options) if "=" in option and not option.startswith("-")]
+    indices = [index for index, word in enumerate(options) if "=" in word and not word.startswith("-")]
     settings = {options[index].partition("=")[0].lstrip("+~"): value_of(options[index]) for index in indices}
     keys = {key.split(".")[0].split("@")[0] for key in settings}
     if keys & {"method", "experiment"}:
@@ -195,14 +207,22 @@ def with_methods(options: Sequence[str], *, fixed: bool = False) -> list[str]:
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
 
 
+def add_engine_methods(options: Sequence[str]) -> list[str]:
+    """`add_methods` for engines, which draft chains of fixed length."""
+    return add_methods(options, fixed=True)
+
+
 def _not_an_option(word: str) -> str:
     key, equals, value = word.partition("=")
-    remedy = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
+    remedy = f"if {value} is one text, as {quote_word(write_option(key, value))}" if equals else "as KEY=VALUE"
     return f"{word}: not an option; give it, {remedy}"
 
 
 def _require_chosen(schema: type, composed: DictConfig, key: str) -> None:
-    """Raise `UserError` if `key` lies in an entry of a mapping of settings that was not chosen: it has no `source`."""
+    """Raise `UserError` if `key` lies in an entry of a mapping of settings, such as methods.NAME, that nobody chose.
+
+    An entry that was chosen has a `source`.
+    """
     names = key.split(".")
     for end in range(1, len(names)):
         outer, name = ".".join(names[:end]), names[end]
@@ -228,11 +248,11 @@ def _plain_defaults(schema: typing.Any) -> dict[str, object]:
 
 
 def _adapt(value: object, kind: object) -> object:
-    """`value` for an option of the type `kind`: a number as a text where the type wants that, and ~/ as the home."""
+    """`value` for an option of the type `kind`: a number becomes a text where the type is a text, and ~/ the home."""
     if isinstance(value, dict):
         kinds = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-        of_members = typing.get_args(kind)[-1:]  # of a mapping by name
-        return {key: _adapt(member, kinds.get(key, *of_members)) for key, member in value.items()}
+        member_kind = typing.get_args(kind)[-1:]  # of a mapping by name; else empty
+        return {key: _adapt(member, kinds.get(key, *member_kind)) for key, member in value.items()}
     if isinstance(value, list):
         return [str(member) if kind == list[str] and isinstance(member, int | float) else member for member in value]
     if isinstance(value, str):

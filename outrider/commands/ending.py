@@ -1,4 +1,7 @@
-"""How a command ends: bad input with one line, Ctrl-C and SIGTERM in order, with the command line that continues it."""
+"""How a command ends: bad input with one line and status 2; Ctrl-C and SIGTERM in order, with status 130 and 143.
+
+After an interrupt the command line is printed that continues the command (`write_resume_line`).
+"""
 
 import errno
 import os
@@ -18,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
 from outrider.base.progress import RELAY
-from outrider.base.words import clean, legible
+from outrider.base.words import make_legible, remove_secrets
 from outrider.cli import USER_ERROR_STATUS
 from outrider.commands.composing import explain
 
@@ -33,9 +36,11 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Context manager: SIGTERM raises `Terminated` in the process that a user started. Its forks, a launcher's other
-    processes and the steps of a pipeline end at once."""
+def end_on_sigterm() -> Iterator[None]:
+    """Context manager: SIGTERM raises `Terminated` in the process that a user started.
+
+    The forks of this process, a launcher's other processes and the steps of a pipeline end at once.
+    """
     process = os.getpid()
 
     def handle(number: int, _: object) -> None:
@@ -51,17 +56,17 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def reported(line: str = "") -> Iterator[None]:
+def report_errors(line: str = "") -> Iterator[None]:
     """Context manager: a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
-    line: of `continuing`, printed after Ctrl-C and SIGTERM.
+    line: from `write_resume_line`, printed after Ctrl-C and SIGTERM.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
-            raise  # compiled code that is interrupted raises one from the interrupt
-        leave(error, line)
+            raise  # compiled code that is interrupted raises a SystemError from the interrupt
+        exit_interrupted(error, line)
     except UserError as error:
         _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
     except (HydraException, OmegaConfBaseException) as error:
@@ -72,8 +77,11 @@ def reported(line: str = "") -> Iterator[None]:
         _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
 
 
-def leave(error: BaseException, line: str) -> NoReturn:
-    """End the process after `error`, an interrupt, with `line` of `continuing`; further signals of a launcher wait."""
+def exit_interrupted(error: BaseException, line: str) -> NoReturn:
+    """Print `line`, of `write_resume_line`, and end the process after the interrupt `error`.
+
+    A launcher sends SIGTERM after SIGINT: further signals are ignored until the line is printed.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
@@ -82,20 +90,23 @@ def leave(error: BaseException, line: str) -> NoReturn:
     sys.exit(128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT))
 
 
-def continuing() -> str:
-    """The line that continues this command with resume=true, as its user typed it: also `make` or a launcher. Empty for
-    other processes of a launcher and for steps of a pipeline."""
+def write_resume_line() -> str:
+    """The command line that continues this command: what its user typed, `make` or a launcher too, and resume=true.
+
+    Empty for a launcher's other processes and for the steps of a pipeline, which no user typed.
+    """
     name, *words = sys.argv
     if not _is_typed():
         return ""
-    resumed = resuming(words)
+    resuming_words = add_resume(words)
     command = ["python", name] if name.endswith(".py") else Path(name).name.split(" ")
-    typed = _typed_above(words, make=resumed == words) or [*command, *words]
-    return clean(shlex.join([*typed[: -len(words)], *resumed] if typed[-len(words) :] == words else typed))
+    line = find_typed_line(words, make=resuming_words == words) or [*command, *words]
+    ends_with_words = line[-len(words) :] == words
+    return remove_secrets(shlex.join([*line[: -len(words)], *resuming_words] if ends_with_words else line))
 
 
-def resuming(words: Sequence[str]) -> list[str]:
-    """The options `words` with resume=true once, after the last of them: Hydra takes no option after its own flags."""
+def add_resume(words: Sequence[str]) -> list[str]:
+    """The options `words` with resume=true once, after the last option: Hydra takes no option after its own flags."""
     if "resume=true" in words:
         return [*words]
     options = [word for word in words if word.partition("=")[0] != "resume"]
@@ -103,9 +114,11 @@ def resuming(words: Sequence[str]) -> list[str]:
     return [*options[:end], "resume=true", *options[end:]]
 
 
-def _typed_above(words: Sequence[str], *, make: bool) -> list[str]:
-    """The command line of the highest parent process but a shell that ends with `words`, as a launcher's does; with
-    `make`, of the make that runs this. Empty if there is none."""
+def find_typed_line(words: Sequence[str], *, make: bool) -> list[str]:
+    """The command line of the highest parent process, no shell, whose line ends with `words`, as a launcher's does.
+
+    make: the command line of the make that runs this, if there is one. Empty if no parent has such a line.
+    """
     typed, line = list[str](), list[str]()
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended, or is another user's
@@ -114,17 +127,19 @@ def _typed_above(words: Sequence[str], *, make: bool) -> list[str]:
         if make and program == "make":
             return ["make", *line[1:]]
         if line[-len(words) :] == [*words] and not program.endswith("sh"):
-            script = program.startswith("python") and not line[1].startswith("-") and not Path(line[1]).suffix
-            typed = [Path(line[script]).name, *line[script + 1 :]]  # of an installed command without its Python
+            installed = program.startswith("python") and not line[1].startswith("-") and not Path(line[1]).suffix
+            typed = [Path(line[installed]).name, *line[installed + 1 :]]  # an installed command is typed without Python
     return typed
 
 
 def _is_typed() -> bool:
+    """Whether a user started this process: it is a launcher's first process, and no step of a pipeline."""
     return os.environ.get("RANK", "0") == "0" and RELAY not in os.environ
 
 
 def _fail(message: str) -> NoReturn:
-    print(line := f"error: {legible(message)}", file=sys.stderr)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the last lines of a launcher are of it
+    """Print the error and exit; a launcher, which reads an error's file, prints it last."""
+    print(line := f"error: {make_legible(message)}", file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         write_json(Path(report), {"message": line, "timestamp": int(time.time())})
     sys.exit(USER_ERROR_STATUS)

@@ -13,14 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter
 
 from outrider.base.settings import READ_WITH
-from outrider.base.words import typed
+from outrider.base.words import format_value
 from outrider.cli import COMMANDS, usage
 from outrider.commands.composing import compose_config, groups_of
 
 _WORDS = {"string": "text", "boolean": "true or false", "null": "null", "integer": "integer", "number": "number"}
 _SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _WIDTH = 110
-_USUAL, _OF_MOST = 5, ("target", "checkpoint", "prompts", "minutes", "out_dir", "resume")
+_USUAL = 5  # options that --help shows first
+_COMMON = ("target", "checkpoint", "prompts", "minutes", "out_dir", "resume")
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,19 @@ def help_text(name: str, overrides: list[str]) -> str:
         meaning = textwrap.wrap(option.meaning, _WIDTH, initial_indent=indent, subsequent_indent=indent)
         texts[option.key] = [f"{option.key}={option.default}   ({option.kind})", *meaning]
     lines = [f"Options are key=value; a group is chosen with group=choice. {purpose}", ""]
-    for key in usual(name, texts):
+    for key in usual_keys(name, texts):
         lines += texts.pop(key)
     lines += ["", "The others:", *chain(*texts.values()), ""]
     return "\n".join([*lines, "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"])
 
 
-def usual(name: str, available: Collection[str]) -> list[str]:
-    """The options and groups of a command to read first, five of the `available`: those of its usual lines, and others
-    that most commands have."""
+def usual_keys(name: str, available: Collection[str]) -> list[str]:
+    """The options and groups of a command to read first, `_USUAL` of those `available`.
+
+    The options of its usual command lines come first, then options that most commands have.
+    """
     words = [word for line in usage(name) for word in shlex.split(line, comments=True) if "=" in word]
-    keys = dict.fromkeys([*(word.partition("=")[0] for word in words), *_OF_MOST])
+    keys = dict.fromkeys([*(word.partition("=")[0] for word in words), *_COMMON])
     return [key for key in keys if key in available][:_USUAL]
 
 
@@ -63,9 +66,9 @@ def options_of(schema: type, composed: DictConfig) -> list[Option]:
     return list(_options(TypeAdapter(schema).json_schema(), composed, ""))
 
 
-def _options(shape: Mapping[str, Any], composed: DictConfig | None, prefix: str) -> Iterator[Option]:
-    """The options of settings of the JSON schema `shape`."""
-    for name, schema in shape["properties"].items():
+def _options(settings: Mapping[str, Any], composed: DictConfig | None, prefix: str) -> Iterator[Option]:
+    """The options of the JSON schema `settings`, each with its default in `composed`, or else in the schema."""
+    for name, schema in settings["properties"].items():
         key, meaning = prefix + name, " ".join(schema.get("description", "").split())
         by_name = schema.get("additionalProperties")
         if "properties" in schema:
@@ -74,36 +77,42 @@ def _options(shape: Mapping[str, Any], composed: DictConfig | None, prefix: str)
             yield Option(f"{key}.NAME", "settings", "", meaning)
             yield from _options(by_name, None, f"{key}.NAME.")
         else:
-            if read := schema.get(READ_WITH):
-                meaning = f"with {' and '.join(f'{option}={_either(values)}' for option, values in read)}: {meaning}"
-            default = typed(schema.get("default", by_name and {})) if composed is None else _default(composed, name)
-            yield Option(key, words(schema), default, meaning)
+            if conditions := schema.get(READ_WITH):
+                phrases = (f"{option}={_either(values)}" for option, values in conditions)
+                meaning = f"with {' and '.join(phrases)}: {meaning}"
+            default = (
+                format_value(schema.get("default", by_name and {})) if composed is None else _default(composed, name)
+            )
+            yield Option(key, describe_schema(schema), default, meaning)
 
 
 def _default(composed: DictConfig, name: str) -> str:
     """The composed value; both values if it depends on the device; "" if the option is required."""
     if OmegaConf.is_interpolation(composed, name):
-        written = dict(composed.items_ex(resolve=False))[name]
-        return re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", str(written))
-    return "" if OmegaConf.is_missing(composed, name) else typed(composed[name])
+        text = str(dict(composed.items_ex(resolve=False))[name])
+        return re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", text)
+    return "" if OmegaConf.is_missing(composed, name) else format_value(composed[name])
 
 
-def words(shape: Any) -> str:
+def describe_schema(shape: Any) -> str:
     """The type of a JSON schema in words, with its choices or its range."""
     if shape is True or {"anyOf", "enum", "const", "type"}.isdisjoint(shape):
         return "any"
     if "anyOf" in shape:
-        return " or ".join(map(words, sorted(shape["anyOf"], key=lambda branch: branch.get("type") == "null")))
+        return " or ".join(
+            map(describe_schema, sorted(shape["anyOf"], key=lambda branch: branch.get("type") == "null"))
+        )
     if choices := shape.get("enum", [shape["const"]] if "const" in shape else []):
         return _either(choices)
     if shape["type"] == "array":
-        return f"list of {words(shape['items'] if 'items' in shape else shape['prefixItems'][0])}"
+        return f"list of {describe_schema(shape['items'] if 'items' in shape else shape['prefixItems'][0])}"
     if shape["type"] == "object":
-        return f"{words(shape['additionalProperties'])} by name"
+        return f"{describe_schema(shape['additionalProperties'])} by name"
     ends = [f"{sign} {shape[end]}" for end, sign in _SIGNS.items() if end in shape]
     return f"{_WORDS[shape['type']]} {' and '.join(ends)}".rstrip()
 
 
 def _either(values: Sequence[object]) -> str:
-    *head, last = map(typed, values)
+    """The values as a choice: "a, b or c"."""
+    *head, last = map(format_value, values)
     return f"{', '.join(head)} or {last}" if head else last

@@ -1,4 +1,11 @@
-"""The routes of the server, and its life from the model's loading to the last answer."""
+"""The routes of the server, and its life from the model's loading to the last answer.
+
+    request → Front (may it ask?) → Service.answer → read_request (jobs, one a text) → Workers (threads decode)
+            → Reply (pieces to JSON) → Answers (hands them to the event loop) → the client
+
+`Service.answer` is this way. Reading a request and writing a whole body run in threads, so that the event loop is never
+busy for long.
+"""
 
 import asyncio
 import hmac
@@ -24,7 +31,7 @@ from starlette.types import Scope
 from outrider.api.decoder import Decoder
 from outrider.base.errors import UserError
 from outrider.base.progress import hide_stages
-from outrider.base.words import secret
+from outrider.base.words import read_secret
 from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.front import FIGURES, Front, refusal
@@ -34,7 +41,7 @@ from outrider.server.workers import Answers, RefusedError, Workers
 
 PAGE = Path(__file__).with_name("page.html")
 FLUSH = 5  # seconds after `grace` in which errors are sent to those whose answers are given up
-_TRIAL = 9  # tokens of the first text that is measured
+_TRIAL = 9  # tokens of the text that `warm_up` measures
 
 
 def serve(config: ServeConfig) -> None:
@@ -67,7 +74,7 @@ def load_model(config: ServeConfig) -> Decoder:
 
 
 class GracefulServer(uvicorn.Server):
-    """A server that finishes the running answers on a signal to end; after `grace` it gives up what is left of them."""
+    """A server that finishes the running answers after a signal to end. After `grace` seconds it gives them up."""
 
     def __init__(self, service: "Service"):
         self._service, seconds = service, service.config.grace + FLUSH
@@ -75,16 +82,16 @@ class GracefulServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=seconds))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn, which cancels what still runs without a word to its clients."""
+        """As uvicorn's, which would cancel the answers without an error to their clients."""
         timer = asyncio.get_running_loop().call_later(self._service.config.grace, self._service.workers.give_up)
         await super().shutdown(sockets)
         timer.cancel()
 
 
 class Service:
-    """A model as it is served. name: of the model for clients; workers: who write the answers.
+    """A model as it is served. name: of the model for clients; workers: the threads that write the answers.
 
-    measured: of the last answer, at first of the text of `warm_up`.
+    measured: the figures of the last answer, at first those of `warm_up`.
     """
 
     def __init__(self, model: Decoder, config: ServeConfig):
@@ -94,10 +101,10 @@ class Service:
         self.measured: dict[str, float] = {}
         self._token_name = cache(lambda token: json.dumps(model.tokenizer.decode([token])))
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)  # for requests
-        self._key = config.api_key or secret("OUTRIDER_API_KEY")
+        self._key = config.api_key or read_secret("OUTRIDER_API_KEY")
 
     def warm_up(self) -> None:
-        """Compile and measure now, not for the first client."""
+        """Compile and measure now, so that the first client need not wait for it."""
         self.model.generate("Hello", max_new_tokens=1)
         began = time.perf_counter()
         self.model.generate("Hello", max_new_tokens=_TRIAL)
@@ -106,7 +113,7 @@ class Service:
             self.measured = {"tokens": last.tokens, "tau": round(last.tau, 2), "tokens_per_second": round(rate, 1)}
 
     def about(self) -> Json:
-        """The model as a list of models has it; beyond OpenAI's fields its method, and what was measured last."""
+        """The model's entry in the list of models: OpenAI's fields, its method, its context and the last figures."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider", "method": self.model.name}
         return model | {"max_model_len": context_tokens(self.model, self.config), "measured": self.measured}
 
@@ -117,7 +124,7 @@ class Service:
             raise RefusedError("this server asks for its api_key as a bearer token", status=401)
 
     async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
-        """The answer to a request for texts, whole or as a stream. Raises `UserError`."""
+        """The answer to a request for texts, whole or as a stream. kind: of the request. Raises `UserError`."""
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -127,7 +134,7 @@ class Service:
         query, jobs = await run_in_threadpool(read_request, bytes(body), kind, self.model, self.config, self.name, seed)
         reply = Reply(query, jobs, self.name, self._token_name)
         answers = self.workers.submit(jobs, self.config.timeout, reply.chunk if query.stream else reply.take)
-        answers.watch = asyncio.create_task(_cancel_once_gone(request, answers))
+        answers.watch = asyncio.create_task(_cancel_after_disconnect(request, answers))
         records = self._read(reply, answers, request.scope)
         if query.stream:
             return StreamingResponse(_events(records, reply, answers), media_type="text/event-stream")
@@ -136,7 +143,7 @@ class Service:
         return Response(await run_in_threadpool(reply.body), media_type="application/json")
 
     async def _read(self, reply: Reply, answers: Answers, scope: Scope) -> AsyncGenerator[str]:
-        """The records of an answer; after them its figures are there, for the log too."""
+        """The records of an answer. After the last one its figures are stored, also in `scope` for the log."""
         try:
             async for record in answers.read():
                 yield record
@@ -152,7 +159,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(UserError)
     @app.exception_handler(HTTPException)
-    @app.exception_handler(ClientDisconnect)  # while it sent: it reads no answer, and it is no error of the server
+    @app.exception_handler(ClientDisconnect)  # the client left while it sent its request: no error of the server
     async def _(_: Request, error: Exception) -> Response:
         return refusal(error)
 
@@ -187,7 +194,10 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _events(records: AsyncGenerator[str], reply: Reply, answers: Answers) -> AsyncGenerator[str]:
-    """The answer as server-sent events, all that are there at once. An error is one too: the status has been sent."""
+    """The answer as server-sent events; events that are there are sent together.
+
+    An error is an event too, as the status has been sent before.
+    """
     unsent = ""
     async with aclosing(records):
         try:
@@ -196,12 +206,12 @@ async def _events(records: AsyncGenerator[str], reply: Reply, answers: Answers) 
                 if unsent and not answers.events:
                     yield unsent
                     unsent = ""
-            yield f"{unsent}{reply.counts()}data: [DONE]\n\n"
+            yield f"{unsent}{reply.usage_event()}data: [DONE]\n\n"
         except UserError as error:
             yield f"{unsent}data: {bytes(refusal(error).body).decode()}\n\n"
 
 
-async def _cancel_once_gone(request: Request, answers: Answers) -> None:
+async def _cancel_after_disconnect(request: Request, answers: Answers) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     answers.cancel()

@@ -1,7 +1,7 @@
-"""What every request passes first and last: who may ask, the headers of answers, and a line of the log.
+"""What every request passes first and last: whether it may ask, the headers of its answer, and a line of the log.
 
-A browser lets any page ask a server of its own machine. The `Origin` of such a page is foreign. If its name was made
-to mean this machine (DNS rebinding), that name is no `Host` here.
+A browser lets any page send requests to a server of its machine. Two headers give such a page away. Its `Origin` is
+foreign. If the name in its address was made to mean this machine (DNS rebinding), the `Host` is foreign.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _HOST = re.compile(r"(?:https?://)?(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+?)\.?)(?::\
 
 
 def refusal(error: Exception) -> JSONResponse:
-    """An error as a response, in OpenAI's shape."""
+    """The response for an error, in OpenAI's format."""
     status, param = (error.status, error.param) if isinstance(error, RefusedError) else (400, None)
     status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (status, str(error))
     content = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "param": param}
@@ -41,7 +41,7 @@ def _name(host: str) -> str:
 
 
 class Front:
-    """`app` for the hosts and origins that `config` allows; without these options they are this machine's."""
+    """`app` for the hosts and origins that `config` allows; by default this machine's."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig):
         self._app, self._is_open, machine = app, config.host in ("0.0.0.0", "::", ""), socket.gethostname().lower()
@@ -52,7 +52,8 @@ class Front:
     def _admit(self, method: str, headers: dict[str, str]) -> dict[str, str]:
         """The headers that let a page of another origin read the answer. Raises `RefusedError` if it may not ask.
 
-        At an address in figures no other server can have answered: it is a host if `host=` is all of the machine's.
+        A numeric address is no name that could have been made to mean this machine. So any is allowed if `host=` stands
+        for all addresses of the machine.
         """
         host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type", "")
         if not ({_name(host), "*"} & self._hosts or (self._is_open and re.fullmatch(r"[\d.]+|.*:.*", _name(host)))):
@@ -63,8 +64,8 @@ class Front:
         if method == "POST" and kind.partition(";")[0].strip().lower() != "application/json":
             raise RefusedError(f"Content-Type {kind!r}: expected application/json", status=415)
         fields = headers.get("access-control-request-headers", "")
-        leave = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": fields}
-        return {} if origin is None else {"Access-Control-Allow-Origin": origin, **leave}
+        allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": fields}
+        return {} if origin is None else {"Access-Control-Allow-Origin": origin, **allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -85,7 +86,7 @@ class Front:
             await app(scope, receive, answer)
         except UserError as error:
             await refusal(error)(scope, receive, answer)
-        except asyncio.CancelledError:  # the server ends, and the client left no way to tell it so before
+        except asyncio.CancelledError:  # the server ends before it began to answer
             if not status:
                 await refusal(RefusedError(GIVEN_UP, status=503))(scope, receive, answer)
         finally:

@@ -1,6 +1,7 @@
-"""Requests of OpenAI's API: a request becomes jobs.
+"""Requests of OpenAI's API: `read_request` makes the JSON of a request into jobs, one for each text to write.
 
-A field that would change the answer and is not read here is refused by name. What a request asks for is bounded here.
+A field that would change the answer and is not read here is refused by its name. What a request may ask for is bounded
+here: texts, stop strings, arguments, log-probabilities, tokens.
 """
 
 from collections.abc import Mapping
@@ -19,20 +20,21 @@ from outrider.server.workers import RefusedError, TextJob
 if TYPE_CHECKING:
     from outrider.api.decoder import Decoder
 
-# Fields that change no answer, and the values with which others do not; all others may be empty or 0.
+# Fields that are not read: those that change no answer, and the value with which others change none. All other fields
+# may be empty or 0.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
           "include_obfuscation", "timings_per_token"}  # fmt: skip
 HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
-HARMLESS |= dict.fromkeys(("enable_thinking", "thinking"))  # no value is: they belong into `chat_template_kwargs`
+HARMLESS |= dict.fromkeys(("enable_thinking", "thinking"))  # only null: they belong into `chat_template_kwargs`
 HARMLESS |= dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "detokenize"), True)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of each
 MOST_ARGUMENTS = 2**14  # characters of `chat_template_kwargs`, which are compiled with the template
 MOST_SCORES = 2**21  # log-probabilities of a request: they take some 70 bytes each
 TopCount = Annotated[int, Ge(0), Le(128)]
-BRANCHES = ("str", "bool", "constrained-int")  # of unions, in the places of pydantic's errors
+BRANCHES = ("str", "bool", "constrained-int")  # names of union members, in the locations of pydantic's errors
 Json = dict[str, object]
-FIRST = Field(fail_fast=True)  # of the wrong items of a list only the first is an error
+FIRST = Field(fail_fast=True)  # an error names only the first wrong member of a list
 TokenIds = Annotated[list[int], FIRST]
 TextList = Annotated[list[str], FIRST]
 
@@ -45,7 +47,7 @@ class ChatMessage(BaseModel, extra="allow", strict=True):
 
 
 class StreamOptions(BaseModel, extra="allow", strict=True):
-    """What a stream has beside the text."""
+    """What a stream has besides the text."""
 
     include_usage: bool | None = None
 
@@ -103,8 +105,9 @@ class TextRequest(ApiRequest):
     @property
     def prompts(self) -> Mapping[str, PromptInput]:
         """The prompts, by their keys in the request."""
-        several = [] if isinstance(self.prompt, str) else [item for item in self.prompt if not isinstance(item, int)]
-        return {f"prompt[{i}]": item for i, item in enumerate(several)} or {"prompt": cast("PromptInput", self.prompt)}
+        members = [] if isinstance(self.prompt, str) else self.prompt
+        prompts = [member for member in members if not isinstance(member, int)]  # none in a text or in token ids
+        return {f"prompt[{i}]": text for i, text in enumerate(prompts)} or {"prompt": cast("PromptInput", self.prompt)}
 
 
 CompletionRequest = ChatRequest | TextRequest
@@ -113,9 +116,10 @@ CompletionRequest = ChatRequest | TextRequest
 def read_request(
     body: bytes, kind: type[CompletionRequest], model: "Decoder", config: ServeConfig, name: str, seed: int
 ) -> tuple[CompletionRequest, list[TextJob]]:
-    """The request in `body`, and the jobs of its choices in order. name: of the model; seed: where it has none.
+    """The request in `body`, and the jobs of its choices in order.
 
-    Choice i has the seed + i, over all prompts. Raises `UserError`.
+    name: of the model. seed: of a request that has none. Choice i, counted over all prompts, has the seed + i. Raises
+    `UserError`.
     """
     request = _parse(body, kind)
     if request.model not in (None, name):
@@ -148,7 +152,7 @@ def _parse(body: bytes, kind: type[CompletionRequest]) -> CompletionRequest:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        errors = error.errors()  # of a union one for each type: that of the type it has says more
+        errors = error.errors()  # a union has an error for each type; the error of the right type says more
         first = next((detail for detail in errors if not detail["type"].endswith("_type")), errors[0])
         field = ".".join(str(part) for part in first["loc"] if part not in BRANCHES and "[" not in str(part))
         raise RefusedError(f"{field or 'the request'}: {first['msg']}", field or None) from None
@@ -183,7 +187,7 @@ def context_tokens(model: "Decoder", config: ServeConfig) -> int:
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, str]:
-    """The message as `outrider` reads it. where: it stands, for errors."""
+    """The message as `outrider` reads it. where: its place in the request, for errors."""
     refuse_unread_fields(message.model_extra, where)
     parts = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
     texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]
@@ -193,7 +197,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, str]:
 
 
 def _answer_tokens(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:
-    """How many tokens may follow a prompt of this length."""
+    """How many tokens may follow a prompt of so many tokens. Raises `RefusedError` if the context is too short."""
     context, limit = context_tokens(model, config), request.max_completion_tokens or request.max_tokens
     if prompt + (limit or 1) > context:
         name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"

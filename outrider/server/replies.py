@@ -1,4 +1,15 @@
-"""Replies of OpenAI's API: the pieces of texts become records in JSON, each in the thread of its text.
+"""Replies of OpenAI's API: the pieces of texts become JSON, each piece in the thread of its text.
+
+    take(index, piece)     adds a piece to an answer that is sent whole; `body` is the whole answer
+    chunk(index, piece)    the event of a piece in a stream; `usage_event` is the last event of the stream
+
+Log-probabilities are written as JSON when their piece comes, and the other records are put around them as text: a token
+may have 128 of them. A choice of a chat completion, and of a completion:
+
+    {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop",
+     "logprobs": {"content": [{"token": "Hi", "logprob": -0.1, "bytes": null, "top_logprobs": []}]}}
+    {"index": 0, "text": "Hi", "finish_reason": "stop",
+     "logprobs": {"tokens": ["Hi"], "token_logprobs": [-0.1], "top_logprobs": [{"Hi": -0.1}]}}
 
 If token ids are asked for, choices also have `prompt_token_ids`, `token_ids`, and `drafted`: for each token whether the
 drafter proposed it.
@@ -16,23 +27,27 @@ from outrider.server.records import ChatRequest, CompletionRequest, Json
 from outrider.server.workers import Piece, TextJob
 
 LEAST = -9999.0  # of log-probabilities, as OpenAI's: JSON has no infinity
-ScoredPiece = tuple[Piece, list[tuple[str, ...]]]  # a piece, and its log-probabilities as JSON, a row a token
+ScoreRow = tuple[str, ...]  # a token's log-probabilities as JSON: an entry of "content", or of each of three lists
+ScoredPiece = tuple[Piece, list[ScoreRow]]
 
 
 class Reply:
-    """The records of one answer. model: its name here. names: of its tokens, in JSON.
+    """The records of one answer. model: its name for clients. token_name: the JSON of a token's text.
 
-    The thread of each text calls `take` or `chunk`. The other methods follow the last piece.
+    The thread of each text calls `take` or `chunk`. The other methods are called after the last piece.
     """
 
-    def __init__(self, request: CompletionRequest, jobs: Sequence[TextJob], model: str, names: Callable[[int], str]):
-        self._request, self._jobs, self._names = request, jobs, names
-        self._chat = isinstance(request, ChatRequest)
-        self._prompt = sum(len(job.ids) for job in jobs[:: request.n or 1])  # tokens, of each prompt once
+    def __init__(
+        self, request: CompletionRequest, jobs: Sequence[TextJob], model: str, token_name: Callable[[int], str]
+    ):
+        self._request, self._jobs, self._token_name = request, jobs, token_name
+        self._is_chat = isinstance(request, ChatRequest)
+        self._prompt_tokens = sum(len(job.ids) for job in jobs[:: request.n or 1])  # of each prompt once
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._begun = set[int]()  # choices that have a record
+        self._opened = set[int]()  # choices with a record: only the first has the role, and the prompt's ids
         self._parts: dict[int, list[ScoredPiece]] = {index: [] for index in range(len(jobs))}
-        self._counts, self._began, self._ended = [Counter[str]() for _ in jobs], 0.0, 0.0
+        self._counts = [Counter[str]() for _ in jobs]
+        self._first_time = self._last_time = 0.0  # of a piece, in seconds
 
     def take(self, index: int, piece: Piece) -> str:
         """Add a piece of the choice `index` to an answer that is sent whole. Nothing is to be sent now."""
@@ -41,83 +56,92 @@ class Reply:
         return ""
 
     def chunk(self, index: int, piece: Piece) -> str:
-        """The event of a piece that has come in a stream; empty if it has nothing."""
+        """The event of a piece of the choice `index` in a stream; empty if the piece has nothing to send."""
         self._count(index, piece)
         if not (piece.text or piece.reason or piece.scores or (piece.tokens and self._request.return_token_ids)):
             return ""
         return self._event([self._choice(index, [(piece, self._scores(piece))], "delta")])
 
     def body(self) -> bytes:
-        """The answer, once all pieces are there."""
+        """The whole answer."""
         choices = [self._choice(index, parts, "message") for index, parts in self._parts.items()]
         return self._record("chat.completion", choices, self._usage()).encode()
 
-    def counts(self) -> str:
+    def usage_event(self) -> str:
         """The last event of a stream, with its usage; empty unless it is asked for."""
         options = self._request.stream_options
         return self._event([], self._usage()) if options and options.include_usage else ""
 
     def figures(self) -> dict[str, float]:
-        """What is measured so far: τ, and the tokens a second, are of the passes after the first of each text."""
-        total, seconds = sum(self._counts, Counter[str]()), max(self._ended - self._began, 1e-9)
-        figures: dict[str, float] = {"prompt_tokens": self._prompt, "tokens": total["tokens"]}
-        if later := total["tokens"] - sum(counts["tokens"] > 0 for counts in self._counts):
-            figures |= {"tau": round(later / total["passes"], 2), "tokens_per_second": round(later / seconds, 1)}
+        """What is measured so far. τ and tokens per second leave out the first pass of each text, the prefill."""
+        total, seconds = sum(self._counts, Counter[str]()), max(self._last_time - self._first_time, 1e-9)
+        figures: dict[str, float] = {"prompt_tokens": self._prompt_tokens, "tokens": total["tokens"]}
+        if decoded := total["tokens"] - sum(counts["tokens"] > 0 for counts in self._counts):
+            figures |= {"tau": round(decoded / total["passes"], 2), "tokens_per_second": round(decoded / seconds, 1)}
         return figures
 
     def _count(self, index: int, piece: Piece) -> None:
-        self._ended, size = time.perf_counter(), len(piece.tokens)
-        self._began = self._began or self._ended
+        self._last_time, size = time.perf_counter(), len(piece.tokens)
+        self._first_time = self._first_time or self._last_time
         counts = {"tokens": size, "accepted": size * piece.drafted, "proposed": piece.proposed, "passes": piece.passes}
         self._counts[index].update(counts)
 
-    def _event(self, choices: Sequence[str], more: Json | None = None) -> str:
-        return f"data: {self._record('chat.completion.chunk', choices, more or {})}\n\n"
+    def _event(self, choices: Sequence[str], fields: Json | None = None) -> str:
+        return f"data: {self._record('chat.completion.chunk', choices, fields or {})}\n\n"
 
-    def _record(self, kind: str, choices: Sequence[str], more: Json) -> str:
-        record = self._head | {"object": kind if self._chat else "text_completion"} | more
+    def _record(self, kind: str, choices: Sequence[str], fields: Json) -> str:
+        """The JSON of a record with `choices`, which are JSON, and further `fields`. kind: its name in a chat."""
+        record = self._head | {"object": kind if self._is_chat else "text_completion"} | fields
         return f'{json.dumps(record)[:-1]}, "choices": [{", ".join(choices)}]}}'
 
     def _usage(self) -> Json:
-        total, prompt = sum(self._counts, Counter[str]()), self._prompt
+        total, prompt = sum(self._counts, Counter[str]()), self._prompt_tokens
         tokens, accepted = total["tokens"], total["accepted"]
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": total["proposed"] - accepted}
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {"usage": {**counts, "completion_tokens_details": details}}
 
     def _choice(self, index: int, parts: Sequence[ScoredPiece], key: str) -> str:
-        """The record of a choice, or of a part of it. key: of its message."""
-        job, first, text = self._jobs[index], index not in self._begun, "".join(piece.text for piece, _ in parts)
-        self._begun.add(index)
-        role = {"role": "assistant"} if first else {}
-        content: Json = {key: role | {"content": text}} if self._chat else {"text": text}
+        """The JSON of a choice, or of some of its pieces. key: of its message."""
+        job, is_first = self._jobs[index], index not in self._opened
+        self._opened.add(index)
+        text, role = "".join(piece.text for piece, _ in parts), {"role": "assistant"} if is_first else {}
+        content: Json = {key: role | {"content": text}} if self._is_chat else {"text": text}
         choice: Json = {"index": index, **content, "finish_reason": parts[-1][0].reason}
         if self._request.return_token_ids:
             choice["token_ids"] = [token for piece, _ in parts for token in piece.tokens]
             choice["drafted"] = [piece.drafted for piece, _ in parts for _ in piece.tokens]
-            choice |= {"prompt_token_ids": job.ids} if first else {}
-        columns = ("content",) if self._chat else ("tokens", "token_logprobs", "top_logprobs")
-        lists = [", ".join(row[column] for _, rows in parts for row in rows) for column in range(len(columns))]
-        members = ", ".join(f'"{name}": [{items}]' for name, items in zip(columns, lists, strict=True))
-        return f'{json.dumps(choice)[:-1]}, "logprobs": {"null" if job.logprobs is None else f"{{{members}}}"}}}'
+            choice |= {"prompt_token_ids": job.ids} if is_first else {}
+        rows = [row for _, piece_rows in parts for row in piece_rows]
+        logprobs = "null" if job.logprobs is None else self._join_scores(rows)
+        return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}}}'
 
-    def _scores(self, piece: Piece) -> list[tuple[str, ...]]:
-        """Log-probabilities of its tokens, as chat completions have them, or as completions do, in three columns."""
-        row = self._entry if self._chat else self._row
-        return [row(token, scores) for token, scores in zip(piece.tokens, piece.scores, strict=False)]
+    def _join_scores(self, rows: Sequence[ScoreRow]) -> str:
+        """The JSON of a choice's log-probabilities, from those of its tokens."""
+        names = ("content",) if self._is_chat else ("tokens", "token_logprobs", "top_logprobs")
+        columns = (", ".join(row[column] for row in rows) for column in range(len(names)))
+        members = (f'"{name}": [{entries}]' for name, entries in zip(names, columns, strict=True))
+        return f"{{{', '.join(members)}}}"
 
-    def _row(self, token: int, scores: TokenScores) -> tuple[str, ...]:
+    def _scores(self, piece: Piece) -> list[ScoreRow]:
+        """The log-probabilities of each of the piece's tokens."""
+        write_row = self._chat_row if self._is_chat else self._text_row
+        return [write_row(token, scores) for token, scores in zip(piece.tokens, piece.scores, strict=False)]
+
+    def _text_row(self, token: int, scores: TokenScores) -> ScoreRow:
         """The token's name, its log-probability, and the top list, in which the token stands too."""
         top = {self._name(key): value for key, value in scores.top.items()} | {self._name(token): scores.logprob}
         members = ", ".join(f"{name}: {max(value, LEAST)}" for name, value in top.items())
         return self._name(token), str(max(scores.logprob, LEAST)), f"{{{members}}}"
 
-    def _entry(self, token: int, scores: TokenScores) -> tuple[str, ...]:
-        first, *top = (
+    def _chat_row(self, token: int, scores: TokenScores) -> ScoreRow:
+        """The token's entry, with the top list in it."""
+        chosen, *top = (
             f'"token": {self._name(key)}, "logprob": {max(value, LEAST)}, "bytes": null'
             for key, value in ((token, scores.logprob), *scores.top.items())
         )
-        return (f'{{{first}, "top_logprobs": [{", ".join(f"{{{member}}}" for member in top)}]}}',)
+        top_list = ", ".join(f"{{{members}}}" for members in top)
+        return (f'{{{chosen}, "top_logprobs": [{top_list}]}}',)
 
     def _name(self, token: int) -> str:
-        return f'"token_id:{token}"' if self._request.return_tokens_as_token_ids else self._names(token)
+        return f'"token_id:{token}"' if self._request.return_tokens_as_token_ids else self._token_name(token)

@@ -1,9 +1,12 @@
 """The one way from the server to the model: jobs go in, the pieces of their texts come out.
 
-There are as many threads as texts may be decoded at a time. Each reads the rounds of one text (`Decoder.rounds`) after
-another. Whether the model computes the rounds of several threads in turn or in one pass is its own matter. What is
-computed of a piece, its record for the client too, is computed in the thread of its text: the event loop only hands
-texts on.
+    answers = workers.submit(jobs, seconds, encode)     # in the event loop
+        _write: rounds of the model → decode_pieces → encode → answers.put     # in a thread, for each text
+    async for record in answers.read(): ...             # in the event loop
+
+There are as many threads as texts may be decoded at a time. A thread writes one text after another (`Decoder.rounds`).
+The model decides whether the rounds of several threads are computed in turn or in one pass. All that is computed from a
+piece, its record for the client too, is computed in the thread of its text. The event loop only hands records on.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.words import legible
+from outrider.base.words import make_legible
 from outrider.data_prep.text.chat import StreamedText
 from outrider.inference.core.logprobs import ScoredRound, TokenScores
 from outrider.inference.core.rounds import Round
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextJob:
-    """One text to write. rule: finds the stop strings before which it ends; the other fields are arguments of
+    """One text to write. rule: finds the stop strings before which the text ends. The other fields are arguments of
     `Decoder.rounds`."""
 
     ids: tuple[int, ...]
@@ -48,11 +51,13 @@ class TextJob:
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens of a text, all drafted or all the target's own, and the text that is certain with them.
+    """New tokens of a text, all drafted or all the target's own, and the part of the text that is certain by now.
 
-    The text may belong to earlier tokens; it is empty while later tokens may change it. scores: of the tokens, if asked
-    for. proposed: how many tokens the drafter proposed since the piece before. passes: of the target since then, the
-    prefill not counted. reason: why the text ends, "stop" or "length"; of the last piece alone, which has no tokens.
+    text: also of earlier tokens; empty while later tokens may change it.
+    scores: the log-probabilities of the tokens, if the job asks for them.
+    proposed, passes: the tokens that the drafter proposed, and the target's passes without the prefill, since the piece
+    before.
+    reason: why the text ends, "stop" or "length"; only the last piece has one, and no tokens.
     """
 
     text: str
@@ -64,43 +69,47 @@ class Piece:
     reason: str | None = None
 
 
-Event = tuple[str, bool] | UserError  # a record to send, and whether its text ends; or the error that ends all
-EncodePiece = Callable[[int, Piece], str]  # the record of a piece of the text with this number; empty: nothing to send
+Event = tuple[str, bool] | UserError  # a record to send, and whether its text ends; or the error that ends the answer
+EncodePiece = Callable[[int, Piece], str]  # (number of the text, its piece) → the record to send; "": nothing to send
 GIVEN_UP = "given up: the client left, or the server ends"
 
 
 class RefusedError(UserError):
-    """A request without an answer, or without the rest of it. status: of HTTP; param: the field that is the cause."""
+    """A request that is not answered, or not to the end. status: of HTTP; param: the field that is the cause."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400):
         super().__init__(message)
-        self.param, self.status = param and legible(param), status
+        self.param, self.status = param and make_legible(param), status
 
 
 class Answers:
-    """The `count` texts of one request, for one reader in the event loop that submitted it. events: not yet read."""
+    """The `count` texts of one request, for one reader in the event loop that submitted it.
+
+    events: those not yet read. futures: of the threads' work. watch: a task that cancels the texts when the client
+    leaves; it is referenced here, since the event loop references no task.
+    """
 
     def __init__(self, count: int, seconds: float):
-        """seconds: after which they are cancelled, and the reader is told that they are late."""
+        """seconds: after these the texts are cancelled, and the reader gets an error."""
         self._loop, self._running = asyncio.get_running_loop(), count
-        self.events, self._come = deque[Event](), asyncio.Event()
+        self.events, self._has_events = deque[Event](), asyncio.Event()
         late = RefusedError(f"no whole answer within timeout={seconds} s", status=504)
         self._timer = self._loop.call_later(seconds, self.cancel, late)
         self.futures: list[Future[None]] = []
         self.cancelled = False
-        self.watch: asyncio.Task[None] | None = None  # cancels them; held here, as the loop holds no task
+        self.watch: asyncio.Task[None] | None = None
 
     def put(self, event: Event) -> None:
-        """Hand over an event. Any thread may call it."""
+        """Hand over an event. Any thread may call this."""
         self.events.append(event)
-        if not self._come.is_set():  # else the reader has yet to take what is there
+        if not self._has_events.is_set():  # otherwise the reader is about to read all events
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
-                self._loop.call_soon_threadsafe(self._come.set)
+                self._loop.call_soon_threadsafe(self._has_events.set)
 
     def cancel(self, error: RefusedError | None = None) -> None:
-        """Cancel the texts: running ones after their current round, the others at once. Any thread may call it.
+        """Cancel the texts: running ones after their current round, waiting ones at once. Any thread may call this.
 
-        error: what the reader is told after the pieces that are there.
+        error: the reader gets it after the pieces that are there.
         """
         self.cancelled = True
         self._timer.cancel()
@@ -112,8 +121,8 @@ class Answers:
         """The records of all texts as they come. Raises the error of a text, and `RefusedError` if no more come."""
         while self._running:
             while not self.events:
-                await self._come.wait()
-                self._come.clear()
+                await self._has_events.wait()
+                self._has_events.clear()
             event = self.events.popleft()
             if isinstance(event, UserError):
                 raise event
@@ -123,9 +132,9 @@ class Answers:
 
 
 class Workers:
-    """`threads` threads that write texts. Further texts wait; running and waiting ones are `most` at most.
+    """`threads` threads that write texts. Further texts wait. At most `most` texts run or wait.
 
-    open: the texts that are written or wait. counts: of all texts by how they ended, and of tokens.
+    open: the texts that run or wait. counts: texts by how they ended, and tokens.
     """
 
     def __init__(self, model: "Decoder", threads: int, most: int):
@@ -167,7 +176,7 @@ class Workers:
         self._count(texts=1, cancelled_texts=int(future.cancelled()))
 
     def _write(self, job: TextJob, answers: Answers, encode: Callable[[Piece], str]) -> None:
-        """Write one text. An error is an event of it, and the thread goes on."""
+        """Write one text. An error becomes an event of the text, and the thread goes on with the next text."""
         try:
             rounds = self._model.rounds(
                 job.ids, job.sampling, max_new_tokens=job.max_new_tokens, stop_strings=job.stops, seed=job.seed,
@@ -187,7 +196,7 @@ class Workers:
             if not isinstance(error, UserError):
                 traceback.print_exc()
                 error = RefusedError("an error of the server, which its output describes", status=500)
-            answers.put(error.with_traceback(None))  # which would keep the memory of the text
+            answers.put(error.with_traceback(None))  # a traceback would keep the memory of the text
 
     def _count(self, **amounts: int) -> None:
         with self._lock:
@@ -197,15 +206,16 @@ class Workers:
 def decode_pieces(
     rounds: Iterator[Round], job: TextJob, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> Iterator[Piece]:
-    """The pieces of the text that `rounds` decode for `job`, without the stop string that ended it.
+    """The pieces of the text that `rounds` decode for `job`, without the stop string that ends it.
 
-    Text that may begin a stop string is held back.
+    A round has up to two pieces: its drafted tokens, and the target's own. Text that may begin a stop string is kept in
+    `unsent`. ends: the ids that end a text.
     """
     stream, unsent, history, rule = StreamedText(tokenizer, ends), "", [*job.ids], job.rule
     for number, r in enumerate(rounds):
         scores = r.scores if isinstance(r, ScoredRound) else ()
         proposed, passes = r.drafted, int(number > 0)
-        for part in (slice(0, r.accepted), slice(r.accepted, len(r.tokens))):  # each has one proposer
+        for part in (slice(0, r.accepted), slice(r.accepted, len(r.tokens))):
             if not (tokens := r.tokens[part]):
                 continue
             history += tokens

@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.progress import RELAY
-from outrider.commands import CONF_DIR, config_for, main_of, reported
+from outrider.commands import CONF_DIR, config_for, main_of, report_errors
 from outrider.commands.composing import build, compose_config, typed_keys_of
-from outrider.commands.ending import Terminated, continuing
+from outrider.commands.ending import Terminated, write_resume_line
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import StopConfig, choices_of
 from outrider.inference.settings.method import preset as method
@@ -312,7 +312,7 @@ def test_an_interrupt_prints_the_line_that_goes_on_as_it_was_typed(
         with monkeypatch.context() as patch:
             for key, value in variables.items():
                 patch.setenv(key, value)
-            with pytest.raises(SystemExit) as ended, reported(continuing()):
+            with pytest.raises(SystemExit) as ended, report_errors(write_resume_line()):
                 raise error
         assert ended.value.code == (130 if error is KeyboardInterrupt else 143)
         assert capsys.readouterr().err.splitlines() == lines
@@ -321,7 +321,7 @@ def test_an_interrupt_prints_the_line_that_goes_on_as_it_was_typed(
 def test_a_launcher_is_told_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own last lines then have it."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit), reported():
+    with pytest.raises(SystemExit), report_errors():
         raise UserError("data: none")
     assert ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message == "error: data: none"
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from outrider.base.errors import UserError
 from outrider.base.wandb_config import WandbConfig
-from outrider.commands import CONF_DIR, carry_out, main_of
+from outrider.commands import CONF_DIR, carry_out
 from outrider.commands.composing import build, compose_config, has_gpu, typed_keys_of
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import TARGET
@@ -44,7 +44,7 @@ def composed(name: str, *overrides: str) -> Any:
 
 def run(command: str, config: Any, *words: str) -> None:
     """What the command does with its config, which `words` gave, in this process."""
-    carry_out(command, main_of(command).__wrapped__, config, typed_keys_of(words))
+    carry_out(command, config, typed_keys_of(words))
 
 
 def test_an_experiment_is_in_the_folder_of_its_command() -> None:

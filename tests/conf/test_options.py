@@ -12,7 +12,7 @@ import pytest
 
 from docs.make_options import PAGE, STOPS, page, page_of_rules
 from outrider.base.errors import UserError
-from outrider.base.settings import RunConfig, Settings, decides
+from outrider.base.settings import RunConfig, Settings
 from outrider.cli import COMMANDS as LISTED
 from outrider.commands.composing import compose_config, groups_of
 from outrider.commands.options import help_text, options_of
@@ -78,7 +78,7 @@ def made(command: str) -> Any:
 def leaves(config: Any, decided: bool = True, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """(dotted key, whether nothing on the way to it is marked as free) of every option that holds no others."""
     for own in dataclasses.fields(config):
-        value, key, still = getattr(config, own.name), prefix + own.name, decided and decides(own)
+        value, key, still = getattr(config, own.name), prefix + own.name, decided and own.metadata.get("decides", True)
         inner = value if isinstance(value, dict) else {}
         if isinstance(value, Settings):
             yield from leaves(value, still, f"{key}.")

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Re
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
-from outrider.inference.audit.audit import Finding, Part, audit, beyond, judge_arm, score_answers
-from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refused, tokens_needed
+from outrider.inference.audit.audit import AnswerPart, Finding, audit, judge_arm, measure_excess, score_answers
+from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refute, tokens_needed
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.core.token_selector import TokenSelector
@@ -126,9 +126,9 @@ def test_under_the_targets_distribution_every_step_is_what_the_tests_take_it_for
 
 
 def test_several_tests_refuse_together_as_often_as_one_would() -> None:
-    assert refused({"a": 0.0002, "b": 0.00033, "c": 0.0006, "d": 1.0}, 0.001) == ["a", "b"]
-    assert refused({"a": 0.0003, "b": 0.0002601, "c": 0.9, "d": 1.0}, 0.001) == []
-    assert refused({}, 0.001) == []
+    assert refute({"a": 0.0002, "b": 0.00033, "c": 0.0006, "d": 1.0}, 0.001) == ["a", "b"]
+    assert refute({"a": 0.0003, "b": 0.0002601, "c": 0.9, "d": 1.0}, 0.001) == []
+    assert refute({}, 0.001) == []
 
 
 def test_the_beginnings_are_combined_as_fisher_does() -> None:
@@ -148,7 +148,7 @@ def test_draws_of_the_target_are_refused_as_seldom_as_the_level_says() -> None:
     """At a level of 0.2, so that it shows: 200 audits of 150 tokens each."""
     coins = torch.Generator().manual_seed(0)
     log_p = TABLE.distributions.log()[torch.randint(len(TABLE.distributions), (150,), generator=coins)]
-    assert sum(bool(refused(p_values(drawn_from(log_p, coins)[0]), 0.2)) for _ in range(200)) <= 40
+    assert sum(bool(refute(p_values(drawn_from(log_p, coins)[0]), 0.2)) for _ in range(200)) <= 40
 
 
 def test_what_servers_with_a_fault_draw_from_is_what_a_simulation_of_them_draws() -> None:
@@ -377,7 +377,7 @@ def test_scores_are_those_of_generate(model: PreTrainedModel, sampling: dict[str
     answer = ServedAnswer(prompt_ids=prompt, output_ids=said, repetition_penalty=PENALTY, **sampling)
     for start, end in ((0, 24), (0, 10), (10, 24)):
         reference = make_reference(model, [*prompt, *said[:start]], said[start:end])
-        scores = Part(1, start, answer, reference).scores(reference.logits)
+        scores = AnswerPart(1, start, answer, reference).scores(reference.logits)
         assert torch.allclose(scores, torch.cat(out.scores[start:end]), atol=1e-3, rtol=1e-4)
 
 
@@ -392,7 +392,7 @@ def test_no_smaller_shift_of_logits_undoes_what_is_beyond_a_cut(cut: dict[str, A
     sampler, noise = Sampler(config), torch.full((40,), 0.5, dtype=torch.float64)
     for token in range(0, 30, 3):
         tokens = torch.full((40, 1), token)
-        shift = 0.5 * beyond(config, scores, tokens, noise)[:, None]
+        shift = 0.5 * measure_excess(config, scores, tokens, noise)[:, None]
 
         def keeps(shifts: Tensor, tokens: Tensor = tokens) -> Tensor:
             return sampler.scores(scores + shifts).gather(-1, tokens)[:, 0].isfinite()

@@ -39,9 +39,9 @@ def test_a_command_runs_with_its_options(
 def test_a_command_is_told_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it can say how it is to be typed again."""
     told: list[list[str]] = []
-    monkeypatch.setattr("outrider.inference.compare_reports.main", lambda: told.append(sys.argv))
-    assert run(monkeypatch, "compare_reports", "out_dir=x") == 0
-    assert told == [["outrider compare-reports", "out_dir=x"]]
+    monkeypatch.setattr("outrider.commands.carry_out", lambda *_: told.append(sys.argv))
+    assert run(monkeypatch, "compare_reports", "compare=[a,b]") == 0
+    assert told == [["outrider compare-reports", "compare=[a,b]"]]
 
 
 def test_a_mistyped_command_gets_what_was_likely_meant(

@@ -11,19 +11,19 @@ import sys
 from functools import partial
 import numba
 from outrider.base import compiled
-from outrider.base.compiled import kept, kept_entry
+from outrider.base.compiled import compile_entry, compile_function
 
 compiled.LONG /= 1000  # on any machine it is long enough to be spoken of
 
-@kept
+@compile_function
 def inner(x):
     return x + 1
 
-@kept
+@compile_function
 def outer(x):
     return 2 * inner(x)
 
-@partial(kept_entry, signature="void(int64)", fastmath=set())
+@partial(compile_entry, signature="void(int64)", fastmath=set())
 def entry(address):
     outer(address)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.base import progress
-from outrider.base.progress import Stage, command, counted
+from outrider.base.progress import Stage, show_command, track_progress
 
 
 class Terminal(io.StringIO):
@@ -41,31 +41,31 @@ def refresh() -> None:
 
 
 def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stage, "spent", 60.0)
+    monkeypatch.setattr(Stage, "seconds_spent", 60.0)
     plain, counting, unknown = Stage("a"), Stage("b", 10, "steps", first=4), Stage("c", unit="records")
     assert (str(plain), str(counting), str(unknown)) == ("a", "b 4/10 steps", "c")
-    assert (plain.left, counting.left) == (None, None)
+    assert (plain.seconds_left, counting.seconds_left) == (None, None)
     counting.advance(2)
     unknown.advance(1_234_567)
-    assert counting.left == 120.0  # 2 steps took a minute, 4 are left
+    assert counting.seconds_left == 120.0  # 2 steps took a minute, 4 are left
     assert (str(counting), str(unknown)) == ("b 6/10 steps", "c 1234567 records")
     given = Stage("d", 10, "prompts", most=100.0)
-    assert given.left == 40.0
+    assert given.seconds_left == 40.0
     given.advance(9)
-    assert given.left == pytest.approx(60 / 9)
+    assert given.seconds_left == pytest.approx(60 / 9)
     over = Stage("e", 10, most=50.0)
-    assert over.left is None  # its time is over, and it goes on
+    assert over.seconds_left is None  # its time is over, and it goes on
     over.advance(2)
-    assert over.left == 240.0
+    assert over.seconds_left == 240.0
     counting.after = 30.0
-    assert counting.left == 150.0
-    assert Stage("f", 10, left=lambda: None).left is None
+    assert counting.seconds_left == 150.0
+    assert Stage("f", 10, estimate=lambda: None).seconds_left is None
 
 
 def test_all_stages_are_named_by_a_thread(impatient: None) -> None:
     err = io.StringIO()
     with redirect_stderr(err), Stage("outer"):
-        for item in counted("xyz", "inner", "letters"):
+        for item in track_progress("xyz", "inner", "letters"):
             if item == "y":
                 assert until(err, "progress: outer > inner 1/3 letters; ")
                 break
@@ -75,7 +75,7 @@ def test_all_stages_are_named_by_a_thread(impatient: None) -> None:
 def test_lines_are_said_after_silence_only_and_not_among_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        with command("some"):
+        with show_command("some"):
             now = time.monotonic()
             monkeypatch.setattr(progress.time, "monotonic", lambda: now)
             refresh()
@@ -95,10 +95,10 @@ def test_whatever_ends_a_command_ends_what_is_said_of_it(error: type[BaseExcepti
     before = sys.stdout, sys.stderr
 
     def fail() -> None:
-        for _ in counted([1, 2], "inner", "items"):
+        for _ in track_progress([1, 2], "inner", "items"):
             raise error
 
-    with pytest.raises(error), command("some"):
+    with pytest.raises(error), show_command("some"):
         fail()
     assert (sys.stdout, sys.stderr) == before
     assert (progress._stages, progress._bar) == ([], None)
@@ -106,7 +106,7 @@ def test_whatever_ends_a_command_ends_what_is_said_of_it(error: type[BaseExcepti
 
 def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
     screen = Terminal()
-    with redirect_stdout(screen), redirect_stderr(screen), command("some"), Stage("inner", 4, "items") as stage:
+    with redirect_stdout(screen), redirect_stderr(screen), show_command("some"), Stage("inner", 4, "items") as stage:
         stage.advance()
         assert until(screen, "some > inner 1/4 items")
         print("a word")

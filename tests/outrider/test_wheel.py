@@ -89,7 +89,7 @@ def test_it_installs_one_name_and_nothing_of_it_imports_the_clone(environment: P
         "import pkgutil, importlib, sys, outrider\n"
         "from outrider.cli import COMMANDS\n"
         "for command in COMMANDS.values():\n"
-        "    command.load_settings(), importlib.import_module(f'outrider.{command.module}')\n"
+        "    command.load_settings(), importlib.import_module('outrider.' + command.script[:-3].replace('/', '.'))\n"
         f"print(*{{name.partition('.')[0] for name in sys.modules}} & {{*{('outrider', *FOLDERS)}}}, outrider.__file__)"
     )
     names, place = typed(environment, tmp_path, "python", "-c", code).split()

@@ -16,7 +16,7 @@ from outrider.inference.loading.memory_plan import Memory
 from outrider.inference.report.sentences import recommendation
 from outrider.inference.report.types import read_reports
 from outrider.train import auto_run
-from outrider.train.auto import main
+from outrider.train.auto import make_drafter
 from outrider.train.auto_choice import (
     LEAST_MINUTES,
     NO_CHOICE,
@@ -135,9 +135,9 @@ def test_folders_are_named_after_targets() -> None:
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("fetched")
-    from outrider.data_prep.fetch_target import main as fetch
+    from outrider.data_prep.targets import fetch_target
 
-    fetch.__wrapped__(compose_and_build("fetch_target", ["model=tiny", f"out_dir={folder}"]))
+    fetch_target(compose_and_build("fetch_target", ["model=tiny", f"out_dir={folder}"]))
     return str(folder)
 
 
@@ -194,7 +194,7 @@ def test_a_plan_makes_nothing(
     tmp_path: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    main.__wrapped__(AutoConfig(target=chat_target, plan=True))
+    make_drafter(AutoConfig(target=chat_target, plan=True))
     said = capsys.readouterr().out
     assert "memory_gb=" in said
     assert "early_exit, small_lm" in said

@@ -257,16 +257,16 @@ def test_wandb_is_online_where_a_key_is_at_hand(tmp_path: Path, monkeypatch: pyt
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert WandbConfig(mode="auto").resolved_mode() == "offline"
+    assert WandbConfig(mode="auto").resolve_mode() == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert WandbConfig(mode="auto").resolved_mode() == "online"
+    assert WandbConfig(mode="auto").resolve_mode() == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.here:8080")
-    assert WandbConfig(mode="auto").resolved_mode() == "offline"  # the key is for another host
+    assert WandbConfig(mode="auto").resolve_mode() == "offline"  # the key is for another host
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert WandbConfig(mode="auto").resolved_mode() == "online"
+    assert WandbConfig(mode="auto").resolve_mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert WandbConfig(mode="auto").resolved_mode() == "disabled"
-    assert WandbConfig(mode="offline").resolved_mode() == "offline"
+    assert WandbConfig(mode="auto").resolve_mode() == "disabled"
+    assert WandbConfig(mode="offline").resolve_mode() == "offline"
 
 
 def test_muon_takes_the_layers_matrices_and_nothing_else():

@@ -119,7 +119,7 @@ def test_work_begins_only_where_half_of_it_fits() -> None:
 def test_a_plan_says_its_minutes(tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the command says something before it imports torch."""
     with patch("outrider.train.auto_run.run_auto", lambda *_: print("torch is there")):
-        auto.main.__wrapped__(CONFIG)
+        auto.make_drafter(CONFIG)
     assert "minutes=15" in capsys.readouterr().out.partition("torch is there")[0]
     run_auto(AutoConfig(target=str(tiny_models / TARGET), template="none", minutes=30.0, plan=True), config_for)
     said = capsys.readouterr().out
@@ -130,18 +130,18 @@ def test_a_plan_says_its_minutes(tiny_models: Path, capsys: pytest.CaptureFixtur
 
 def test_time_left_is_one_number_that_falls_until_it_is_far_too_small() -> None:
     estimates = [100.0, 80.0, 90.0, 300.0, 70.0, 79.0, 0.0, None, 360.0, 370.0]
-    stage = Stage("outer", left=iter(estimates).__next__)
+    stage = Stage("outer", estimate=iter(estimates).__next__)
     assert [stage.shown_left for _ in estimates] == [100, 80, 80, 300, 70, 70, 0, None, 360, 360]
-    with Stage("outer", left=lambda: 100.0), Stage("inner", left=lambda: 50.0):
-        assert progress._say_all(progress._stages).count("left") == 1
-        assert "left: 1 min 40 s" in progress._say_all(progress._stages)
+    with Stage("outer", estimate=lambda: 100.0), Stage("inner", estimate=lambda: 50.0):
+        assert progress._describe_stages(progress._stages).count("left") == 1
+        assert "left: 1 min 40 s" in progress._describe_stages(progress._stages)
 
 
 CHILD = f"""
 import os
 from outrider.base import progress
 from outrider.base.progress import Stage
-with progress.command("evaluate"), Stage("measuring", 12, "prompts") as stage, Stage("arm 2/4 ngrams"):
+with progress.show_command("evaluate"), Stage("measuring", 12, "prompts") as stage, Stage("arm 2/4 ngrams"):
     assert "{RELAY}" not in os.environ
     for done in (0, 0, 3):
         stage.done = done
@@ -155,7 +155,7 @@ def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
 ) -> None:
     """In one stream, once for each change, and neither on the screen nor in the log as lines of its own."""
     seen = []
-    with patch("outrider.train.steps.relayed", lambda line: seen.append(line) or progress.relayed(line)):
+    with patch("outrider.train.steps.relay_progress", lambda line: seen.append(line) or progress.relay_progress(line)):
         (tmp_path / "child.py").write_text(CHILD)
         assert run_logged([sys.executable, str(tmp_path / "child.py")], tmp_path / "log") == 0
     shown = [line for line in seen if line.startswith("\x1e")]

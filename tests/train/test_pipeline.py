@@ -142,7 +142,7 @@ def test_no_step_starts_where_a_later_one_could_not(
     options = [word.replace("BARE", str(tmp_path / "bare")) for word in words]
     config = pipeline(["experiment=demo", f"out_dir={tmp_path / 'run'}", *options])
     with pytest.raises(UserError, match=f"step {step}, before any has run: .*{message}"):
-        import_module("outrider.train.pipeline").main.__wrapped__(config)
+        import_module("outrider.train.pipeline").carry_out_steps(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -302,10 +302,10 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path: Path) -> None:
     pid, script = tmp_path / "pid", tmp_path / "sleeper.py"
     script.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     code = (
-        "from outrider.commands.ending import reported, terminable\n"
+        "from outrider.commands.ending import end_on_sigterm, report_errors\n"
         "from tests.train.test_pipeline import *\n"
         f"mission = Mission(Path({str(tmp_path)!r}))\nmission.script = Path({str(script)!r})\n"
-        "with terminable(), reported('again'):\n    mission.run()\n"
+        "with end_on_sigterm(), report_errors('again'):\n    mission.run()\n"
     )
     running = Fork(["-c", code])
     deadline = time.monotonic() + 60

@@ -68,7 +68,7 @@ class TrainingLog(Stage):
         values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
         values |= {} if norm is None else {"grad_norm": norm}
         more = "+evaluation" if self._evaluates and not self.after else ""
-        self.log(step, {**values, "eta": self.left or 0.0}, more)
+        self.log(step, {**values, "eta": self.seconds_left or 0.0}, more)
 
     def log(self, step: int, values: Mapping[str, float], more: str = "") -> None:
         """Log one line of named numbers, after `step` steps. more: printed after the last number."""

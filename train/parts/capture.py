@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.base.errors import UserError
 from outrider.base.files import digest_of, require_writable, write_atomically
 from outrider.base.processes import from_main
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.data_prep.text.chat import records_of_runs, templates_of_run
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
@@ -123,7 +123,7 @@ def capture_texts(
     captured, tokens = dict[int, Batch](), 0
     limit = replace(limit, started=limit.clock())
     order = spread_order(len(texts))[state.process_index :: state.num_processes]
-    for index in counted(order, "continuing texts", "texts", most=limit.left(0.0)):
+    for index in track_progress(order, "continuing texts", "texts", most=limit.left(0.0)):
         if tokens >= EXAMPLES and limit.is_over(limit.spent()):
             break
         captured[index] = capture(drafting, texts[index], untested)

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from outrider.base.processes import say
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.draft_models.acceptance import (
     AcceptanceOf,
     Logits,
@@ -76,7 +76,7 @@ class Decoding:
         if drafters:
             prepare_models(stack, drafters)
         generations = []
-        for prompt in counted(self.prompts, "decoding held-out prompts", "prompts"):
+        for prompt in track_progress(self.prompts, "decoding held-out prompts", "prompts"):
             drafter = ModelDrafter(model, Chain(FixedLength(WATCHED_DRAFT)))
             rounds = speculative(stack, drafter, prompt, max_new_tokens=self.new_tokens, eos=self.eos)
             generations.append(collect(rounds))
@@ -94,7 +94,7 @@ class HeldOutText:
     def __init__(self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True):
         self.batches = batches_of(rows, size)
         self.choices, self.acceptances = list[Tensor](), list[AcceptanceOf | None]()
-        for batch in counted(self.batches, "reading held-out text", "batches"):
+        for batch in track_progress(self.batches, "reading held-out text", "batches"):
             accept = None
             if target is not None:
                 hidden, keep = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
@@ -122,7 +122,7 @@ class HeldOutText:
         """
         guesses, accepted = list[Tensor](), list[Tensor]()  # [B, T] of each batch
         pairs = list(zip(self.batches, self.acceptances, strict=True))
-        for batch, accept in counted(pairs, "judging held-out text", "batches"):
+        for batch, accept in track_progress(pairs, "judging held-out text", "batches"):
             states, target_states = states_of(batch)
             keep = batch["labels"].to(states.device) != IGNORE
             if accept is None and target_states is not None:

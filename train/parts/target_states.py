@@ -29,9 +29,9 @@ from torch.utils.data import default_collate
 from outrider.base.errors import UserError, warn
 from outrider.base.files import read_mapping, require_writable, write_json
 from outrider.base.processes import from_main, only_run_of
-from outrider.base.progress import counted
+from outrider.base.progress import track_progress
 from outrider.base.settings import differences
-from outrider.base.words import listed
+from outrider.base.words import list_words
 from outrider.data_prep.text.rows import PackedRows
 from outrider.train.core.driver import TrainingRun
 from outrider.train.core.training import Batch, TrainRows
@@ -181,7 +181,7 @@ def _reserve_space(folder: Path, identity: Mapping[str, object], size: int, bloc
     record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
     changes = differences(record, identity)
     if record and changes and not written.exists():
-        wrong = listed([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
+        wrong = list_words([f"{key}={new!r} (was {old!r})" for key, old, new in changes])
         raise UserError(f"features={folder}: holds what was made with other settings: {wrong}; give another folder")
     if not changes and states.exists() and states.stat().st_size == size:
         if not written.exists():
@@ -215,7 +215,7 @@ def _compute_missing(
     """Compute this process's share of the blocks, except those that are `written`, uint8 [blocks]."""
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
     missing_blocks = [begin for begin in shares if not written[begin // ROWS_AT_ONCE]]
-    for begin in counted(missing_blocks, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
+    for begin in track_progress(missing_blocks, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         end = min(begin + ROWS_AT_ONCE, len(rows))
         states[begin:end] = states_of(default_collate([rows[index] for index in range(begin, end)])).cpu()
         written[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed

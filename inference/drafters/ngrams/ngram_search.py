@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.base.compiled import kept
+from outrider.base.compiled import compile_function
 from outrider.draft_models.ngrams.kernels import find_key, lean, mix, successors_of
 from outrider.draft_models.ngrams.overlay import ContextMap, slot_of
 from outrider.draft_models.ngrams.table import Level
@@ -281,7 +281,7 @@ def _sample(level, overlay, begin, end, total, head, mass, seed):
                 return np.int64(level.tokens[at]), level.counts[at] / total
 
 
-@kept
+@compile_function
 def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, scratch, nodes):
     """ADED's search under ids[:stop]: the tree of the `sentences` best sentences of up to `depth` tokens; as `tree_of`.
 
@@ -341,7 +341,7 @@ def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentence
     return _join(words[: len(explore) - 1], scores[: len(explore) - 1], sentences, depth, nodes)
 
 
-@kept
+@compile_function
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
     """The tree of the best sentences, with shared prefixes merged, within the node budget; as `tree_of`."""
     budget, size, count = len(nodes.order), 0, 0

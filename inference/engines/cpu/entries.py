@@ -14,7 +14,7 @@ from numba import carray, njit, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from outrider.base.compiled import kept_entry
+from outrider.base.compiled import compile_entry
 from outrider.inference.engines.cpu import by_codes as codes
 from outrider.inference.engines.cpu.attention import NEAR
 from outrider.inference.engines.cpu.by_amx import STEP
@@ -37,7 +37,7 @@ Numbers = type  # a numpy type that compiled code supports
 # numba caches compiled functions on disk by their own file and their closures. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 _inlined = njit(inline="always")  # a function that returns an array it makes cannot be a `kernel`
-_entry = partial(kept_entry, signature="void(int64)", fastmath=FAST)
+_entry = partial(compile_entry, signature="void(int64)", fastmath=FAST)
 
 
 @intrinsic

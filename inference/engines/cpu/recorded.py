@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from outrider.base.errors import UserError
-from outrider.base.words import listed
+from outrider.base.words import list_words
 
 _current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
 _imposed: ContextVar[bool] = ContextVar("imposed", default=False)
@@ -69,7 +69,7 @@ def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) 
     if choice is None:
         raise UserError(
             f"resume=true: the run multiplied {question} by the kernel {answers[question]!r}, which this machine does "
-            f"not have (expected one of {listed(able)}); {_REMEDY}"
+            f"not have (expected one of {list_words(able)}); {_REMEDY}"
         )
     return choice
 

@@ -25,8 +25,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.base.errors import UserError
-from outrider.base.words import option
-from outrider.cli import print_anything, say
+from outrider.base.words import write_option
+from outrider.cli import print_anything, print_text
 from outrider.commands import config_for
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.data_files import resolve_paths
@@ -62,7 +62,8 @@ VALUES = TEXTS.filter(lambda text: text != "???" and not text.startswith("~/")) 
 @example(".", "nan")
 def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
     """Through Hydra's grammar and OmegaConf's interpolations, alone and in a list, and through a shell."""
-    words = [option("target", one), option("out_dir", other), f"data.path=[{option('', other)[1:]},b]", "data=local"]
+    path = f"data.path=[{write_option('', other)[1:]},b]"
+    words = [write_option("target", one), write_option("out_dir", other), path, "data=local"]
     config = config_for("train/eesd.py", shlex.split(shlex.join(words)))
     assert (config.target, config.out_dir, config.data.path) == (one, other, (other, "b"))
 
@@ -300,7 +301,7 @@ def test_a_terminal_of_any_encoding_prints_anything(encoding: str) -> None:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
     with patch("sys.stdout", out), patch("sys.stderr", err):
         print_anything()
-        say("τ = 4.1 × \udce9")
+        print_text("τ = 4.1 × \udce9")
         print("warning: α …", file=sys.stderr, flush=True)
     for stream, whole in ((out, "τ = 4.1 × ?"), (err, "warning: α …")):
         printed = stream.buffer.getvalue().decode(encoding).strip()

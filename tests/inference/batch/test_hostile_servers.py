@@ -20,11 +20,11 @@ from outrider.base.errors import UserError, warn
 from outrider.base.run_dirs import HOLDER_FILE, only_run
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import WandbConfig
-from outrider.base.words import clean
+from outrider.base.words import remove_secrets
+from outrider.commands import main_of
 from outrider.commands.ending import Terminated
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference import audit_server as audit_command
 from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import audit, judge_arm, score_answers
 from outrider.inference.batch import server
@@ -131,7 +131,7 @@ def test_a_login_in_a_url_is_refused_and_not_shown(
             make()
         assert "cret" not in str(raised.value)
     for words in (f'server="{url}"', f"server={url}", f"no_such={url}", f"server=[{url}"):
-        assert status_of(audit_command.main, "outrider audit", f"target={tmp_path}", words) == 2
+        assert status_of(main_of("audit"), "outrider audit", f"target={tmp_path}", words) == 2
         assert "cret" not in "".join(capsys.readouterr()).replace("s3 cret", "")  # of a space nothing is known
 
 
@@ -146,11 +146,12 @@ def test_what_is_written_and_printed_is_clean(
         str({"hf_token": "tricky5"}), json.dumps({"api_key": "tricky6"}), "+engine_options.hf_token=tricky7",
     )  # fmt: skip
     for text in texts:
-        for shown in (clean(text), str(UserError(f"read: {text}; mend it")), str(UserError(repr({"a": [text]})))):
+        errors = (f"read: {text}; mend it", repr({"a": [text]}))
+        for shown in (remove_secrets(text), *(str(UserError(message)) for message in errors)):
             assert not re.search("tricky|ABCDEFGH", shown)
-            assert clean(shown) == shown
+            assert remove_secrets(shown) == shown
     plain = "http://localhost:8000/v1 is there; mail a@b.c, see https://host:80/x@y and ?limit=3"
-    assert clean(plain) == plain
+    assert remove_secrets(plain) == plain
     words = ["audit", "+x=https://me:tricky@host", "y=hf_ABCDEFGH"]
     with patch.object(sys, "argv", words), only_run(tmp_path, "an audit"):
         assert not re.search("tricky|ABCDEFGH", (tmp_path / HOLDER_FILE).read_text())

@@ -18,7 +18,7 @@ from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.evaluate import evaluation
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.measure.arms import Asked, make_arms, run_arms, transformers_generate, without_captures
+from outrider.inference.measure.arms import Asked, make_arms, rerun_on_capture, run_arms, transformers_generate
 from outrider.inference.measure.results import Arm
 from outrider.inference.measure.threads import CpuWatch, warn_if_busy
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -46,7 +46,7 @@ def test_a_run_that_captured_graphs_is_run_again() -> None:
         runtime.captures += len(runs) < 3
         return Generation((len(runs),), 0, 0)
 
-    assert without_captures(arm, runtime)([1], Streams(0)).tokens == (3,)
+    assert rerun_on_capture(arm, runtime)([1], Streams(0)).tokens == (3,)
 
 
 def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.commands.composing import with_methods
+from outrider.commands import main_of
+from outrider.commands.composing import add_methods
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.evaluate.planning import heldout_fraction
-from outrider.inference.evaluate_checkpoint import main
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
@@ -41,7 +41,7 @@ def command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", "max_new_tokens=12", "threads=1", *overrides])
         status = 0
         try:
-            main()
+            main_of("evaluate_checkpoint")()
         except SystemExit as end:
             status = int(end.code or 0)
         captured = capsys.readouterr()
@@ -127,7 +127,7 @@ def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> No
 
 def test_every_drafter_given_has_a_method_where_none_is_chosen(tiny_models: Path) -> None:
     def chosen(*options: str) -> list[str]:
-        found = with_methods(options)
+        found = add_methods(options)
         assert [option for option in found if option in options] == [*options]
         return [option for option in found if option not in options]
 
@@ -142,8 +142,8 @@ def test_every_drafter_given_has_a_method_where_none_is_chosen(tiny_models: Path
         assert chosen("target=t", "small_lm=d", said) == []
     assert chosen("prompts=p", "debug=true") == ["method=[prompt_lookup]"]  # which lacks a target, and is told so
     assert chosen("target=t", "+drafters.mine=d") == []
-    assert with_methods(["small_lm=d", "table=n"], fixed=True)[-1] == "method=[small_lm/fixed,ngrams]"
-    assert with_methods(["target=t", "--cfg", "job"]) == ["target=t", "method=[prompt_lookup]", "--cfg", "job"]
+    assert add_methods(["small_lm=d", "table=n"], fixed=True)[-1] == "method=[small_lm/fixed,ngrams]"
+    assert add_methods(["target=t", "--cfg", "job"]) == ["target=t", "method=[prompt_lookup]", "--cfg", "job"]
 
 
 @pytest.mark.slow

@@ -40,9 +40,9 @@ from outrider.inference.measure.lossless import (
     Forced,
     Judgement,
     Reference,
+    double_precision,
     judge_deviations,
     make_reference,
-    precise,
 )
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
@@ -282,10 +282,10 @@ def test_precise_is_the_same_model_in_float32(tmp_path: Path, architecture: str)
     ids = torch.tensor([random_prompt(20)])
     with torch.no_grad():
         before = model(ids).logits
-        with precise(model):
+        with double_precision(model):
             torch.testing.assert_close(model(ids).logits, upcast(ids).logits, rtol=0, atol=0)
         torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=0)
-        with pytest.raises(IndexError), precise(model):
+        with pytest.raises(IndexError), double_precision(model):
             model(torch.tensor([[10**6]]))
         torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=0)
 

@@ -15,7 +15,7 @@ from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup
-from outrider.inference.measure.statistics import LEAST, Loops, MedianInterval, looped
+from outrider.inference.measure.statistics import LEAST, Loops, MedianInterval, loop_length
 from outrider.inference.report.page import make_page
 from outrider.inference.report.sentences import recommendation
 from outrider.inference.report.types import MethodReport, read_reports, to_json
@@ -60,19 +60,19 @@ def test_a_text_that_ends_in_a_cycle_loops(period: int, before: int, ended: bool
     drawn = default_rng(period).permutation(10_000).tolist()
     cycle = drawn[before : before + period]
     text = (*drawn[:before], *cycle * times, *cycle[: period // 2], *([10_001] if ended else []))
-    assert period * times <= looped(text) <= period * times + period // 2 + (before > 0)
-    assert not looped((*drawn[:before], *cycle * 2, *cycle[: period - 1])) or period == 1
+    assert period * times <= loop_length(text) <= period * times + period // 2 + (before > 0)
+    assert not loop_length((*drawn[:before], *cycle * 2, *cycle[: period - 1])) or period == 1
 
 
 @pytest.mark.parametrize("read", [tokens, lambda text: tuple(text.encode())], ids=["words", "bytes"])
 @pytest.mark.parametrize("text", [CODE, LIST, TABLE, SAID + QUOTED, QUOTED + SAID, SAID + CODE + SAID])
 def test_code_lists_tables_and_quotations_do_not(text: str, read: Callable[[str], tuple[int, ...]]) -> None:
-    assert not looped(read(text))
+    assert not loop_length(read(text))
 
 
 def test_a_short_repetition_inside_a_text_does_not() -> None:
-    assert not looped((*range(60), *[99] * 20, *range(100, 160)))
-    assert looped((*range(20), *[99] * 60, *range(100, 130)))  # it is most of the text
+    assert not loop_length((*range(60), *[99] * 20, *range(100, 160)))
+    assert loop_length((*range(20), *[99] * 60, *range(100, 130)))  # it is most of the text
 
 
 def generation(text: Sequence[int], seconds: float, drafted: int = 4) -> Generation:
