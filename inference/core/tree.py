@@ -43,11 +43,11 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class OptimalTree(DraftTree):
-    """An OPT-Tree. On the host it has masses, Σ p̂ over the nodes of each drafted level, and steps, the q of each node
-    given its parent."""
+    """An OPT-Tree. On the host it has masses, Σ p̂ over the nodes of each drafted level, and branch_probs, the q of
+    each node given its parent."""
 
     masses: tuple[float, ...] = ()
-    steps: tuple[float, ...] = ()
+    branch_probs: tuple[float, ...] = ()
 
     @property
     def expected(self) -> float:

@@ -1,6 +1,14 @@
 """debug=true: the same command on tiny random models and a few rows, without a network; the inputs are checked first.
 
-What becomes small is said by the marks of the options (`debug=` of `outrider.base.settings.opt`).
+`rehearse` checks the inputs of the command line (`check_inputs`), writes tiny models, and runs the command with small
+settings (`shrink`). A pipeline with debug=true calls `shrink` for each of its steps instead: a step reads the models
+and texts that earlier steps wrote, which are small already.
+
+The mark of an option, `debug=` of `outrider.base.settings.opt`, says what `shrink` makes of the option. Example of
+`outrider eesd`, whose out_dir is runs/a and whose `seq_len` has the mark 64 and `target` the mark TinyModel("target"):
+
+    target=Qwen/Qwen3-8B seq_len=2048 data.source=local data.path=[chats.jsonl] out_dir=runs/a
+    target=runs/a-debug/tiny_models/target seq_len=64 data.layout=code data.max_records=10 out_dir=runs/a-debug/run
 """
 
 from collections.abc import Callable, Collection
@@ -31,8 +39,8 @@ if TYPE_CHECKING:
 MODELS = "tiny_models"
 Run = TypeVar("Run", bound=RunConfig)
 Source = TypeVar("Source", bound=SourceConfig)
-_LIBRARY = SourceConfig(layout="code", max_records=10)  # replaces a source
-_STAYING_RECORDS = 40  # of a source that stays
+_LIBRARY = SourceConfig(layout="code", max_records=10)  # files of Python's library, which replace a source
+_PIPELINE_RECORDS = 40  # the most records of a source that the pipeline wrote
 DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3)  # whose training records may name the prompts' template
 
 
@@ -66,6 +74,9 @@ def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[s
         run(replace(shrink(config, folder, models), **changes))
 
 
+# --- small settings ---
+
+
 def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     """`config` at almost no cost: small numbers, no network, a few rows of text.
 
@@ -73,59 +84,66 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     pipeline in `folder`. Then the target and the pipeline's own models and texts stay. Other drafters are removed, with
     the methods that need them.
     """
-    changes, replacements = dict[str, object](), dict[str, object]()
-    data = getattr(config, "data", None)  # whose own texts are long
-    in_step = models is None and (not isinstance(data, DataConfig) or _has_own(data, folder))
+    changes, options_without_models = dict[str, object](), dict[str, object]()
+    data = getattr(config, "data", None)
+    reads_own_text = models is None and (not isinstance(data, DataConfig) or _has_source_in(folder, data))
     for option in fields(config):
         name, value = option.name, getattr(config, option.name)
         mark = option.metadata.get("debug")
         if config.unread_with(name) or (models is None and isinstance(value, str) and _is_in(folder, value)):
             continue
         if isinstance(value, DataConfig):
-            changes[name] = _shrink_text(value, folder, models, asks=getattr(config, "asks", False))
+            changes[name] = _shrink_data(value, folder, models, asks=getattr(config, "asks", False))
         elif isinstance(mark, TinyModel):
-            if value is not None and not (models is None and mark.name == TARGET):
-                changes[name] = _tiny_model(mark, value, models) if models else None
-                replacements |= {} if models else mark.without
+            if models is not None and value is not None:
+                changes[name] = _tiny_model(mark, value, models)
+            elif value is not None and mark.name != TARGET:
+                changes[name] = None
+                options_without_models |= mark.without
         elif mark is None and isinstance(value, Settings):
             changes[name] = shrink(value, folder, models)
         else:
-            changes[name] = debug_value(option, value, step=in_step)
+            changes[name] = debug_value(option, value, step=reads_own_text)
     if isinstance(config, EvaluateConfig):
         removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
         methods = {name: method for name, method in config.methods.items() if models or method.source not in removed}
         changes["methods"] = {name: shrink(method, folder, models) for name, method in methods.items()}
-    return replace(config, **changes | replacements)
+    return replace(config, **changes | options_without_models)
 
 
 def _tiny_model(mark: TinyModel, path: str, models: Path) -> str:
+    """The tiny model that replaces the model in `path`, of the same kind if the option takes any kind."""
     kind = kind_in(path) if mark.any_kind else None
     name = mark.name if kind is None or kind.name == EARLY_EXIT or kind.option is None else kind.option
     return str(models / name)
 
 
-def _shrink_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
-    """`data` with a few library files instead of each source, or a few records of a source that stays."""
+def _shrink_data(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
+    """`data` with library files instead of each source; in a step, a few records of a source that the pipeline wrote.
 
-    def reduce(source: Source) -> Source:
-        if models is None and _stays(source, folder):
-            return replace(source, max_records=min(_STAYING_RECORDS, source.max_records or _STAYING_RECORDS))
+    asks: its records are prompts. Without a pipeline half of the text is held out.
+    """
+    in_step = models is None
+
+    def shrink_source(source: Source) -> Source:
+        if in_step and _is_source_in(folder, source):
+            return replace(source, max_records=min(_PIPELINE_RECORDS, source.max_records or _PIPELINE_RECORDS))
         return replace(source, **vars(_LIBRARY))
 
     heldout = 0.5
-    if models is None and _has_own(data, folder):  # all prompts are answered; some of the answers are held out
+    if in_step and _has_source_in(folder, data):  # all prompts are answered; some of the answers are held out
         heldout = data.heldout_fraction if asks else 0.3
-    mix = {name: reduce(part) for name, part in data.mix.items()}
-    text = replace(data, mix=mix) if mix else reduce(data)
-    return replace(text, heldout_fraction=heldout, cache_dir=str(folder / "cache"))
+    mix = {name: shrink_source(part) for name, part in data.mix.items()}
+    small = replace(data, mix=mix) if mix else shrink_source(data)
+    return replace(small, heldout_fraction=heldout, cache_dir=str(folder / "cache"))
 
 
-def _has_own(data: DataConfig, folder: Path) -> bool:
-    """Whether a source of `data` is a text that the pipeline in `folder` made."""
-    return any(_stays(source, folder) for source in data.mix.values() or [data])
+def _has_source_in(folder: Path, data: DataConfig) -> bool:
+    """Whether a source of `data` is in `folder`."""
+    return any(_is_source_in(folder, source) for source in data.mix.values() or [data])
 
 
-def _stays(source: SourceConfig, folder: Path) -> bool:
+def _is_source_in(folder: Path, source: SourceConfig) -> bool:
     return source.source == "local" and all(_is_in(folder, path) for path in source.path)
 
 
@@ -133,8 +151,11 @@ def _is_in(folder: Path, path: str) -> bool:
     return Path(path).absolute().is_relative_to(folder.absolute())
 
 
+# --- inputs ---
+
+
 def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedConfig | None":
-    """The config of the target in a command's settings; None if they have no target, or it is not wanted.
+    """The config of the target in a command's settings; None if they have no target, or it is not checked.
 
     Also reads the target's tokenizer, and one record of the data and of the prompts, rendered as the command would.
     is_checked: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
@@ -148,21 +169,35 @@ def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedC
     encoder = getattr(config, "tokenizer", None)
     if encoder is not None and is_checked("tokenizer"):
         open_encoder(encoder, config.revision)
-    corpus: DataConfig | None = getattr(config, "data", None)
-    sources = [] if corpus is None else [(f"data.mix.{name}", part) for name, _, part in corpus.parts()]
-    for key, data in sources or ([] if corpus is None else [("data", corpus)]):
-        bound = tokenizer and bind_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
-        if is_checked(f"{key}.path"):
-            _read_record(key, data, bound, asking=getattr(config, "asks", False))
-        elif bound is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
-            render_prompt(("a question",), bound, data.template, f"{key}.template")
+    data: DataConfig | None = getattr(config, "data", None)
+    parts = [] if data is None else [(f"data.mix.{name}", part) for name, _, part in data.parts()] or [("data", data)]
+    for key, part in parts:
+        _check_source(key, part, tokenizer, is_checked, asking=getattr(config, "asks", False))
     prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
     if isinstance(prompts, str) and prompts != "python_stdlib" and is_checked("prompts"):
-        _read_prompt(config, tokenizer)
+        _check_prompt(config, tokenizer)
     return None if target is None else target.config
 
 
-def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
+def _check_source(
+    key: str,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    is_checked: Callable[[str], bool],
+    *,
+    asking: bool,
+) -> None:
+    """Check one source of data, the settings below `key`: a record of it, or its template if it is not written yet."""
+    if tokenizer is not None:
+        tokenizer = bind_arguments(tokenizer, data.chat_template_kwargs, data.template, f"{key}.{KWARGS}")
+    if is_checked(f"{key}.path"):
+        _check_record(key, data, tokenizer, asking=asking)
+    elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
+        render_prompt(("a question",), tokenizer, data.template, f"{key}.template")
+
+
+def _check_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
+    """Render and encode the first usable record. Raises `UserError` if there is none."""
     counts = Counts()
     splits = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
     for record in chain.from_iterable(splits):
@@ -179,7 +214,8 @@ def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase
     raise UserError(f"{key}: no usable record in path={list(data.path)}; the first: {counts.first or 'none'}")
 
 
-def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+def _check_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Read the first prompt, and render it unless the record of a drafter's training may name its template."""
     (prompt,) = read_prompts(config.prompts, limit=1)
     by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
     if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,48 +54,37 @@ class OptTree(Tree):
             super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
-        settings, steps = self.settings, self.steps(limit)
+        settings, steps, to_probs = self.settings, self.steps(limit), self.ranking(source)
         growth = None if self.sizes is None else self.sizes.begin()
         nodes = number(settings.nodes) if growth is None else growth.nodes
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
-        to_probs = self.ranking(source)
-        levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
-        above: list[list[int]] = []  # per level: index of each node's parent in the previous level
-        first_rows: list[int] = []  # per level: row of its first node
-        fed: list[int] = []  # per level: how many of its nodes were fed
-        shares: list[list[float]] = []  # per level: q of each node given its parent
-        best: list[tuple[float, int]] = []  # (−p̂, level) of the best tree, ascending
-        tokens, parent_rows, rows = root, [ROOT], 0
-        parents_probs = [1.0]
-        weights: Tensor | None = None
+        levels: list[_Level] = []
+        best: list[tuple[float, int]] = []  # (−p̂, level) of the nodes of the best tree, ascending
+        tokens, parent_rows, rows = root, [ROOT], range(0)  # what to feed next, and the rows that were fed last
+        fed_probs, weights = [1.0], None  # p̂ of what to feed next: on the host, and on the device (None: 1)
         gain, expected, count = math.inf, 0.0, 0
         while len(levels) < steps and gain > delta and parent_rows:
-            logits = source.extend(tokens, parent_rows)
-            start, rows = rows, rows + len(parent_rows)
-            level_probs, level_tokens, values, parent_list = _children(
-                logits, range(start, rows), parents_probs, weights, nodes, to_probs, temperature
+            logits = source.extend(tokens, parent_rows)  # [m, V]
+            if levels:
+                levels[-1].fed = len(parent_rows)
+            rows, depth = range(rows.stop, rows.stop + len(parent_rows)), len(levels)
+            probs, level_tokens, values, parents = _children(
+                logits, rows, fed_probs, weights, nodes, to_probs, temperature
             )
-            depth = len(levels)
+            branch_probs = [value / fed_probs[parent] for value, parent in zip(values, parents, strict=True)]
+            levels.append(_Level(level_tokens, probs, parents, branch_probs, rows.stop))
             best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
-            levels.append((level_tokens, level_probs))
-            above.append(parent_list)
-            shares.append([value / parents_probs[parent] for value, parent in zip(values, above[-1], strict=True)])
-            first_rows.append(rows)
-            beam = sum(level == depth for _, level in best)
-            count = len(best)
+            count, beam = len(best), sum(level == depth for _, level in best)
             if growth is not None:
-                count, beam = growth.after_level(len(parent_rows), shares[-1], above[-1], best)
+                count, beam = growth.after_level(len(rows), branch_probs, parents, best)
             beam = beam if width is None else min(beam, width)
             total = -math.fsum(value for value, _ in best)
             gain, expected = total - expected, total
-            tokens, weights, parents_probs = level_tokens[:beam], level_probs[:beam], values[:beam]
-            parent_rows = [start + parent for parent in above[-1][:beam]]
-            fed.append(beam)
-            if self.stops(len(levels), level_tokens, logits, source, above[-1][0]):
+            tokens, weights, fed_probs = level_tokens[:beam], probs[:beam], values[:beam]
+            parent_rows = [rows[parent] for parent in parents[:beam]]
+            if self.stops(depth + 1, level_tokens, logits, source, parents[0]):
                 break
-        if fed:
-            fed[-1] = 0
-        return _assemble(root, levels, above, shares, first_rows, fed, best[:count])
+        return _assemble(root, levels, best[:count])
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         assert isinstance(tree, OptimalTree)
@@ -107,7 +97,19 @@ class OptTree(Tree):
 
     def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
         assert isinstance(tree, OptimalTree)
-        return trials_by_band(tree.parents, tree.steps, accepted)
+        return trials_by_band(tree.parents, tree.branch_probs, accepted)
+
+
+@dataclass
+class _Level:
+    """The drafted nodes of a level, most likely first."""
+
+    tokens: Tensor  # [n]
+    path_probs: Tensor  # [n]: p̂
+    parents: list[int]  # [n]: indices in the level above
+    branch_probs: list[float]  # [n]: q given the parent
+    first_row: int  # of the first node, if it was fed
+    fed: int = 0  # how many nodes were fed
 
 
 def _children(
@@ -135,34 +137,29 @@ def _children(
     return top, indices % probs.shape[-1], values, [int(parent) for parent in parent_list]
 
 
-def _assemble(
-    root: Tensor,
-    levels: Sequence[tuple[Tensor, Tensor]],
-    above: Sequence[Sequence[int]],
-    steps: Sequence[Sequence[float]],
-    first_rows: Sequence[int],
-    fed: Sequence[int],
-    best: Sequence[tuple[float, int]],
-) -> OptimalTree:
-    """The tree of the `best` nodes of the drafted levels."""
+def _assemble(root: Tensor, levels: Sequence[_Level], best: Sequence[tuple[float, int]]) -> OptimalTree:
+    """The tree of the nodes `best`, as (−p̂, level); they are the first nodes of every level."""
     counts, masses = [0] * len(levels), [0.0] * len(levels)
-    for value, level in best:
-        counts[level] += 1
-        masses[level] -= value
+    for value, depth in best:
+        counts[depth] += 1
+        masses[depth] -= value
     parents: list[int] = []
     rows: list[int] = []
-    offset = 0
-    for depth, count in enumerate(counts):
-        previous = offset - counts[depth - 1] if depth else 0
-        parents += [previous + index if depth else ROOT for index in above[depth][:count]]
-        rows += [first_rows[depth] + i if i < fed[depth] else -1 for i in range(count)]
-        offset += count
-    prefixes = [(tokens[:count], values[:count]) for (tokens, values), count in zip(levels, counts, strict=True)]
+    branch_probs: list[float] = []
+    first_above = 0  # the number of the first node of the level above
+    for depth, (level, count) in enumerate(zip(levels, counts, strict=True)):
+        first = len(parents)
+        parents += [first_above + index if depth else ROOT for index in level.parents[:count]]
+        rows += [level.first_row + index if index < level.fed else -1 for index in range(count)]
+        branch_probs += level.branch_probs[:count]
+        first_above = first
+    prefixes = list(zip(levels, counts, strict=True))
+    no_probs = torch.zeros(1, device=root.device)
     return OptimalTree(
-        cat_levels([tokens for tokens, _ in prefixes], root),
+        cat_levels([level.tokens[:count] for level, count in prefixes], root),
         tuple(parents),
         tuple(rows),
-        path_probs=cat_levels([values for _, values in prefixes], torch.zeros(1, device=root.device)),
+        path_probs=cat_levels([level.path_probs[:count] for level, count in prefixes], no_probs),
         masses=tuple(masses),
-        steps=tuple(step for level, count in zip(steps, counts, strict=True) for step in level[:count]),
+        branch_probs=tuple(branch_probs),
     )

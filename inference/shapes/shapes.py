@@ -1,11 +1,30 @@
-"""Chains, trees of fixed shape, and MCSD's k-config trees."""
+"""Chains, trees of fixed shape, and MCSD's k-config trees.
 
-import itertools
+A fixed shape is a list of rank paths. The path (0, 2) is the third most probable child of the most probable first
+token. Nodes are numbered in level order, and a node with children is fed to the drafter, which gives it a row (see
+`Session`). Example: the paths (0), (1), (0, 0), (0, 1), (1, 0).
+
+    the root, row 0
+    ├─ (0)      node 0, row 1
+    │  ├─ (0, 0)   node 2
+    │  └─ (0, 1)   node 3
+    └─ (1)      node 1, row 2
+       └─ (1, 0)   node 4
+
+`Ranked.draft_shape` feeds the root and takes the tokens of rank 0 and 1 from its logits: nodes 0 and 1. It feeds both
+nodes in one pass and ranks two tokens after each. The four tokens have the paths (0, 0), (0, 1), (1, 0) and (1, 1), and
+the first three are in the shape. `_plan` works this out once for each shape: the nodes to feed, and the tokens to pick.
+
+A k-config tree has a number of children for each level instead of a shape. Its children may be drawn from q, so equal
+draws make its nodes fewer from round to round.
+"""
+
 import operator
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -55,8 +74,8 @@ class Chain(Structure):
             if self.stops(row + 1, token, logits, source):
                 break
         n = len(tokens) - 1
-        fed = (*range(1, n), -1)[:n]  # the last token is never fed
-        return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), fed, q=q)
+        rows = (*range(1, n), -1)[:n]  # the last token is never fed
+        return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), rows, q=q)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if isinstance(self.rule, BestLength) and len(tree):
@@ -68,8 +87,7 @@ class Chain(Structure):
 
 
 RankPath = Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
-# A fixed tree as rank paths, in level order, with every path's parent (see `parse_shape`). (0, 2) is the third most
-# probable child of the most probable first token.
+# A fixed tree as rank paths in level order, with the parent of every path (see `parse_shape`).
 Shape = tuple[tuple[int, ...], ...]
 
 
@@ -124,52 +142,53 @@ def find_shape(name: str, nodes: int) -> Shape:
     return EAGLE_25 if name == "eagle" else read_shape(name)
 
 
-class _Step(NamedTuple):
-    """One level of a shape: which nodes of the previous level to feed, and which of their ranked tokens to take."""
+class _LevelPlan(NamedTuple):
+    """How one level of a shape is drafted: which nodes of the level above to feed, and which ranked tokens to take."""
 
-    inner: Tensor | None  # indices in the previous level; None: all of it
-    parent_rows: tuple[int, ...]  # their parents' rows
-    ranks: int
-    picks: Tensor | None  # indices in [inner nodes × ranks]; None: all
+    fed: Tensor | None  # [m] indices in the level above of its nodes with children; None: all of that level
+    parent_rows: tuple[int, ...]  # [m] rows of these nodes' parents
+    ranks: int  # the number of most likely tokens to find after each of them
+    picks: Tensor | None  # [level] indices of the level's tokens in the flattened [m, ranks]; None: all
 
 
-class _Plan(NamedTuple):
-    steps: tuple[_Step, ...]
-    parents: tuple[int, ...]
-    rows: tuple[int, ...]
+class _ShapePlan(NamedTuple):
+    levels: tuple[_LevelPlan, ...]
+    parents: tuple[int, ...]  # of every node
+    rows: tuple[int, ...]  # of every node; −1 without children
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _Plan:
+def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _ShapePlan:
+    """The plan of the paths of `shape` with at most `limit` ranks, all below `vocabulary`."""
     paths = [path for path in shape if len(path) <= limit and max(path) < vocabulary]
-    index = {path: node for node, path in enumerate(paths)}
-    parents = tuple(index.get(path[:-1], ROOT) for path in paths)
-    inner_nodes = sorted({parent for parent in parents if parent >= 0})
-    row_of = {ROOT: 0} | {node: row for row, node in enumerate(inner_nodes, start=1)}
-    steps = []
-    before: list[int] = []
-    for depth in range(1, max(map(len, paths), default=0) + 1):
-        level = [node for node, path in enumerate(paths) if len(path) == depth]
-        inner = sorted({parents[node] for node in level})
-        ranks = 1 + max(paths[node][-1] for node in level)
-        offsets = [before.index(node) for node in inner] if depth > 1 else []
-        picks = [inner.index(parents[node]) * ranks + paths[node][-1] for node in level]
-        steps.append(
-            _Step(
-                None if len(offsets) == len(before) else torch.tensor(offsets, device=device),
-                tuple(row_of[parents[node]] for node in inner if node >= 0),
-                ranks,
-                None if len(picks) == len(inner) * ranks else torch.tensor(picks, device=device),
-            )
-        )
-        before = level
-    return _Plan(tuple(steps), parents, tuple(row_of.get(node, -1) for node in range(len(paths))))
+    node_of: dict[tuple[int, ...], int] = {(): ROOT} | {path: node for node, path in enumerate(paths)}
+    parents = tuple(node_of[path[:-1]] for path in paths)
+    nodes_with_children = set(parents)
+    fed_paths = [path for path, node in node_of.items() if node in nodes_with_children]
+    row_of = {path: row for row, path in enumerate(fed_paths)}
+    levels: list[Shape] = [((),), *(tuple(level) for _, level in groupby(paths, key=len))]
+    plans = tuple(_plan_level(above, level, row_of, device) for above, level in pairwise(levels))
+    return _ShapePlan(plans, parents, tuple(row_of.get(path, -1) for path in paths))
+
+
+def _plan_level(above: Shape, level: Shape, row_of: Mapping[tuple[int, ...], int], device: torch.device) -> _LevelPlan:
+    """The plan of the paths `level`, whose parents are among the paths `above`. row_of: the rows of the fed paths."""
+    indices = [index for index, path in enumerate(above) if path in row_of]
+    fed = [above[index] for index in indices]
+    ranks = 1 + max(path[-1] for path in level)
+    picks = [fed.index(path[:-1]) * ranks + path[-1] for path in level]
+    return _LevelPlan(
+        None if len(indices) == len(above) else torch.tensor(indices, device=device),
+        tuple(row_of[path[:-1]] for path in fed),
+        ranks,
+        None if len(picks) == len(fed) * ranks else torch.tensor(picks, device=device),
+    )
 
 
 class Ranked(Tree):
     """Trees of fixed shape. A node of rank r, from 0, is the r-th most likely child of its parent."""
 
-    def ranked(self, source: Source, root: Tensor, shape: Shape, limit: int) -> DraftTree:
+    def draft_shape(self, source: Source, root: Tensor, shape: Shape, limit: int) -> DraftTree:
         """The tree of this shape: deterministic, without a device transfer, of at most len(shape) rows.
 
         Without a sampler, unprocessed logits are ranked. Paths longer than `limit` and ranks beyond the vocabulary are
@@ -178,21 +197,23 @@ class Ranked(Tree):
         steps, to_probs = self.steps(limit), self.ranking(source)
         if steps < 1:
             return DraftTree(root[:0], (), ())
-        logits = source.extend(root, (ROOT,))
+        logits = source.extend(root, (ROOT,))  # [1, V]
         vocabulary = logits.shape[-1]
         plan = _plan(shape, steps, vocabulary, root.device)
-        levels: list[Tensor] = []
-        fed = 0
-        for step in plan.steps:
-            if fed:
-                logits = source.extend(levels[-1] if step.inner is None else levels[-1][step.inner], step.parent_rows)
-            scores = logits if to_probs is None else to_probs(logits, range(fed, fed + len(logits)))
-            fed += len(logits)
-            ranked = scores.topk(step.ranks).indices.flatten()
-            levels.append(ranked if step.picks is None else ranked[step.picks])
+        levels: list[Tensor] = []  # the tokens of every level
+        fed_rows = 0
+        for level in plan.levels:
+            if levels:
+                tokens = levels[-1] if level.fed is None else levels[-1][level.fed]
+                logits = source.extend(tokens, level.parent_rows)  # [m, V]
+            rows = range(fed_rows, fed_rows + len(logits))
+            scores = logits if to_probs is None else to_probs(logits, rows)
+            fed_rows = rows.stop
+            ranking = scores.topk(level.ranks).indices.flatten()  # [m · ranks]
+            levels.append(ranking if level.picks is None else ranking[level.picks])
             if self.stops(len(levels), levels[-1], logits, source):
                 break
-        if len(levels) < len(plan.steps):
+        if len(levels) < len(plan.levels):
             plan = _plan(shape, len(levels), vocabulary, root.device)
         return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
 
@@ -205,7 +226,7 @@ class Static(Ranked):
         super().__init__(settings, len(self.shape), len(self.shape[-1]))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
-        return self.ranked(source, root, self.shape, limit)
+        return self.draft_shape(source, root, self.shape, limit)
 
 
 class KConfig(Ranked):
@@ -227,42 +248,33 @@ class KConfig(Ranked):
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         generator, widths = self.generator, self.settings.widths
         if generator is None or self.mode == "top_k":
-            return self.ranked(source, root, full_shape(widths), limit)
-        widths = widths[: max(self.steps(limit), 0)]
+            return self.draft_shape(source, root, full_shape(widths), limit)
         to_probs = self.ranking(source) or plain_probs
-        replacement = self.mode == "with_replacement"
-        levels: list[Tensor] = []
+        with_replacement = self.mode == "with_replacement"
+        levels: list[Tensor] = []  # the tokens of every level
         parents: list[int] = []
-        rows: list[int] = []
-        q: dict[int, Tensor] = {}
         draws: dict[int, tuple[int, ...]] = {}
-        inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0  # inner: nodes that get children; fed: rows so far
-        for depth, width in enumerate(widths):
-            logits = source.extend(tokens, parent_rows)
-            probs = to_probs(logits, range(fed, fed + len(inner)))
-            fed += len(inner)
-            drawn = _draw(probs, width, generator, replacement)
-            fresh: list[int] = []
-            start = len(parents)
-            for slot, sequence in enumerate(drawn.tolist()):
-                node_of: dict[int, int] = {}
-                for token in sequence:
-                    if token >= 0 and token not in node_of:
-                        node_of[token] = len(parents)
-                        parents.append(inner[slot])
-                        fresh.append(token)
-                q[inner[slot]] = probs[slot]
-                if replacement:
-                    draws[inner[slot]] = tuple(node_of[token] for token in sequence if token >= 0)
-            inner = list(range(start, len(parents)))
-            tokens = drawn.flatten() if len(fresh) == drawn.numel() else torch.tensor(fresh, device=root.device)
+        q: dict[int, Tensor] = {}
+        row_of: dict[int, int] = {}  # of the root and the nodes with children
+        fed_nodes, tokens, parent_rows = [ROOT], root, [ROOT]
+        for depth, width in enumerate(widths[: max(self.steps(limit), 0)], start=1):
+            logits = source.extend(tokens, parent_rows)  # [m, V]
+            rows = range(len(row_of), len(row_of) + len(fed_nodes))
+            row_of |= zip(fed_nodes, rows, strict=True)
+            probs = to_probs(logits, rows)  # [m, V]
+            q |= zip(fed_nodes, probs, strict=True)
+            drawn = _draw(probs, width, generator, with_replacement)  # [m, width]
+            first_node = len(parents)
+            distinct = _add_children(fed_nodes, drawn.tolist(), parents, draws)
+            tokens = drawn.flatten() if len(distinct) == drawn.numel() else torch.tensor(distinct, device=root.device)
             levels.append(tokens)
-            parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
-            last = self.stops(depth + 1, tokens, logits, source) or depth + 1 == len(widths)
-            rows += [-1] * len(inner) if last else range(fed, fed + len(inner))
-            if last:
+            if self.stops(depth, tokens, logits, source):
                 break
-        return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
+            fed_nodes = list(range(first_node, len(parents)))
+            parent_rows = [row_of[parents[node]] for node in fed_nodes]
+        node_rows = tuple(row_of.get(node, -1) for node in range(len(parents)))
+        draws = draws if with_replacement else {}
+        return DraftTree(cat_levels(levels, root), tuple(parents), node_rows, q=q, draws=draws)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         super().observe(tree, accepted)
@@ -272,9 +284,29 @@ class KConfig(Ranked):
                 self.totals[f"{CANDIDATE}{index + 1}"] += 1
 
 
+def _add_children(
+    nodes: Sequence[int], drawn: Sequence[Sequence[int]], parents: list[int], draws: dict[int, tuple[int, ...]]
+) -> list[int]:
+    """Add a child for every different token that was drawn at a node; returns the tokens of the new nodes.
+
+    drawn: the draws at each of `nodes`, −1 for none. parents: of the tree's nodes so far, to which those of the new
+    nodes are appended. draws: receives the child that each draw hit (see `DraftTree`).
+    """
+    tokens: list[int] = []
+    for parent, sequence in zip(nodes, drawn, strict=True):
+        child_of: dict[int, int] = {}
+        for token in sequence:
+            if token >= 0 and token not in child_of:
+                child_of[token] = len(parents)
+                parents.append(parent)
+                tokens.append(token)
+        draws[parent] = tuple(child_of[token] for token in sequence if token >= 0)
+    return tokens
+
+
 def level_sizes(widths: Sequence[int]) -> list[int]:
     """Nodes on every level of a k-config tree."""
-    return list(itertools.accumulate(widths, operator.mul))
+    return list(accumulate(widths, operator.mul))
 
 
 def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
@@ -295,9 +327,9 @@ def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool
     q = probs if rounds == 1 else probs.clone()
     drawn = []
     for i in range(rounds):
-        numbers = torch.tensor([generator.random() for _ in range(len(probs) * per_round)], dtype=torch.float64)
-        tokens = invert(q, numbers.view(len(probs), per_round).to(probs.device, non_blocking=True))
-        drawn.append(tokens)
+        uniforms = [generator.random() for _ in range(len(probs) * per_round)]
+        numbers = torch.tensor(uniforms, dtype=torch.float64).view(len(probs), per_round)
+        drawn.append(invert(q, numbers.to(probs.device, non_blocking=True)))  # [m, per_round]
         if i + 1 < rounds:
-            q.scatter_(-1, tokens.clamp(min=0), 0.0)  # an exhausted row is 0 already
-    return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)
+            q.scatter_(-1, drawn[-1].clamp(min=0), 0.0)  # an exhausted row is 0 already
+    return torch.cat(drawn, dim=-1)

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from outrider.inference.settings import MOST_NODES
 
 WIDEST = MOST_NODES + 1  # rows of one pass: the root and the draft
@@ -48,10 +46,10 @@ class Costs:
         return Costs(part(self.step, self.unshared[0]), verify, self.overhead, plain, self.unshared)
 
     @cached_property
-    def of_nodes(self) -> np.ndarray:
-        """Seconds of rounds with 0 … `MOST_NODES` nodes that one step drafts, float64."""
+    def of_nodes(self) -> tuple[float, ...]:
+        """Seconds of rounds with 0 … `MOST_NODES` nodes that one step drafts."""
         passes = zip(self.step, self.verify[1:], strict=False)
-        return np.array([step + verify + self.overhead for step, verify in passes])
+        return tuple(step + verify + self.overhead for step, verify in passes)
 
     def of_chain(self, length: int) -> float:
         """Seconds of a round with a chain of so many tokens."""

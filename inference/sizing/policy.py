@@ -10,6 +10,7 @@ most likely tokens, so the distribution of sampled text stays exact. Greedy text
 """
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
+_LOWER_BOUNDS = [2.0 ** (-index / 2) for index in range(BANDS - 1, 0, -1)]  # of all bands but the last, ascending
 SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
 INDICES = max(LONGEST_CHAIN, BANDS)  # most indices of trials
 TUNED_TOKENS = 192  # maximum length of a generation that is measured for a `Tuning`
@@ -154,7 +156,7 @@ class TreeSizes:
         return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes), self._tuning.costs_now)
 
     def observe(self, tree: OptimalTree, accepted: Sequence[int]) -> None:
-        self._evidence.add(trials_by_band(tree.parents, tree.steps, accepted))
+        self._evidence.add(trials_by_band(tree.parents, tree.branch_probs, accepted))
         self._submitted.append(len(tree))
 
     def chosen(self, tree: OptimalTree) -> list[str]:
@@ -165,19 +167,19 @@ class TreeSizes:
 
 def band(q: float) -> int:
     """The band of q: 0 above 0.71, 1 above 0.5, 2 above 0.35, …"""
-    return min(BANDS - 1, max(0, int(-2 * math.log2(q)))) if q > 0 else BANDS - 1
+    return BANDS - 1 - bisect_left(_LOWER_BOUNDS, q)
 
 
-def trials_by_band(parents: Sequence[int], steps: Sequence[float], accepted: Sequence[int]) -> Trials:
+def trials_by_band(parents: Sequence[int], branch_probs: Sequence[float], accepted: Sequence[int]) -> Trials:
     """One entry of q trials per candidate at nodes on the target's path: a calibrated q is right that often.
 
-    parents, steps: each node's parent, and its q given the parent. accepted: the nodes on the target's path.
+    branch_probs: q of every node given its parent. Example: the root has two candidates with q = 0.8 and 0.2, and the
+    second is accepted. Then band 0 has 0.8 trials, none right, and band 4 has 0.2 trials, one right.
     """
-    right_nodes = {*accepted}
-    path = {ROOT, *right_nodes}
-    for node, (parent, q) in enumerate(zip(parents, steps, strict=True)):
-        if parent in path:
-            yield band(q), q, node in right_nodes
+    target_path = {ROOT, *accepted}
+    for node, (parent, q) in enumerate(zip(parents, branch_probs, strict=True)):
+        if parent in target_path:
+            yield band(q), q, node in target_path
 
 
 class TreeGrowth:

@@ -1,4 +1,19 @@
-"""Fixed-shape passes: widths and buckets, the per-pass data about their rows, and the capture of CUDA graphs."""
+"""Passes of fixed shape, as a CUDA graph can replay them: their widths, the data about their rows, and the capture.
+
+A graph always runs the same kernels at the same addresses and shapes. So a pass is padded to a width of `WIDTHS` and
+reads a fixed number of cache slots, its keys. `Upload.send` copies what differs between passes to the device, and
+`FixedView` computes positions, slots and masks from the copy inside the graph. The terms are those of `Session`.
+
+Example: the text has 10 committed positions. A round has the rows "the", "cat" and "dog", both under "the". They run as
+a pass of width 4 over 16 keys. The upload is base = 10, start = 0, stop = 3, depths = (0, 1, 1, 0, …) and a row of
+ancestors for each row of the pass:
+
+    row          position   slot         sees the slots   ancestors
+    0  the       10         10           0 … 10           1000…
+    1  cat       11         11           0 … 11           1100…
+    2  dog       11         12           0 … 10, 12       1010…
+    3  padding   10         spare + 3    0 … 9            0000…
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,52 +28,57 @@ from outrider.inference.core.rows import RowLayout, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run without graphs
 UPLOADS = 64  # pinned buffers used in turn, so that the host hardly ever waits for the device
+_HEAD = 3  # numbers before the depths: base, start, stop
 
 
 class Upload:
-    """Uploads the data of a pass: base, first row, end, depths of all rows, ancestors of each row of the pass.
+    """The data of a pass on the device: base, first row, end, depths of all rows, ancestors of each row of the pass.
 
-    They are packed as bytes for a single copy. A graph reads `base`, `start` and `stop` int64 [], `depths` int64 [rows]
-    and `ancestors` bool [64, rows].
+    They are packed as bytes for a single copy: 8 · (3 + rows) bytes of int64, then 64 · rows bytes of bool. A graph
+    reads the views `base`, `start` and `stop` int64 [], `depths` int64 [rows] and `ancestors` bool [64, rows].
+    rows: the most rows of a round.
     """
 
     def __init__(self, rows: int, device: torch.device):
         self.rows = rows
-        self._head = 8 * (3 + rows)
-        size = self._head + WIDTHS[-1] * rows
+        self._number_bytes = 8 * (_HEAD + rows)
+        size = self._number_bytes + WIDTHS[-1] * rows
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(UPLOADS if pinned else 1)]
-        self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []
+        self._copy_events = [torch.cuda.Event() for _ in self._hosts] if pinned else []  # each when its host was copied
         self._turn = 0
-        facts = self._device[: self._head].view(torch.int64)
-        self.base, self.start, self.stop = facts[0], facts[1], facts[2]
-        self.depths = facts[3:]
-        self.ancestors = self._device[self._head :].view(torch.bool).view(WIDTHS[-1], rows)
+        numbers = self._device[: self._number_bytes].view(torch.int64)
+        self.base, self.start, self.stop = numbers[0], numbers[1], numbers[2]
+        self.depths = numbers[_HEAD:]
+        self.ancestors = self._device[self._number_bytes :].view(torch.bool).view(WIDTHS[-1], rows)
         self.alone_at: int | None = None  # if the data are of a round of one row, the positions before it
 
     def send(self, layout: RowLayout, width: int) -> None:
         """Upload `layout`, padded to `width` rows; padding rows see no row of this round."""
         self.alone_at = layout.base if (layout.start, layout.stop, width) == (0, 1, 1) else None
         host = self._hosts[self._turn]
-        copied = self._copied[self._turn] if self._copied else None
+        copy_event = self._copy_events[self._turn] if self._copy_events else None
         self._turn = (self._turn + 1) % len(self._hosts)
-        if copied is not None:
-            copied.synchronize()
-        stop = self._head + width * self.rows
-        content = host[:stop].numpy()
+        if copy_event is not None:
+            copy_event.synchronize()
+        size = self._number_bytes + width * self.rows
+        self._write(host[:size], layout, width)
+        self._device[:size].copy_(host[:size], non_blocking=True)
+        if copy_event is not None:
+            copy_event.record()
+
+    def _write(self, buffer: Tensor, layout: RowLayout, width: int) -> None:
+        """Write the numbers and ancestors of `layout` to a host buffer, uint8 [8 · (3 + rows) + width · rows]."""
+        content = buffer.numpy()
         content[:] = 0
-        facts = content[: self._head].view("int64")
-        facts[:3] = layout.base, layout.start, layout.stop
-        facts[3 : 3 + layout.stop] = layout.depths
-        first = max(layout.start, 0)
+        numbers = content[: self._number_bytes].view("int64")
+        numbers[:_HEAD] = layout.base, layout.start, layout.stop
+        numbers[_HEAD : _HEAD + layout.stop] = layout.depths
+        first = max(layout.start, 0)  # rows before it are committed: they see no row of this round
         if layout.stop > first:
-            bits = content[self._head :].reshape(width, self.rows)
-            row = first - layout.start
-            bits[row : row + layout.stop - first] = unpack(layout.ancestors[first:], self.rows)
-        self._device[:stop].copy_(host[:stop], non_blocking=True)
-        if copied is not None:
-            copied.record()
+            bits = content[self._number_bytes :].reshape(width, self.rows)
+            bits[first - layout.start : layout.stop - layout.start] = unpack(layout.ancestors[first:], self.rows)
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,7 @@ class FixedView:
 
     @property
     def positions(self) -> Tensor:
+        """Positions [1, width]."""
         rows, depths = self.rows, self.upload.depths
         offsets = torch.where(rows < 0, rows, depths[rows.clamp(0, self.upload.rows - 1)])
         return (self.upload.base + offsets)[None]
@@ -102,21 +123,22 @@ class FixedView:
 
     def masks(self) -> Masks:
         base, depths = self.upload.base, self.upload.depths
-        columns = torch.arange(self.keys, device=base.device)
-        inside = columns - base
-        round_rows = inside.clamp(0, self.upload.rows - 1)
-        ancestors = self.upload.ancestors[: self.width].index_select(1, round_rows)
-        ancestors = ancestors & (inside >= 0) & (inside < self.upload.rows)
+        columns = torch.arange(self.keys, device=base.device)  # [keys], cache slots
+        columns_in_round = columns - base  # the row in each slot; negative for committed positions
+        rows = columns_in_round.clamp(0, self.upload.rows - 1)
+        ancestors = self.upload.ancestors[: self.width].index_select(1, rows)  # [width, keys]
+        ancestors = ancestors & (columns_in_round >= 0) & (columns_in_round < self.upload.rows)
+        # All committed positions; a row that is committed already sees those up to itself.
         visible = ancestors | (columns < torch.minimum(base, self.slots + 1)[:, None])
-        column_positions = torch.where(inside < 0, columns, base + depths[round_rows])
-        built: dict[int | None, Mask] = {}
+        column_positions = torch.where(columns_in_round < 0, columns, base + depths[rows])
+        masks: dict[int | None, Mask] = {}
         for window in set(self.layers.windows):
-            seen = visible
+            visible_in_window = visible
             if window is not None and window < self.keys:
-                seen = visible & (column_positions > self.positions[0, :, None] - window)
+                visible_in_window = visible & (column_positions > self.positions[0, :, None] - window)
             mask = torch.zeros(self.width, self.keys, dtype=self.layers.dtype, device=base.device)
-            built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
-        return built
+            masks[window] = mask.masked_fill(~visible_in_window, torch.finfo(mask.dtype).min)[None, None]
+        return masks
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -216,7 +216,7 @@ shapes = st.builds(
 )
 def test_static_tokens_have_their_ranks(q: Q, shape: forms.Shape, limit: int) -> None:
     source = KnownSource(q)
-    tree = forms.Static(StructureConfig("static"), None, None).ranked(source, root(), shape, limit)
+    tree = forms.Static(StructureConfig("static"), None, None).draft_shape(source, root(), shape, limit)
     paths = check(tree, source, limit)
     kept = [ranks for ranks in shape if len(ranks) <= limit and max(ranks) < len(q(()))]
     rank_of: dict[Path_, Path_] = {(): ()}

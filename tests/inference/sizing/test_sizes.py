@@ -105,12 +105,8 @@ def test_trials_by_hand() -> None:
     assert list(outcomes_at_nodes(tree, [])) == [(2, None)]
     repeated = DraftTree(torch.arange(2), (ROOT, ROOT), (-1, -1), draws={ROOT: (0, 0, 1)})
     assert list(outcomes_at_nodes(repeated, [1])) == [(3, 2)]
-    optimal = OptimalTree(torch.arange(4), (ROOT, ROOT, 0, 1), (-1,) * 4, steps=(0.8, 0.2, 0.6, 0.4))
-    assert list(trials_by_band(optimal.parents, optimal.steps, [1])) == [
-        (0, 0.8, False),
-        (4, 0.2, True),
-        (2, 0.4, False),
-    ]
+    by_band = trials_by_band((ROOT, ROOT, 0, 1), (0.8, 0.2, 0.6, 0.4), [1])
+    assert list(by_band) == [(0, 0.8, False), (4, 0.2, True), (2, 0.4, False)]
     assert [band(q) for q in (1.0, 0.72, 0.7, 0.49, 1e-9, 0.0)] == [0, 0, 1, 2, BANDS - 1, BANDS - 1]
 
 
@@ -229,7 +225,8 @@ def test_sizes_follow_acceptance() -> None:
     """An OPT-Tree and a chain, told of chains that were right or wrong throughout."""
     tuning = Tuning(costs())
     sizes, rule = TreeSizes(tuning, None, None), BestLength(tuning)
-    wide = OptimalTree(torch.arange(32), (ROOT, 0, 1, 2, *[ROOT] * 28), (-1,) * 32, steps=(0.9,) * 4 + (0.0,) * 28)
+    parents, probs = (ROOT, 0, 1, 2, *[ROOT] * 28), (0.9,) * 4 + (0.0,) * 28
+    wide = OptimalTree(torch.arange(32), parents, (-1,) * 32, branch_probs=probs)
     drafted, lengths = [], []
     for accepted in ([0, 1, 2, 3], [], [0, 1, 2, 3]):
         for _ in range(60):

@@ -225,9 +225,9 @@ def test_steps_of_answers_keep_it(
 
 PLANTED = {  # a rule, and what breaks it
     contract.WAITS: (FixedView, "masks", "base, depths = self", "int(self.upload.stop)\n    base, depths = self"),
-    contract.STAYS: (FixedView, "masks", "return built", "self.upload.kept = built\n    return built"),
+    contract.STAYS: (FixedView, "masks", "return masks", "self.upload.kept = masks\n    return masks"),
     contract.WARM_UP: (
-        FixedView, "masks", "return built", "return vars(self.upload).setdefault(f'{self.width} {self.keys}', built)",
+        FixedView, "masks", "return masks", "return vars(self.upload).setdefault(f'{self.width} {self.keys}', masks)",
     ),
     contract.REBOUND: (
         Arena, "buffer", "if (name, index) not in",
