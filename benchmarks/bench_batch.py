@@ -97,7 +97,7 @@ def opened(options: argparse.Namespace, name: str, job: Mapping[str, Any]) -> Ab
 def ask(arm: EngineProcess, prompts: Sequence[Sequence[int]], in_flight: int, new_tokens: int, **how: Any) -> Any:
     """A generation for each prompt, and the seconds of them all. how: as the engine's worker reads it."""
     asked: Json = {"concurrency": in_flight, "max_new_tokens": new_tokens, "seeds": [*range(len(prompts))]}
-    return arm.continued(prompts, {**asked, "eos": [], "temperature": 0, "sampling": {}, **how}, 0)
+    return arm.continue_prompts(prompts, {**asked, "eos": [], "temperature": 0, "sampling": {}, **how}, 0)
 
 
 def choose(arm: EngineProcess, options: argparse.Namespace, eos: Sequence[int]) -> list[list[int]]:

@@ -80,7 +80,7 @@ def assisted_peers(config: EvaluateConfig, options: argparse.Namespace, setup: T
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
         settings = setup.text(new_tokens, config.sampling).for_generate()
-        arms = assisted_arms(models.plain, settings, options.draft_tokens, helpers)
+        arms = assisted_arms(models.reference, settings, options.draft_tokens, helpers)
         for name in options.without:
             require(name in arms, "without", name, f"peers, among {sorted(arms)}")
         return {name: arm for name, arm in arms.items() if name not in options.without}

@@ -47,7 +47,7 @@ class Answer:
         session = TargetSession(stack, 0, len(text) + 1)
         session.prefill(text.tolist())
         session.commit(range(len(text)))
-        self.remembered = session.rest.content()
+        self.remembered = session.second_cache.content()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """The interface of a cache: the keys and values of the whole target, followed by those of the rows."""

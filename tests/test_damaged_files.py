@@ -32,7 +32,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
 from outrider.inference.evaluate.planning import heldout_fraction, identity_of
 from outrider.inference.loading.drafters import load_drafters
-from outrider.inference.loading.models import load_models, load_plain
+from outrider.inference.loading.models import load_models, load_reference
 from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.measure.bench import make_bench
 from outrider.inference.measure.prepared import Prepared
@@ -178,7 +178,7 @@ def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     def read() -> None:
         config = on_target(folder)
         setup = find_setup(config)
-        load_plain(setup.target, setup.dtype, setup.device)
+        load_reference(setup.target, setup.dtype, setup.device)
 
     require_named(folder / TARGET / "generation_config.json", read, capsys, 50)
 
@@ -193,7 +193,7 @@ def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def shard(folder: Path) -> Path:
     """The target's weights in several files; the index of them."""
-    model = load_plain(open_target(str(folder / TARGET)), torch.float32, torch.device("cpu"))
+    model = load_reference(open_target(str(folder / TARGET)), torch.float32, torch.device("cpu"))
     (folder / TARGET / "model.safetensors").unlink()
     model.save_pretrained(folder / TARGET, max_shard_size="200KB")
     return folder / TARGET / "model.safetensors.index.json"
@@ -206,7 +206,7 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
     def read() -> None:
         setup = find_setup(on_target(folder))
         setup.target.layers(dtype=torch.float32)
-        load_plain(setup.target, setup.dtype, setup.device)
+        load_reference(setup.target, setup.dtype, setup.device)
 
     require_named(index, read, capsys, 50)
 

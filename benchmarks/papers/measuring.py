@@ -233,7 +233,7 @@ class RecordedStates(TargetSession):
 
     def __init__(self, target: Target, text: tuple[int, ...], split: int, capacity: int, context: int):
         super().__init__(require_layers(target), split, capacity, context)
-        self.rest = KVCache(range(0), capacity)
+        self.second_cache = KVCache(range(0), capacity)
         self._target, self._text = target, text
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
@@ -255,15 +255,15 @@ class RecordedKeys(RecordedStates):
 
     def __init__(self, target: Target, text: tuple[int, ...], split: int, capacity: int, context: int):
         super().__init__(target, text, split, capacity, context)
-        self.rest = KVCache(range(len(self.layers.layers)), capacity)
+        self.second_cache = KVCache(range(len(self.layers.layers)), capacity)
 
     def commit(self, rows: Sequence[int]) -> None:
         """The text's own keys and values take the place of the draft's."""
         self.base += len(rows)
-        self.rest.keep(0, ())
+        self.second_cache.keep(0, ())
         for layer, (keys, values) in enumerate(states_of(self._target, self._text, self.aux_layers)[2]):
-            self.rest.update(keys[:, :, : self.base], values[:, :, : self.base], layer)
-        self.rest.length += self.base
+            self.second_cache.update(keys[:, :, : self.base], values[:, :, : self.base], layer)
+        self.second_cache.length += self.base
         self.start_round()
 
 

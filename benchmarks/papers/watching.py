@@ -54,8 +54,8 @@ def of_tree(tree: DraftTree, accepted: Sequence[int]) -> Counter[str]:
     found["verified"] = 1 + len(tree)
     found["verified_apart"] = 1 + sum(deep[node + 1] for node in range(len(tree)) if node not in inner)
     if isinstance(tree, OptimalTree):
-        found.update(expected_squared=tree.expected**2, reached_squared=reached**2)
-        found["expected_reached"] = tree.expected * reached
+        found.update(expected_squared=tree.expected_tau**2, reached_squared=reached**2)
+        found["expected_reached"] = tree.expected_tau * reached
         found.update(in_bands(tree, accepted))
     if isinstance(tree, GraphTree):
         found.update(repetitions(tree))

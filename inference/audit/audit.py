@@ -25,7 +25,7 @@ from outrider.draft_models.targets.open_target import open_target, pick_device, 
 from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
 from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refute, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
-from outrider.inference.loading.models import load_plain
+from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.lossless import (
     GAP,
@@ -107,7 +107,7 @@ def audit(config: AuditConfig) -> None:
         answers = {arm: read_answers(file, target) for arm, file in files.items()}
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
-        model, streams = load_plain(target, dtype, device), Streams(config.seed).within("audit")
+        model, streams = load_reference(target, dtype, device), Streams(config.seed).within("audit")
         arms = {
             arm: score_answers(model, answers[arm], streams.within(arm), simulate=arm == "answers") for arm in files
         }

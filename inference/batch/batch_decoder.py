@@ -74,7 +74,7 @@ class Generator:
             return answers
         if len(prompts) <= self._fits:
             try:
-                return self._padded(self._forward, prompts, draws)
+                return self._answer_padded(self._forward, prompts, draws)
             except torch.OutOfMemoryError:
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
@@ -126,7 +126,9 @@ class Generator:
         return rows_that_fit
 
     @torch.inference_mode()
-    def _padded(self, forward: Forward, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+    def _answer_padded(
+        self, forward: Forward, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]
+    ) -> list[Answer]:
         """The answers, decoded in steps: each is a row of a batch."""
         texts = [_Continuation(self, numbers) for numbers in draws]
         device, rows, longest = forward.model.device, [*texts], max(map(len, draws))
@@ -172,7 +174,7 @@ class _Continuation(TokenSelector):
 
     def __init__(self, generator: Generator, numbers: Tensor):
         super().__init__()
-        self.plain = False
+        self.takes_argmax = False
         self.numbers = numbers
         self.tokens: list[int] = []
         self.is_late = False

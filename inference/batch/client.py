@@ -51,7 +51,7 @@ def lines_of(response: httpx.Response) -> Iterator[bytes]:
 
 class Client:
     """Asks the server at `url`; any thread may. label: the option that gives it, for errors. timeout: seconds without a
-    byte from it; retries: how often a failed request is repeated by `patiently`, after a pause.
+    byte from it; retries: how often a failed request is repeated by `retry`, after a pause.
 
     Raises `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used.
     """
@@ -88,7 +88,7 @@ class Client:
         wait = float(after) if after.isdecimal() and after.isascii() else None
         raise ReplyError(refusal, retry=code in (408, 429) or code >= 500, wait=wait)
 
-    def patiently(self, make: Callable[[], Reply], retries: int | None = None) -> Reply:
+    def retry(self, make: Callable[[], Reply], retries: int | None = None) -> Reply:
         """The result of `make`, which is called again after a pause if it raises a `ReplyError` with `retry`."""
         retries, seconds = self._retries if retries is None else retries, PAUSE
         while True:

@@ -213,7 +213,7 @@ def respond(
             responder.answer(batch, lambda: limit.left(limit.spent()))
             closed_tasks = [task for task in batch if task.problem != UNANSWERED]
             shard.responses += [responder.response(task) for task in closed_tasks if task.answers]
-            shard.skipped += [task.skipped for task in closed_tasks if not task.answers]
+            shard.skipped += [task.skip_record for task in closed_tasks if not task.answers]
             answered, unanswered = answered + len(closed_tasks), unanswered + len(batch) - len(closed_tasks)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             stage.advance(len(batch))

@@ -24,7 +24,7 @@ from outrider.inference.batch.server import TargetServer
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import WRITTEN_ONLY, Answer, Task, render_task, uniforms
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.engines.cpu.recorded import can_pack, ruled
+from outrider.inference.engines.cpu.recorded import can_pack, decide_by_rule
 from outrider.inference.engines.packing import lay_out, pack_linears
 from outrider.inference.loading.target_setup import end_tokens
 
@@ -157,7 +157,7 @@ def load_target(
     Its layout follows a fixed rule, so that a resumed run rounds alike. Raises `UserError`.
     """
     if device.type == "cpu" and config.device_map is None and why_not_by_layers(target.config) is None:
-        with suppress(NotByLayersError), ruled():
+        with suppress(NotByLayersError), decide_by_rule():
             stack = target.stack(dtype=dtype, device=device, coded=True)
             lay_out(stack, device)
             return stack

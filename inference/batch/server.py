@@ -109,7 +109,7 @@ class TargetServer:
             except ReplyError as error:
                 if error.failure != RETOKENISED:
                     raise
-                tokens = self._tokenised(reply["choices"][0]["text"])
+                tokens = self._tokenise(reply["choices"][0]["text"])
                 return chunks, reply, Answer(tuple(tokens), retokenised=True, failure=RETOKENISED)
 
         begun = time.perf_counter()
@@ -122,7 +122,7 @@ class TargetServer:
         rounds = rounds_of_timings(reply["timings"], count, self.setting)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
-        sizes = (len(choice.get("token_ids") or self._tokenised(choice["text"])) or 1 for _, choice in chunks[:-1])
+        sizes = (len(choice.get("token_ids") or self._tokenise(choice["text"])) or 1 for _, choice in chunks[:-1])
         ends = [end for _, end in rounds[:-1]] if rounds else accumulate(sizes)
         steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
         return answer, steps, [begun, *(when for when, _ in rounds or chunks)][: 1 + len(steps)], reply
@@ -132,7 +132,7 @@ class TargetServer:
     def _find_model(self, context: int) -> tuple[str, int]:
         """The name of the model to request, and its context length (which vLLM reports)."""
         retries = min(2, self.config.server_retries)
-        listed: Json = self.client.patiently(lambda: self.client.fetch("/v1/models"), retries)
+        listed: Json = self.client.retry(lambda: self.client.fetch("/v1/models"), retries)
         try:
             lengths = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
             self.owner = str(listed["data"][0].get("owned_by") or "server")
@@ -193,7 +193,7 @@ class TargetServer:
         def read(response: httpx.Response) -> Answer:
             return self._read(read_json(response), prompt, count, greedy=greedy)
 
-        return self.client.patiently(partial(self.client.fetch, "/v1/completions", body, read))
+        return self.client.retry(partial(self.client.fetch, "/v1/completions", body, read))
 
     # ------------------------------------------------------------------------------------------------ one reply
 
@@ -219,13 +219,13 @@ class TargetServer:
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
         return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised=not ids)
 
-    def _tokenised(self, text: str) -> list[int]:
+    def _tokenise(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _retokenise(self, choice: Json, count: int | None) -> list[int]:
         """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
-        text, ids = choice["text"], self._tokenised(choice["text"])
+        text, ids = choice["text"], self._tokenise(choice["text"])
         same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         if not same or count not in (len(ids), len(ids) + (choice.get("finish_reason") == "stop")):
             raise ReplyError("a text without token ids that is not tokenised so", RETOKENISED, retry=False)

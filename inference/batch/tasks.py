@@ -100,7 +100,7 @@ class Task:
         self.retokenised |= answer.retokenised
 
     @property
-    def skipped(self) -> dict[str, str]:
+    def skip_record(self) -> dict[str, str]:
         """The entry for a prompt without an answer in the list of skipped prompts."""
         return {"id": self.id, "source": self.source, "reason": self.problem, "detail": self.detail}
 
@@ -121,7 +121,7 @@ class Todo:
         if not task.problem and len(task.prompt) >= self.context:
             task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {self.context}"
         if task.problem:
-            self.skipped.append(task.skipped)
+            self.skipped.append(task.skip_record)
             self.counts.refuse("skipped", f"{task.source}: {task.detail or task.problem}")
         else:
             self.tasks.append(task)

@@ -149,7 +149,7 @@ class CacheBudget:
         """Bytes that the caches of a text of so many positions take; half as much again while they grow."""
         return slots_of(positions + ROUND) * self.position_bytes
 
-    def fitting(self, texts: Iterable[int]) -> int:
+    def count_fitting(self, texts: Iterable[int]) -> int:
         """How many of the texts, of so many positions in this order, fit together; at least the first, at any size."""
         return max(1, sum(total <= self.most for total in accumulate(map(self.bytes_of, texts))))
 
@@ -209,7 +209,7 @@ class Batch(Runtime):
 
         Passes of the target, which end rounds, run once no text waits for a draft.
         """
-        fitting = self.budget.fitting(text.positions for text in self.texts) if self.budget else None
+        fitting = self.budget.count_fitting(text.positions for text in self.texts) if self.budget else None
         for text in [text for text in self.texts[:fitting] if text.waits is None]:
             text.run = text.run or greenlet(partial(_decode, text))
             self._resume(text)

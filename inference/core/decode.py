@@ -55,7 +55,7 @@ def autoregressive(
             if token in eos:
                 return
             started = clock()
-            if selector.plain and session.step is not None:
+            if selector.takes_argmax and session.step is not None:
                 root = session.step(root)
                 passed = clock()
             else:

@@ -37,7 +37,7 @@ class ScoringSelector(TokenSelector):
 
     def __init__(self, sampler: Sampler | None, generator: random.Random | None, rule: Verification, *, top: int):
         super().__init__(sampler, generator, rule)
-        self.plain = False  # else plain decoding would bypass the selector
+        self.takes_argmax = False  # else plain decoding would bypass the selector
         self._top, self._queue = top, deque[TokenScores]()  # of tokens in the order of the text, until they are taken
 
     def next_token(self, logits: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class ScoringSelector(TokenSelector):
         self._score(logits[[0, *(node + 1 for node in nodes)]], [*(tokens[node] for node in nodes), bonus])
         return tokens, nodes, following, bonus
 
-    def scored(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
+    def score_rounds(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
         """The rounds that this selector decides, with the scores of their tokens."""
         for r in rounds:
             yield ScoredRound(**vars(r), scores=tuple(self._queue.popleft() for _ in r.tokens))

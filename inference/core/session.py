@@ -101,7 +101,7 @@ class Session(Protocol):
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: `rows`, an ascending path from row 0, become part of the text; the other rows are dropped."""
 
-    def layered(self) -> "TargetSession":
+    def require_layers(self) -> "TargetSession":
         """Itself, for drafters that use layers of the target. Raises `TypeError` if the target exposes no layers."""
         raise TypeError(f"{type(self).__name__}: there are no layers of a target")
 

@@ -93,7 +93,7 @@ class StopStrings:
         return [self._by_id.get(token, _NO_TEXT) for token in tokens]
 
 
-def until(
+def cut_at_stop(
     rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
 ) -> Iterator[Round]:
     """`rounds` up to and including the token that ends the text; tokens after it are dropped.

@@ -54,8 +54,8 @@ class TargetSession(Session):
         self.split = len(layers.layers) if split is None else split
         self.capacity = capacity
         self.context = capacity if context is None else context
-        self.first = KVCache(range(self.split), capacity)
-        self.rest = KVCache(range(self.split, len(layers.layers)), capacity)
+        self.first_cache = KVCache(range(self.split), capacity)
+        self.second_cache = KVCache(range(self.split, len(layers.layers)), capacity)
         self.base = 0
         layers.reserve(capacity)
         self.start_round()
@@ -70,7 +70,7 @@ class TargetSession(Session):
         """The layered target that the halves run; a session of a head's own layers has none."""
         return cast("LayerStack", self.layers.layered)
 
-    def layered(self) -> "TargetSession":
+    def require_layers(self) -> "TargetSession":
         return self
 
     def draft_session(self, model: Target) -> Session:
@@ -94,7 +94,7 @@ class TargetSession(Session):
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Add rows (see `Session.feed`), through the first half."""
         layout = self._add(parents)
-        (hidden,) = self._run("first", self._first_half, tokens, layout, self.first)
+        (hidden,) = self._run("first", self._first_half, tokens, layout, self.first_cache)
         self.fed.append(tokens)
         self._remember(hidden, layout.start)
         return hidden
@@ -104,12 +104,12 @@ class TargetSession(Session):
             (hidden,) = self._first_half(tokens, view)
             return hidden, self.stack.draft_logits(view.logit_rows(hidden))
 
-        hidden, logits = self._run("whole", whole_pass, tokens, self._add(parents), self.first, logit_count)
+        hidden, logits = self._run("whole", whole_pass, tokens, self._add(parents), self.first_cache, logit_count)
         return hidden[0], logits[0, -logit_count:]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the second half over `rows` (see `Session.finish`)."""
-        self.rest.keep(self.base, ())
+        self.second_cache.keep(self.base, ())
         self.finished = range(self.rows) if rows is None else rows
         count = len(self.finished)
         everything = count == self.rows
@@ -134,7 +134,7 @@ class TargetSession(Session):
         name = REST + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
         name += f", {self.top_count} top tokens" if self.top_count else ""
         layout = chosen.layout(self.base, 0, count)
-        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.rest, logit_count)
+        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.second_cache, logit_count)
         self._last_hidden = hidden[0]
         return logits[0, -logit_count:]
 
@@ -145,7 +145,7 @@ class TargetSession(Session):
 
         For a drafter's own model, in a separate session from the target's. name, logit_count: as in `run_draft_layers`.
         """
-        return self._run(name, pass_, x, self._add(parents), self.first, logit_count)
+        return self._run(name, pass_, x, self._add(parents), self.first_cache, logit_count)
 
     def run_draft_layers(
         self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache, logit_count: int | None = None
@@ -162,13 +162,13 @@ class TargetSession(Session):
         return KVCache(layers, self.capacity)
 
     def content(self) -> Sequence[tuple[Tensor, Tensor]]:
-        return [*self.first.content(), *self.rest.content()]
+        return [*self.first_cache.content(), *self.second_cache.content()]
 
     def commit(self, rows: Sequence[int]) -> None:
-        self.first.keep(self.base, rows)
-        if self.rest.layers:
+        self.first_cache.keep(self.base, rows)
+        if self.second_cache.layers:
             indices = self.indices_of(rows)
-            self.rest.keep(self.base, indices)
+            self.second_cache.keep(self.base, indices)
             self.target_hidden = self._last_hidden[indices[-1] : indices[-1] + 1]
         self.base += len(rows)
         self.start_round()

@@ -31,7 +31,7 @@ class TokenSelector:
     sampler: logits → probabilities; None: plain greedy.
     generator: the source of random numbers; required if the sampler samples.
     rule: how sampled candidates are verified (see `MethodConfig.verification`).
-    plain: tokens are the argmax of unprocessed logits.
+    takes_argmax: tokens are the argmax of unprocessed logits.
 
     The text is kept only for processors that read it. For non-finite target logits the chosen id is outside the
     vocabulary.
@@ -41,7 +41,7 @@ class TokenSelector:
         self, sampler: Sampler | None = None, generator: random.Random | None = None, rule: "Verification" = "exact"
     ):
         self.sampler = sampler
-        self.plain = sampler is None
+        self.takes_argmax = sampler is None
         self.greedy = sampler is None or sampler.greedy
         self.reads_context = sampler is not None and sampler.reads_context
         self.rule = rule

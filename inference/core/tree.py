@@ -50,7 +50,7 @@ class OptimalTree(DraftTree):
     branch_probs: tuple[float, ...] = ()
 
     @property
-    def expected(self) -> float:
+    def expected_tau(self) -> float:
         """E(A) = 1 + Σ p̂ over all nodes."""
         return 1.0 + math.fsum(self.masses)
 

@@ -124,10 +124,10 @@ class Rejection:
         """r and q_i [m, V] after the tokens `drawn` [m] were rejected. Modifies q_i in place."""
         rows = range(len(drawn))
         real = (q_i[rows, drawn] > 0)[:, None]
-        r = _normalised((r - q_i * real).clip(min=0))
+        r = _normalise((r - q_i * real).clip(min=0))
         if not self.replace:
             q_i[rows, drawn] = 0
-            q_i = _normalised(q_i)
+            q_i = _normalise(q_i)
         return r, q_i
 
 
@@ -264,7 +264,7 @@ def _ratio(r: Rows, q: Rows) -> Rows:
     return r * real / (q + ~real)
 
 
-def _normalised(rows: Rows) -> Rows:
+def _normalise(rows: Rows) -> Rows:
     """Rows [m, V] divided by their sums; rows of zeros stay zero."""
     mass = rows.sum(-1)[..., None]
     return rows / (mass + (mass == 0))

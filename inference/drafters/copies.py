@@ -49,7 +49,7 @@ class PromptLookup(Drafter):
         self._append(session.tokens.tolist())
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
-        ids = self._submitted(int(root), min(limit, self.max_rows))
+        ids = self._choose_tokens(int(root), min(limit, self.max_rows))
         tokens = torch.tensor(ids, dtype=torch.long, device=root.device) if ids else root[:0]
         return DraftTree(tokens, chain_parents(0, len(ids)), (-1,) * len(ids))
 
@@ -59,7 +59,7 @@ class PromptLookup(Drafter):
             count = len(self._paths)  # 0 for the draft of another drafter
             self.sizes.observe(_PARENTS[:count], self._paths, nodes[:count])
 
-    def _submitted(self, last: int, most: int) -> list[int]:
+    def _choose_tokens(self, last: int, most: int) -> list[int]:
         """The tokens to submit after the token `last`, at most `most`."""
         if self.sizes is None:
             return self._continuation(last, most)[0]

@@ -51,7 +51,7 @@ class ModelDrafter(Drafter):
             copied = self.copies.draft(root, self.structure.steps(limit))
             if len(copied):
                 return copied
-        if self.allowance is not None and not self.allowance.opens(self.structure.rule.gain()):
+        if self.allowance is not None and not self.allowance.opens_round(self.structure.rule.gain()):
             return DraftTree(root[:0], (), ())
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
 

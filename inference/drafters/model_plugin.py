@@ -32,7 +32,7 @@ class Calibrated(Generic[Model]):
     head: CalibrationHead | None = None
 
 
-def bare(model: Model | Calibrated[Model]) -> Model:
+def without_head(model: Model | Calibrated[Model]) -> Model:
     """The drafter without its head, if `model` is `Calibrated`."""
     return model.drafter if isinstance(model, Calibrated) else model
 
@@ -70,7 +70,10 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     ) -> Drafter:
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
-        drafting, allowance = self.draft_model(bare(model), method), None if tuning is None else tuning.allowance()
+        drafting, allowance = (
+            self.draft_model(without_head(model), method),
+            None if tuning is None else tuning.allowance(),
+        )
         if isinstance(drafting, OnePass) and method.structure.kind == "chain":
             drafting.pass_tokens = min(drafting.pass_tokens, method.stop.longest())
         return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))

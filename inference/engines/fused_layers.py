@@ -184,7 +184,7 @@ def join_linears(linears: Sequence[Linear]) -> Linear:
     coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
     if coded:
         like = coded[0].like
-        return CodedLinear([part for linear in coded for part in linear.parts], _joined_bias(coded, like), like.dtype)
+        return CodedLinear([part for linear in coded for part in linear.parts], _join_biases(coded, like), like.dtype)
     codes = [linear for linear in linears if isinstance(linear, Int8Linear)]
     return _join_int8(codes) if codes else _join_floats([x for x in linears if isinstance(x, nn.Linear)])
 
@@ -194,10 +194,10 @@ def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
     codes, scale = torch.cat([linear.codes for linear in linears]), torch.cat([linear.scale for linear in linears])
     for linear, own_codes, own_scale in zip(linears, codes.split(sizes), scale.split(sizes), strict=True):
         linear.codes, linear.scale = own_codes, own_scale
-    return Int8Linear(codes, scale, _joined_bias(linears, scale))
+    return Int8Linear(codes, scale, _join_biases(linears, scale))
 
 
-def _joined_bias(linears: Sequence[Linear], like: Tensor) -> Tensor | None:
+def _join_biases(linears: Sequence[Linear], like: Tensor) -> Tensor | None:
     """The biases concatenated, zeros for a layer without one; None if all lack one. like: of their dtype and device."""
     if all(linear.bias is None for linear in linears):
         return None
@@ -210,7 +210,7 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
     weight = torch.cat([linear.weight.detach() for linear in linears])
     for linear, part in zip(linears, weight.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
-    return frozen_linear(weight, _joined_bias(linears, weight))
+    return frozen_linear(weight, _join_biases(linears, weight))
 
 
 def frozen_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

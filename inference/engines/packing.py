@@ -84,7 +84,7 @@ class WidenedLinear(nn.Module):
     __call__ = forward
 
 
-def _blocked(linear: Linear) -> nn.Module:
+def _block_weight(linear: Linear) -> nn.Module:
     if isinstance(linear, CodedLinear):
         return linear
     return WidenedLinear(linear, PackedLinear) if isinstance(linear, Int8Linear) else PackedLinear(linear)
@@ -92,8 +92,8 @@ def _blocked(linear: Linear) -> nn.Module:
 
 LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
     "plain": lambda linear: linear,
-    "blocked": _blocked,
-    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else _blocked(linear),
+    "blocked": _block_weight,
+    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else _block_weight(linear),
 }
 
 

@@ -30,7 +30,7 @@ from outrider.inference.evaluate.engine_blocks import (
 from outrider.inference.evaluate.measuring import measure_prompts, open_queue
 from outrider.inference.evaluate.planning import EvaluationPlan, begin_evaluation, end_evaluation, run_on_prompts
 from outrider.inference.evaluate.reporting import EnginePart, write_report
-from outrider.inference.loading.models import load_plain
+from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import PromptResult, finished_results
 from outrider.inference.measure.threads import machine_load
@@ -146,7 +146,7 @@ def judge_served(
                 again = "retokenised" in output.totals
                 answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=again, **sampling)
                 texts.setdefault((method, arm), {})[prompt, text] = answer
-    model = load_plain(setup.target, setup.dtype, setup.device) if texts else None
+    model = load_reference(setup.target, setup.dtype, setup.device) if texts else None
     judgements: dict[str, dict[str, ServedJudgement]] = {}
     for (method, arm), answers in texts.items():
         file = out / FOLDER / f"{method}-{arm}.jsonl"

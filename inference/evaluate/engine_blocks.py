@@ -156,9 +156,9 @@ def _measure(
         engine, drafted = arms[arm]
         if engine.warm != count:
             limit = min(_WARM_UP_TOKENS, request["max_new_tokens"])
-            engine.continued(prompts, {**request, "max_new_tokens": limit}, drafted)
+            engine.continue_prompts(prompts, {**request, "max_new_tokens": limit}, drafted)
             engine.warm = count
-        texts[arm], seconds[arm] = engine.continued(prompts, request, drafted)
+        texts[arm], seconds[arm] = engine.continue_prompts(prompts, request, drafted)
     by_method = {name: texts[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
     results = tuple(
         PromptResult(

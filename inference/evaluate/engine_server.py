@@ -53,7 +53,7 @@ class EngineServer:
         length = drafted if counters is None else sum(isinstance(key, int) for key in counters)
         require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
 
-    def continued(
+    def continue_prompts(
         self, prompts: Sequence[Sequence[int]], request: Json, drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
         """As `EngineProcess.continued`. A chunk counts as a round, though it may hold several. Raises `UserError`."""

@@ -87,14 +87,14 @@ def inherit(
     value for decoding strategies that no arm supports, and for values that transformers cannot use.
     """
     config = read_generation_config(source, revision)
-    fields, refused = acting(config), other_ways(config)
+    fields, refused = find_acting_fields(config), find_other_strategies(config)
     if strings := config.stop_strings:
         fields["stop_strings"] = [strings] if isinstance(strings, str) else list(strings)
     if ignore:
         plain = json.loads(config.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
         return Inherited(GenerationConfig(), {}, {name: plain[name] for name in fields | refused})
     for name, value in refused.items():
-        raise _unusable(source, name, value, "which is a way of decoding that no arm here has")
+        raise _make_error(source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
         fields.pop("repetition_penalty", None)
     if stops:
@@ -110,11 +110,11 @@ def inherit(
             for step in make_processors(alone, [0], torch.device("cpu")):
                 step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
         except Exception as error:  # any error of a processor for an unexpected value
-            raise _unusable(source, name, value, f"which transformers cannot use ({reason(error)})") from None
+            raise _make_error(source, name, value, f"which transformers cannot use ({reason(error)})") from None
     return Inherited(config, fields, {})
 
 
-def _unusable(source: str, name: str, value: object, why: str) -> UserError:
+def _make_error(source: str, name: str, value: object, why: str) -> UserError:
     return UserError(
         f"target={source}: its generation config has {name}={value!r}, {why}; mend generation_config.json, or "
         "leave all of it out by generation_config=none, as the report will say"
@@ -137,7 +137,7 @@ def read_generation_config(source: str, revision: str | None) -> GenerationConfi
     return config
 
 
-def acting(config: GenerationConfig) -> dict[str, Any]:
+def find_acting_fields(config: GenerationConfig) -> dict[str, Any]:
     """The fields that have a say in which token comes next when decoding greedily."""
     fields = {name: getattr(config, name, None) for name in _ACTING}
     if fields["min_new_tokens"] is not None:
@@ -145,7 +145,7 @@ def acting(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None and value != _ACTING[name]}
 
 
-def other_ways(config: GenerationConfig) -> dict[str, object]:
+def find_other_strategies(config: GenerationConfig) -> dict[str, object]:
     """The fields that select another decoding strategy in `generate`, or one unknown here.
 
     Fields that transformers does not define have no effect in `generate`.

@@ -153,14 +153,14 @@ class Plan:
     device: that of a run here, unless the command names another one.
     """
 
-    held: Sequence[Memory]
+    parts: Sequence[Memory]
     facts: Mapping[str, object]
     device: object = field(default_factory=planned_device)
 
     def __str__(self) -> str:
         head = " ".join(["plan", *(f"{name}={value}" for name, value in self.facts.items())])
-        lines = [f"{head} device_gb={sum(part.size for part in self.held) / GB:.2f} device={self.device}"]
-        return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in self.held)])
+        lines = [f"{head} device_gb={sum(part.size for part in self.parts) / GB:.2f} device={self.device}"]
+        return "\n".join([*lines, *(f"  {part.purpose}: {part.size / GB:.3f} GB" for part in self.parts)])
 
 
 @contextmanager

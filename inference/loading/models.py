@@ -17,7 +17,7 @@ from outrider.draft_models.targets.proof import NotByLayersError, prove_layers, 
 from outrider.draft_models.targets.stack import WholeModel
 from outrider.draft_models.targets.target import Target
 from outrider.inference.core.target_session import Runtime
-from outrider.inference.engines.cpu.recorded import can_pack, recorded
+from outrider.inference.engines.cpu.recorded import can_pack, record_choices
 from outrider.inference.loading.drafters import Drafters
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -26,12 +26,12 @@ from outrider.inference.settings.kinds import KINDS
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded models of an evaluation. plain: the target as transformers runs it; stack: as `runtime` does.
+    """The loaded models of an evaluation. reference: the target as transformers runs it; stack: as `runtime` does.
 
     products: the CPU kernels of their matrix products (see `inference.engines.cpu.recorded`).
     """
 
-    plain: PreTrainedModel
+    reference: PreTrainedModel
     stack: Target
     drafters: Drafters
     runtime: Runtime
@@ -45,16 +45,16 @@ def load_models(
 
     products: the CPU kernels to use; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
     """
-    plain = load_plain(setup.target, setup.dtype, setup.device, int8=setup.int8)
-    stack = load_stack(setup.target, plain, setup.dtype, setup.device, by_layers=config.by_layers, int8=setup.int8)
-    with recorded(products) as kernels:
-        prepare_models(stack, drafters, plain)
-    return Models(plain, stack, drafters, make_runtime(config.runtime, setup.device), kernels)
+    reference = load_reference(setup.target, setup.dtype, setup.device, int8=setup.int8)
+    stack = load_stack(setup.target, reference, setup.dtype, setup.device, by_layers=config.by_layers, int8=setup.int8)
+    with record_choices(products) as kernels:
+        prepare_models(stack, drafters, reference)
+    return Models(reference, stack, drafters, make_runtime(config.runtime, setup.device), kernels)
 
 
 def load_stack(
     target: OpenTarget,
-    plain: PreTrainedModel | None,
+    reference: PreTrainedModel | None,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -63,22 +63,22 @@ def load_stack(
 ) -> Target:
     """The target as this runtime runs it: layer by layer, or, unless `by_layers`, by its own forward as a fallback.
 
-    plain: the target as transformers runs it, if loaded. int8: quantised to int8, computing in `dtype`. Raises
+    reference: the target as transformers runs it, if loaded. int8: quantised to int8, computing in `dtype`. Raises
     `UserError` if neither can be proven equal to the target.
     """
     try:
         if (refusal := why_not_by_layers(target.config)) is not None:
             raise NotByLayersError(f"target={target.source}: {refusal}")
-        if plain is None or can_pack(device, dtype):  # then load a separate copy: transformers' stays unpacked
+        if reference is None or can_pack(device, dtype):  # then load a separate copy: transformers' stays unpacked
             return target.stack(dtype=dtype, device=device, int8=int8, coded=device.type == "cpu")
-        prove_layers(plain, f"target={target.source}")
-        return layer_stack(plain)
+        prove_layers(reference, f"target={target.source}")
+        return layer_stack(reference)
     except NotByLayersError as error:  # for other errors no fallback would help
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
-    fallback = WholeModel(plain or load_plain(target, dtype, device, int8=int8))
-    judged = fallback if dtype == torch.float32 else WholeModel(load_plain(target, torch.float32, device))
+    fallback = WholeModel(reference or load_reference(target, dtype, device, int8=int8))
+    judged = fallback if dtype == torch.float32 else WholeModel(load_reference(target, torch.float32, device))
     try:
         require_all_kept(target.config)
         prove_rows(judged)
@@ -87,7 +87,9 @@ def load_stack(
     return fallback
 
 
-def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:
+def load_reference(
+    target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False
+) -> PreTrainedModel:
     """The whole target as transformers loads it: the reference of every comparison.
 
     int8: quantised to int8, computing in `dtype`. Its codes equal the stack's, as both quantise the stored weights.
@@ -103,18 +105,18 @@ def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, 
     return nn.Module.to(model, device)
 
 
-def prepare_models(target: Target, drafters: Drafters, plain: PreTrainedModel | None = None) -> None:
+def prepare_models(target: Target, drafters: Drafters, reference: PreTrainedModel | None = None) -> None:
     """Prepare a target and its drafters for decoding: fuse layers, pack weights for the device, share heads.
 
-    plain: the target as transformers runs it; where its weights are codes, they are multiplied as the target's are.
+    reference: the target as transformers runs it; where its weights are codes, they are multiplied as the target's are.
     """
     from outrider.inference.engines.packing import lay_out, pack_codes  # the engines: imported only for decoding
 
     with Stage("laying out weights, compiling what is new"):
         if target.layered is not None:  # else it runs unchanged
             lay_out(target.layered, target.device)
-        if plain is not None:
-            pack_codes(plain)
+        if reference is not None:
+            pack_codes(reference)
         for name, model in drafters.items():
             KINDS[name].load_plugin().prepare(model, target)
 

@@ -17,7 +17,7 @@ from outrider.inference.core.batch import Batch, BatchText
 from outrider.inference.core.decode import autoregressive, cut, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
-from outrider.inference.core.stop_strings import StopStrings, until
+from outrider.inference.core.stop_strings import StopStrings, cut_at_stop
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.drafters import Drafters, new_drafter
@@ -99,7 +99,7 @@ class _ArmMaker:
         options = {"max_new_tokens": most, "eos": text.eos, "runtime": self.runtime, "clock": self.clock}
         rounds = decode(prompt, selector=selector, **options)
         if text.stops and text.tokenizer is not None:
-            rounds = until(rounds, prompt, StopStrings(text.stops, text.tokenizer).first_end)
+            rounds = cut_at_stop(rounds, prompt, StopStrings(text.stops, text.tokenizer).first_end)
         with Stage("", most, "tokens") as stage:
             return collect(_advance_stage(rounds, stage), self.clock)
 

@@ -88,7 +88,7 @@ def make_bench(
     parts = models.stack, models.drafters, prepared.methods
     batch = Batch(models.runtime, yielding=False) if config.batch > 1 else None
     make = partial(make_arms, *parts, runtime=batch or models.runtime, tunings=prepared.tunings)
-    reference, text = models.plain if config.compare_transformers else None, setup.text
+    reference, text = models.reference if config.compare_transformers else None, setup.text
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         return make(reference, text(new_tokens, config.sampling), clock=clock)
@@ -204,7 +204,7 @@ def with_deviations(
         return results
     streams = [Streams(config.seed, result.prompt_id) for result in results]
     with Stage(f"judging prompt {results[0].prompt_id}"):
-        deviations = measure_deviations(models.plain, results, bench.judge, streams, bench.batch)
+        deviations = measure_deviations(models.reference, results, bench.judge, streams, bench.batch)
     return [replace(result, deviations=by_arm) for result, by_arm in zip(results, deviations, strict=True)]
 
 

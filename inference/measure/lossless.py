@@ -249,7 +249,7 @@ class Forced(TokenSelector):
 
     def __init__(self, like: TokenSelector, reference: Reference):
         self.__dict__.update(like.__dict__)
-        self.plain = False  # else plain decoding would bypass the selector
+        self.takes_argmax = False  # else plain decoding would bypass the selector
         self._reference = reference
         self._position = 0  # index in the text
         self._errors: list[Tensor] = []

@@ -86,7 +86,7 @@ def tune(
         if method.adapts:
             tunings[name] = tuning
         if method.lacks_delta:
-            mu = tuning.costs.step[1] / tuning.costs.plain
+            mu = tuning.costs.step[1] / tuning.costs.autoregressive
             ready[name] = replace(method, structure=replace(tree, delta=min(1.0, mu)))
     return ready, tunings
 

@@ -40,7 +40,7 @@ class EngineProcess:
         self.warm = 0  # the concurrency that it was last warmed up with
         self.version = str(self._ask(job)["version"])
 
-    def continued(
+    def continue_prompts(
         self, prompts: Sequence[Sequence[int]], request: Mapping[str, object], drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of all together.
@@ -51,7 +51,7 @@ class EngineProcess:
         answer = self._ask({**request, "prompts": prompts})
         for prompt, output in zip(prompts, outputs := answer["requests"], strict=True):
             if not output["tokens"]:
-                raise self._failed(f"it says nothing after a prompt of {len(prompt)} tokens")
+                raise self._make_error(f"it says nothing after a prompt of {len(prompt)} tokens")
         return tuple(to_generation(output["tokens"], output["times"], drafted) for output in outputs), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
@@ -62,11 +62,11 @@ class EngineProcess:
             self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise self._failed("it ended")
+            raise self._make_error("it ended")
         answer: Json = json.loads(line)
         return answer
 
-    def _failed(self, how: str) -> UserError:
+    def _make_error(self, how: str) -> UserError:
         words = self._log.read_text("utf-8", "replace").strip()[-_SHOWN:]
         return UserError(f"engine={self._engine}: {how}, see {self._log}; its last words: {words}")
 

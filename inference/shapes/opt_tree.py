@@ -13,9 +13,9 @@ from outrider.inference.core.ops import likeliest_children
 from outrider.inference.core.sampling import top_k_chunked
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.settings.method import AUTO, StructureConfig, number
-from outrider.inference.shapes.structure import Tree, cat_levels, plain_probs
+from outrider.inference.shapes.structure import Tree, cat_levels, softmax_probs
 from outrider.inference.sizing.policy import TreeSizes, Trials, Tuning, trials_by_band
-from outrider.inference.stopping.interface import Source, ToProbs, required
+from outrider.inference.stopping.interface import Source, ToProbs, require_value
 
 
 class OptTree(Tree):
@@ -50,7 +50,7 @@ class OptTree(Tree):
             self.sizes, fed = None, min(nodes, settings.width or nodes)  # per level
             super().__init__(settings, max(nodes, fed * depth), depth)
         else:
-            self.sizes = sizes = TreeSizes(required(tuning), nodes, depth)
+            self.sizes = sizes = TreeSizes(require_value(tuning), nodes, depth)
             super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
@@ -89,7 +89,7 @@ class OptTree(Tree):
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         assert isinstance(tree, OptimalTree)
         super().observe(tree, accepted)
-        self.totals["expected_tau"] += tree.expected
+        self.totals["expected_tau"] += tree.expected_tau
         if self.sizes is not None and len(tree):
             self.sizes.observe(tree, accepted)
             for name in self.sizes.chosen(tree):
@@ -129,7 +129,7 @@ def _children(
     if compiled is not None:
         top, parent_indices, tokens = compiled
         return top, tokens, top.tolist(), parent_indices.tolist()
-    probs = plain_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
+    probs = softmax_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
     if weights is not None:
         probs = probs * weights[:, None]
     top, indices = top_k_chunked(probs.flatten(), min(count, probs.numel()))

@@ -39,7 +39,7 @@ from outrider.inference.core.ops import row_maxima
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
 from outrider.inference.settings.method import Draw, StructureConfig, number
-from outrider.inference.shapes.structure import Structure, Tree, cat_levels, plain_probs
+from outrider.inference.shapes.structure import Structure, Tree, cat_levels, softmax_probs
 from outrider.inference.sizing.policy import Trials, Tuning, trials_in_chain
 from outrider.inference.stopping.by_costs import BestLength
 from outrider.inference.stopping.interface import Source, StopRule
@@ -67,7 +67,7 @@ class Chain(Structure):
                 scores = logits if to_probs is None else to_probs(logits, (row,))
                 token = row_maxima(scores)[1]
             else:
-                probs = (to_probs or plain_probs)(logits, (row,))
+                probs = (to_probs or softmax_probs)(logits, (row,))
                 q[row - 1] = probs[0]
                 token = invert(probs, generator.random())[0]
             tokens.append(token)
@@ -249,7 +249,7 @@ class KConfig(Ranked):
         generator, widths = self.generator, self.settings.widths
         if generator is None or self.mode == "top_k":
             return self.draft_shape(source, root, full_shape(widths), limit)
-        to_probs = self.ranking(source) or plain_probs
+        to_probs = self.ranking(source) or softmax_probs
         with_replacement = self.mode == "with_replacement"
         levels: list[Tensor] = []  # the tokens of every level
         parents: list[int] = []

@@ -77,7 +77,7 @@ class Tree(Structure):
         return source.to_probs if self.settings.rank == "sampler" else None
 
 
-def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
+def softmax_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
     """Softmax in float32 [n, V]: the draft distribution without logits processors."""
     return logits.float().softmax(-1)
 

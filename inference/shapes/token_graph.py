@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.settings.method import StructureConfig, number
-from outrider.inference.shapes.structure import Tree, plain_probs
+from outrider.inference.shapes.structure import Tree, softmax_probs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Source, ToProbs
 
@@ -96,7 +96,7 @@ class Graph(Tree):
 
     def ranking(self, source: Source) -> ToProbs:
         temperature = self.settings.temperature
-        return super().ranking(source) or (lambda logits, rows: plain_probs(logits / temperature, rows))
+        return super().ranking(source) or (lambda logits, rows: softmax_probs(logits / temperature, rows))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> GraphTree:
         if self.steps(limit) < 1:

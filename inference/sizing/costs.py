@@ -19,14 +19,14 @@ class Costs:
     verify: the target's pass over the root and the draft, and token selection. For an early-exit drafter only the
     layers that the draft has not run.
     overhead: bookkeeping at the end of a round.
-    plain: one token of autoregressive decoding.
-    unshared: the seconds of a step, of `verify` and of `plain` that are not a pass: no other text shares them.
+    autoregressive: one token of autoregressive decoding.
+    unshared: the seconds of a step, of `verify` and of `autoregressive` that are not a pass: no other text shares them.
     """
 
     step: tuple[float, ...]
     verify: tuple[float, ...]
     overhead: float
-    plain: float
+    autoregressive: float
     unshared: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def of_one(self, texts: int) -> "Costs":
@@ -42,8 +42,8 @@ class Costs:
 
         verify, (_, unshared, overhead) = part(self.verify, self.unshared[1]), self.unshared
         shared = (verify[1] - unshared) / (self.verify[1] - unshared) if self.verify[1] > unshared else 1.0
-        plain = (self.plain - overhead) * shared + overhead
-        return Costs(part(self.step, self.unshared[0]), verify, self.overhead, plain, self.unshared)
+        autoregressive = (self.autoregressive - overhead) * shared + overhead
+        return Costs(part(self.step, self.unshared[0]), verify, self.overhead, autoregressive, self.unshared)
 
     @cached_property
     def of_nodes(self) -> tuple[float, ...]:
@@ -61,7 +61,7 @@ class Costs:
             "draft_step": {str(width): self.step[width] for width in SHOWN},
             "target_pass": {str(width): self.verify[width] for width in SHOWN},
             "rest_of_round": self.overhead,
-            "autoregressive_step": self.plain,
+            "autoregressive_step": self.autoregressive,
         }
 
 
@@ -81,7 +81,7 @@ def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tupl
         raise ValueError("no samples to draw a curve through")
     means = [statistics.fmean(width for width, _ in pool) for _, pool in sorted(pools.items())]
     widths = [2.0**power for power in sorted(pools)] if padded else means
-    levels = _rising([typical([seconds for _, seconds in pool]) for _, pool in sorted(pools.items())])
+    levels = _average_falling([typical([seconds for _, seconds in pool]) for _, pool in sorted(pools.items())])
     pass_widths = [1 << (width - 1).bit_length() if padded and width else width for width in range(WIDEST + 1)]
     return tuple(_interpolate(widths, levels, width) for width in pass_widths)
 
@@ -91,7 +91,7 @@ def typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
-def _rising(values: Sequence[float]) -> list[float]:
+def _average_falling(values: Sequence[float]) -> list[float]:
     """Isotonic regression of `values`: falling runs are replaced by their means until none is left."""
     runs: list[tuple[float, int]] = []  # mean, length
     for value in values:
@@ -156,17 +156,17 @@ class Allowance:
         """The running rate so far, over plain decoding's."""
         return self._emitted / self._spent
 
-    def spent(self) -> bool:
+    def is_spent(self) -> bool:
         """Whether no round drafts."""
         return self.rate < 1 - self._loss
 
-    def tries(self, loss: float) -> bool:
+    def takes_trial(self, loss: float) -> bool:
         """Whether to make a draft that is expected to lose so many tokens."""
         tried = self._credit >= loss
         self._credit -= loss * tried
         return tried
 
-    def opens(self, gain: float | None) -> bool:
+    def opens_round(self, gain: float | None) -> bool:
         """Whether a text drafts in this round, by passes that texts share: all of them or none.
 
         gain: of the draft that its evidence recommends; None: unknown, and taken to pay.
@@ -175,14 +175,14 @@ class Allowance:
         self._gain += ((1.0 if gain is None else gain) - self._gain) / texts
         if texts == 1 or number != self._round:
             self._round = number
-            self._open = not self.spent() and (self._gain > 0 or self.tries(-self._gain * texts))
+            self._open = not self.is_spent() and (self._gain > 0 or self.takes_trial(-self._gain * texts))
         return self._open
 
     def _seconds(self, fed: Sequence[int], submitted: int) -> float:
         """Of a round with a draft, in plain decoding's of a token."""
         costs = self.costs
         drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
-        return (drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.overhead) / costs.plain
+        return (drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.overhead) / costs.autoregressive
 
     def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
         """Learn from a round.
@@ -194,4 +194,4 @@ class Allowance:
         decay = 1 - 1 / (MEMORY * texts)
         self._emitted = decay * self._emitted + emitted
         self._spent = decay * self._spent + spent
-        self._credit = 0.0 if self.spent() else min(self._credit + TRIALS, float(texts))
+        self._credit = 0.0 if self.is_spent() else min(self._credit + TRIALS, float(texts))

@@ -55,19 +55,19 @@ class BestNodes:
         self._rounds_without_draft = 0 if self._last_count else self._rounds_without_draft + 1
         in_batch = self._tuning.costs_now is not self._tuning.costs
         waits = self._rounds_without_draft > PATIENCE and self._rounds_without_draft % PATIENCE > 0
-        if self._allowance.spent() or (in_batch and waits):
+        if self._allowance.is_spent() or (in_batch and waits):
             return 0
         return next((size for size in SEARCH_SIZES if size > self._last_count), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         count, trial = 0, min(_TRIAL, len(parents))
-        if trial and not self._allowance.spent():
+        if trial and not self._allowance.is_spent():
             seconds = self._tuning.costs_now.of_nodes
             worths = worths_of(parents, probs, self._evidence.shares())
             count = best_nodes(worths, seconds)
             if not count:
                 loss = seconds[trial] / seconds[0] - 1.0 - sum(worths[:trial])
-                count = trial if self._allowance.tries(loss) else 0
+                count = trial if self._allowance.takes_trial(loss) else 0
         self._last_count = count
         self.totals[f"{CHOSEN}nodes={count}"] += 1
         return count

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import StopConfig
 from outrider.inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
-from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask, sigmoid
+from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask_head, sigmoid
 
 PRIOR_ROUNDS = 4.0  # weight of the rate expected at the start, in rounds of this generation
 DRIFT = 0.03  # share of the prior's variances added per round: text has easy and hard stretches
@@ -106,7 +106,7 @@ class Survival(StopRule):
         if costs is not self._costs:
             self._costs = costs
             self._begin(length, rate)
-        return (max(rate, self.rate) - 1 / costs.plain) * costs.of_chain(length)
+        return (max(rate, self.rate) - 1 / costs.autoregressive) * costs.of_chain(length)
 
     def stop(self, step: Step) -> bool:
         score = self._score(step)
@@ -143,7 +143,7 @@ def make_survival(max_draft: int, stop: StopConfig, inputs: RuleInputs) -> Survi
         trust = Trust(DRAWN if inputs.drawn else DRAFT)
         return Survival(inputs.tuning, lambda step: float(step.log_odds), trust, max_draft)
     head, trust = inputs.head, Trust(DRAWN if inputs.drawn else HEAD)
-    return Survival(inputs.tuning, lambda step: ask(head, step), trust, max_draft)
+    return Survival(inputs.tuning, lambda step: ask_head(head, step), trust, max_draft)
 
 
 class BestLength(StopRule):
@@ -169,4 +169,4 @@ class BestLength(StopRule):
     def gain(self) -> float:
         costs = self._tuning.costs_now
         self.length, rate = best_length(self._evidence.shares(), costs)
-        return (rate - 1 / costs.plain) * costs.of_chain(self.length)
+        return (rate - 1 / costs.autoregressive) * costs.of_chain(self.length)

@@ -102,7 +102,7 @@ def sigmoid(logit: float) -> float:
     return 0.5 * (1.0 + math.tanh(0.5 * logit))
 
 
-def ask(head: CalibrationHead, step: Step) -> float:
+def ask_head(head: CalibrationHead, step: Step) -> float:
     """The logit of `head` for the token just drafted. One transfer."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))
@@ -124,12 +124,12 @@ class RuleInputs:
     @property
     def head(self) -> CalibrationHead:
         """The calibration head. Raises `ValueError` without one."""
-        return required(self.calibration_head, "this stop rule needs the drafter's calibration head")
+        return require_value(self.calibration_head, "this stop rule needs the drafter's calibration head")
 
     @property
     def tuning(self) -> Tuning:
         """The measured costs. Raises `ValueError` without them."""
-        return required(self.measured)
+        return require_value(self.measured)
 
 
 class FixedLength(StopRule):
@@ -142,7 +142,7 @@ class FixedLength(StopRule):
         return step.drafted >= self.max_draft
 
 
-def required(
+def require_value(
     optional: Value | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
 ) -> Value:
     if optional is None:

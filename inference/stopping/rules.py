@@ -18,7 +18,7 @@ from outrider.inference.settings.method import AUTO, StopConfig
 from outrider.inference.settings.stop_rules import RULES
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.by_costs import BestLength
-from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask, sigmoid
+from outrider.inference.stopping.interface import RuleInputs, Step, StopRule, ask_head, sigmoid
 
 # AdaEDL's threshold: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
 # Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
@@ -86,7 +86,7 @@ class RejectionRisk(Thresholded):
 
     def stop(self, step: Step) -> bool:
         before = self._survival if step.drafted > 1 else 1.0
-        self._survival = before * sigmoid(ask(self.head, step))
+        self._survival = before * sigmoid(ask_head(self.head, step))
         return step.drafted >= self.max_draft or 1 - self._survival > self.threshold
 
 
@@ -151,7 +151,7 @@ class PosteriorMean(StopRule):
 
     def posterior(self, step: Step) -> tuple[float, float]:
         """Mean and variance of θ after `step`. One transfer if the head is used."""
-        return self.posterior_of(0.0 if self.settings.evidence == "sample" else sigmoid(ask(self.head, step)))
+        return self.posterior_of(0.0 if self.settings.evidence == "sample" else sigmoid(ask_head(self.head, step)))
 
     def posterior_of(self, model: float) -> tuple[float, float]:
         """Mean and variance of θ if the head's probability is `model`."""

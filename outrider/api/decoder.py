@@ -42,7 +42,7 @@ from outrider.inference.core.batch import Batch, Worker
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.logprobs import ScoringSelector
 from outrider.inference.core.rounds import Round, synchronized_clock
-from outrider.inference.core.stop_strings import StopStrings, until
+from outrider.inference.core.stop_strings import StopStrings, cut_at_stop
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.drafters import load_drafters, new_drafter
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
@@ -352,8 +352,8 @@ class Decoder:
             decode = functools.partial(autoregressive, self.stack)
         batch = self._worker.batch
         rounds = decode(ids, max_new_tokens=text.max_new_tokens, eos=text.eos, selector=selector, runtime=batch)
-        rounds = until(rounds, ids, rule.first_end) if rule is not None else rounds
-        return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
+        rounds = cut_at_stop(rounds, ids, rule.first_end) if rule is not None else rounds
+        return selector.score_rounds(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt, which is `ids`."""

@@ -84,7 +84,7 @@ class TableSession(Session):
     def __init__(self, model: TableModel, capacity: int, context: int):
         self.model, self.capacity, self.context = model, capacity, context
         self.base = 0
-        self.first, self.rest = Length(), Length()
+        self.first_cache, self.second_cache = Length(), Length()
         self.start_round()
 
     @property
@@ -99,7 +99,7 @@ class TableSession(Session):
     def hidden(self) -> Tensor:
         return self.tokens[None, :, None]
 
-    def layered(self) -> "TableSession":
+    def require_layers(self) -> "TableSession":
         return self
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -114,7 +114,7 @@ class TableSession(Session):
         self, name: str, pass_: Any, x: Tensor, parents: Sequence[int], logit_count: int | None = None
     ) -> tuple[Tensor, ...]:
         self.feed(x if x.dim() == 1 else x[0, :, 0], parents)
-        return self.run_draft_layers(name, pass_, x, 0, self.first, logit_count)
+        return self.run_draft_layers(name, pass_, x, 0, self.first_cache, logit_count)
 
     def aux_hidden(self, rows: Sequence[int]) -> Tensor:
         return self.hidden[:, list(rows)]

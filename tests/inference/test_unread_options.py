@@ -17,7 +17,7 @@ from outrider.inference.loading.drafters import new_drafter
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.stop_rules import RULES
 from outrider.inference.shapes.factory import make_structure
-from outrider.inference.shapes.structure import plain_probs
+from outrider.inference.shapes.structure import softmax_probs
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 from tests.inference.known_source import KnownSource, random_q, root
@@ -93,7 +93,7 @@ def options_read(method: MethodConfig) -> set[str]:
                 drafter.begin(FakeSession([1, 2, 1, 2, 1]), None, None)
                 drafter.draft(torch.tensor([2]), 9)
             else:
-                source: Any = _Source(random_q(0), plain_probs if drawn else None)
+                source: Any = _Source(random_q(0), softmax_probs if drawn else None)
                 structure = make_structure(method, Streams(0), drawn, head, TUNING)
                 structure.observe(structure.draft(source, root(), 9), [])
     return read

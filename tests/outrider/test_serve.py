@@ -32,7 +32,7 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
 from outrider.inference.audit.audit import audit
 from outrider.inference.core.rounds import Round
-from outrider.inference.core.stop_strings import StopStrings, until
+from outrider.inference.core.stop_strings import StopStrings, cut_at_stop
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import GREEDY
 from outrider.inference.settings.tools import AuditConfig, ServeConfig
@@ -252,7 +252,7 @@ def test_stop_strings_with_special_tokens_and_those_that_begin_in_the_prompt(chu
         rule, parts = StopStrings(stops, tokenizer), range(size, len(ids), chunks)
         rounds = (Round(tuple(ids[start : start + chunks]), 2, min(1, chunks), 2, 0.0) for start in parts)
         job = TextJob((*ids[:size],), GREEDY, 12 - size, (), rule, 0, True, None)
-        pieces = [*decode_pieces(until(rounds, ids[:size], rule.first_end), job, tokenizer, ())]
+        pieces = [*decode_pieces(cut_at_stop(rounds, ids[:size], rule.first_end), job, tokenizer, ())]
         assert sum(len(piece.tokens) for piece in pieces) == (count or 12) - size
         expected = cut(texts[count], texts[count - 1], stops) if count else texts[-1]
         assert "".join(piece.text for piece in pieces) == re.sub("[<st>]", "", expected[len(texts[size]) :])

@@ -296,7 +296,7 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
     fit = FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed)
     config: Any = SimpleNamespace(**OPTIONS, objective="", keep=1.0, fit=fit, seq_len=64, frozen_dtype="float32")
     plan = plan_memory(config, case.student.head.reading, case.student.stack.config)
-    (planned,) = (one.size for one in plan.held if one.purpose.startswith("activations"))
+    (planned,) = (one.size for one in plan.parts if one.purpose.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken
 
 

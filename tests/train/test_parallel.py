@@ -257,7 +257,7 @@ def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:
     settings, sizes = load_config(str(target)), []
     for tokens in (0, 8):
         run = finetuning(target, corpus, Path("out"), parallel=tokens)
-        held = plan_memory(run, settings, drafter_config(run.drafter, settings, load_tokenizer(str(target)))).held
+        held = plan_memory(run, settings, drafter_config(run.drafter, settings, load_tokenizer(str(target)))).parts
         sizes.append(sum(one.size for one in held if one.purpose.startswith("activations")))
     assert 2 < sizes[1] / sizes[0] < 4
 

@@ -28,7 +28,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import TopK
 from outrider.inference.core.decode import speculative
-from outrider.inference.engines.cpu.recorded import recorded
+from outrider.inference.engines.cpu.recorded import record_choices
 from outrider.inference.loading.models import load_stack, prepare_models
 from outrider.train.calibrate import calibrate
 from outrider.train.core.training import Batch
@@ -109,7 +109,7 @@ def test_the_head_is_that_of_the_whole_target(
         read.update(names if files.source == target else ())
         return real(files, names, *given)
 
-    with recorded():  # one choice of kernels
+    with record_choices():  # one choice of kernels
         with monkeypatch.context() as patch:
             patch.setattr(TensorFiles, "unread", reading)
             calibrate(run)

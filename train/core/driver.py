@@ -41,7 +41,7 @@ def training_run(
     """
     with ExitStack() as stack:
         if memory is not None:
-            stack.enter_context(explain_out_of_memory(lambda: memory().held))
+            stack.enter_context(explain_out_of_memory(lambda: memory().parts))
         state = join_processes()
         for folder in {Path(path).resolve(): path for path in (config.out_dir, *drafters)}.values():
             option, resume = ("out_dir", config.resume) if folder == config.out_dir else ("checkpoint", None)

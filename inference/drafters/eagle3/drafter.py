@@ -22,7 +22,7 @@ from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget
 from outrider.inference.drafters.eagle3 import KIND
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, bare
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_head
 from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import MethodConfig
@@ -52,7 +52,7 @@ class Eagle3DraftModel(BesideTarget):
     def begin(self, session: Session) -> None:
         tokens = session.tokens
         self.target = session
-        self.session = session.layered().draft_layers_session(self.head)
+        self.session = session.require_layers().draft_layers_session(self.head)
         aux = session.aux_hidden(range(len(tokens)))
         if len(tokens) > 1:
             self._run_pairs(tokens[1:], aux[:, :-1])
@@ -135,7 +135,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         return checkpoint.open_head(where, target.config, self.changes).load(**options)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
-        drafter = bare(model)
+        drafter = without_head(model)
         stack = require_layers(target)
         if not drafter.reading.own_embedding:
             drafter.use_embedding(stack.embed_tokens.weight)

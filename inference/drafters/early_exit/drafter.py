@@ -21,7 +21,7 @@ from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
 from outrider.inference.drafters.early_exit import KIND
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, bare, head_identity
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, head_identity, without_head
 from outrider.inference.drafters.plugin import ModelOptions, TrainingRecord
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import MethodConfig
@@ -40,7 +40,7 @@ class EarlyExitDraftModel(BesideTarget):
         self.predicted = drafter.draft_tokens
 
     def begin(self, session: Session) -> None:
-        self.target = self.session = session = session.layered()
+        self.target = self.session = session = session.require_layers()
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, logit_count=0)
@@ -96,7 +96,7 @@ class EarlyExitPasses(EarlyExitDraftModel):
 
     def run_pass(self, tokens: Tensor) -> Tensor:
         logits = self.extend(tokens, chain_parents(0, len(tokens)))
-        self.session.first.keep(self.session.base, ())
+        self.session.first_cache.keep(self.session.base, ())
         self.session.start_round()
         self.cache.keep(self.session.base, [0])
         return logits
@@ -145,7 +145,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         )
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
-        drafter = bare(model)
+        drafter = without_head(model)
         lay_out(drafter, target.device)
         if drafter.head is not None:
             return

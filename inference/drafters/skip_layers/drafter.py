@@ -30,7 +30,7 @@ class SkipLayersDraftModel(BesideTarget):
         self.skip = skip
 
     def begin(self, session: Session) -> None:
-        self.target = self.session = session = session.layered()
+        self.target = self.session = session = session.require_layers()
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
         self._layers = [layer for layer in range(count) if layer not in skipped]
@@ -47,7 +47,7 @@ class SkipLayersDraftModel(BesideTarget):
 
         start = session.rows
         embedded = session.feed(tokens, parents)
-        hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, start, session.rest)
+        hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, start, session.second_cache)
         self.hidden = hidden[0]
         return logits[0]
 

@@ -28,7 +28,7 @@ from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, bare
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_head
 from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.drafters.small_lm import KIND
 from outrider.inference.engines.packing import lay_out
@@ -124,10 +124,10 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return load_small_lm(where, target.tokenizer, **options)
 
     def prepare(self, model: SmallLM, target: Target) -> None:
-        lay_out(bare(model), target.device)
+        lay_out(without_head(model), target.device)
 
     def causal_lms(self, model: SmallLM) -> list[Target]:
-        return [cast(Target, bare(model))]
+        return [cast(Target, without_head(model))]
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         vocabulary = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))

@@ -22,7 +22,7 @@ Answer = TypeVar("Answer", bound=str)
 
 
 @contextmanager
-def recorded(choices: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+def record_choices(choices: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Inside the context, models are laid out by the answers in `choices`, or by measurement if that is None.
 
     Yields the answers by question; new ones are added as they are made, so every caller gets the same. A nested context
@@ -42,7 +42,7 @@ def recorded(choices: Mapping[str, str] | None = None) -> Iterator[dict[str, str
 
 
 @contextmanager
-def ruled() -> Iterator[None]:
+def decide_by_rule() -> Iterator[None]:
     """Inside the context no timing decides: layouts follow a fixed rule, the same on all machines of one CPU model."""
     token = _ruled.set(True)
     try:

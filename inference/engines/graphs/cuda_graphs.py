@@ -94,8 +94,8 @@ class Arena:
         else:
             self.limit = bucket(capacity, runtime.smallest)
         self.capacity = self.limit + WIDTHS[-1]
-        self.first = KVCache(range(split), self.capacity, clean=True)
-        self.rest = KVCache(range(split, len(layers.layers)), self.capacity, clean=True)
+        self.first_cache = KVCache(range(split), self.capacity, clean=True)
+        self.second_cache = KVCache(range(split, len(layers.layers)), self.capacity, clean=True)
         self.draft_caches: dict[int, tuple[object, KVCache]] = {}  # caches of other layers, by owner
         self.upload = Upload(self.rows, layers.device)
         self.buffers: dict[tuple[str, int], Tensor] = {}
@@ -118,7 +118,7 @@ class Arena:
     def enter(self, user: Session) -> None:
         """Lend the arena to the session `user`, with empty caches."""
         self._user = weakref.ref(user)
-        for cache in (self.first, self.rest, *(cache for _, cache in self.draft_caches.values())):
+        for cache in (self.first_cache, self.second_cache, *(cache for _, cache in self.draft_caches.values())):
             cache.clear()
 
     def leave(self, user: Session) -> None:
@@ -182,7 +182,7 @@ class GraphedSession(TargetSession):
         super().__init__(arena.layers, arena.split, capacity, context)
         self._arena = arena
         self._beside: list[Session] = []
-        self.first, self.rest = arena.first, arena.rest
+        self.first_cache, self.second_cache = arena.first_cache, arena.second_cache
         arena.enter(self)
 
     def draft_session(self, model: Target) -> Session:
@@ -215,7 +215,7 @@ class GraphedSession(TargetSession):
             buffer.copy_(token)
         if upload.alone_at != self.base:
             upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)
-        view = arena.view(1, self.base + 1, self.rest)
+        view = arena.view(1, self.base + 1, self.second_cache)
 
         def run() -> None:
             hidden = stack.embed(buffer[None], view.positions)
@@ -225,7 +225,7 @@ class GraphedSession(TargetSession):
             upload.base.add_(1)
 
         arena.run(("step", 1, view.keys), run, changed=(buffer, upload.base))
-        for cache in (self.first, self.rest):
+        for cache in (self.first_cache, self.second_cache):
             cache.length += 1
         self.base += 1
         upload.alone_at = self.base

@@ -34,7 +34,7 @@ from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.inference.batch.responder import load_target
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.loading.models import load_plain, load_stack
+from outrider.inference.loading.models import load_reference, load_stack
 from outrider.train.parts.initial_lm import start_lm
 from outrider.train.settings.drafters import DrafterConfig
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
@@ -56,7 +56,7 @@ def first_layers(source: str) -> object:
 
 def as_evaluated(source: str) -> object:
     target = open_target(source)
-    return load_stack(target, load_plain(target, FLOAT, CPU), FLOAT, CPU, by_layers=True)
+    return load_stack(target, load_reference(target, FLOAT, CPU), FLOAT, CPU, by_layers=True)
 
 
 def run_as_a_whole(source: str) -> object:
@@ -79,7 +79,7 @@ LOADERS: dict[str, Callable[[str], object]] = {
     "eesd": first_layers,
     "evaluate-checkpoint": as_evaluated,
     "by_layers=false": run_as_a_whole,
-    "audit": lambda source: load_plain(open_target(source, by_layers=False), FLOAT, CPU),
+    "audit": lambda source: load_reference(open_target(source, by_layers=False), FLOAT, CPU),
     "generate-responses": answering,
     "outrider.load": lambda source: outrider.load(source, device="cpu", dtype="float32").stack,
     "small_lm": lambda source: load_small_lm(source, byte_tokenizer(), dtype=FLOAT),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.directory import list_shards, read_shard
-from outrider.inference.engines.cpu.recorded import ruled
+from outrider.inference.engines.cpu.recorded import decide_by_rule
 from outrider.inference.engines.packing import lay_out
 from tests.tiny import open_stack, save_target
 
@@ -77,6 +77,6 @@ def summary(config):
 def layers_of(path: Path, dtype: torch.dtype = torch.float32) -> LayerStack:
     """The layers of the target in `path`, as answers are decoded by them."""
     stack = open_stack(path, dtype)[1]
-    with ruled():
+    with decide_by_rule():
         lay_out(stack, torch.device("cpu"))
     return stack

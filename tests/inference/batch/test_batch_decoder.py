@@ -111,7 +111,7 @@ def test_a_batch_too_large_for_memory_is_halved(model, monkeypatch):
     prompts = [random_prompt(length, seed=length) for length in (4, 6, 8, 40, 9)]
     draws = [uniforms(0, str(i), 0, 8) for i in range(5)]
     expected = generator.answer(prompts, draws)
-    real, sizes = generator._padded, []
+    real, sizes = generator._answer_padded, []
 
     def limited(forward, prompts, draws):
         sizes.append(len(prompts))
@@ -119,7 +119,7 @@ def test_a_batch_too_large_for_memory_is_halved(model, monkeypatch):
             raise torch.OutOfMemoryError
         return real(forward, prompts, draws)
 
-    monkeypatch.setattr(generator, "_padded", limited)
+    monkeypatch.setattr(generator, "_answer_padded", limited)
     answers = generator.answer(prompts, draws)
     assert answers == [*expected[:3], Answer(failure="memory"), expected[4]]
     sizes.clear()

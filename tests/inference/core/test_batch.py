@@ -40,7 +40,7 @@ from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.session import Pass, Session
-from outrider.inference.core.stop_strings import until
+from outrider.inference.core.stop_strings import cut_at_stop
 from outrider.inference.core.target_session import Runtime, eager_session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import ROOT, DraftTree
@@ -173,7 +173,7 @@ class Asked:
         else:
             rounds = speculative(self.target.stack, self.drafter(self.kind, drawn), prompt, **options)
         if self.chosen.endswith("until"):
-            rounds = until(rounds, prompt, lambda text, new: 1 if text[-new] % 9 == 0 else None)
+            rounds = cut_at_stop(rounds, prompt, lambda text, new: 1 if text[-new] % 9 == 0 else None)
         return rounds, Found(selector.seen)
 
     def drafter(self, kind: str, drawn: bool) -> Drafter:
@@ -563,7 +563,7 @@ class Exact(TokenSelector):
 
     def __init__(self, chance: Any):
         super().__init__()
-        self.plain = self.greedy = False
+        self.takes_argmax = self.greedy = False
         self.chance = chance
 
     def probabilities(self, logits: Tensor, contexts: Any) -> Any:

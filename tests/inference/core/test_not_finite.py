@@ -140,7 +140,7 @@ def test_what_a_generation_leaves_behind_changes_no_other(
         assert plain(models, 16, runtime) == expected
         assert tokens_of(draft(models, models.source(source), structure, 16, runtime)) == expected
         for arena in runtime._arenas.values():
-            caches = (arena.first, arena.rest, *(cache for _, cache in arena.draft_caches.values()))
+            caches = (arena.first_cache, arena.second_cache, *(cache for _, cache in arena.draft_caches.values()))
             left = [cache._buffer for cache in caches if cache._buffer is not None] + list(arena.buffers.values())
             for memory in left:
                 with torch.inference_mode():

@@ -88,22 +88,22 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
     fresh.commit(range(len(text)))
 
     assert (session.base, session.rows) == (len(text), 0)
-    assert session.first.length == session.rest.length == len(text)
-    assert_starts_with(session.first, fresh.first)
-    assert_starts_with(session.rest, fresh.rest)
+    assert session.first_cache.length == session.second_cache.length == len(text)
+    assert_starts_with(session.first_cache, fresh.first_cache)
+    assert_starts_with(session.second_cache, fresh.second_cache)
     torch.testing.assert_close(session.target_hidden, fresh.target_hidden, rtol=1e-9, atol=1e-9)
     if isinstance(source, EarlyExitDraftModel):
         assert_starts_with(source.cache, other.cache)
         torch.testing.assert_close(source._pending, hidden[:, source.cache.length :], rtol=1e-9, atol=1e-9)
     elif isinstance(source, Eagle3DraftModel):
         known = source.session.base
-        assert source.session.first.length == known
-        assert_starts_with(source.session.first, other.session.first)
+        assert source.session.first_cache.length == known
+        assert_starts_with(source.session.first_cache, other.session.first_cache)
         assert source._tokens.tolist() == text[known + 1 :]
         torch.testing.assert_close(source._aux_hidden, fresh_aux[:, known:], rtol=1e-9, atol=1e-9)
     elif isinstance(source, SmallLMDraftModel):
-        assert source.session.first.length == source.session.base
-        assert_starts_with(source.session.first, other.session.first)
+        assert source.session.first_cache.length == source.session.base
+        assert_starts_with(source.session.first_cache, other.session.first_cache)
         assert source._pending.tolist() == text[source.session.base :]
     else:
         assert isinstance(source, SkipLayersDraftModel)  # which has no cache but the session's

@@ -76,9 +76,9 @@ def test_every_row_of_a_tree_sees_its_own_path(
     rows = path_to((chosen or [0])[-1])
     session.commit(rows)
     expected = fresh(rows)[0]
-    assert session.first.length == session.rest.length == expected.first.length
-    assert_starts_with(session.first, expected.first)
-    assert_starts_with(session.rest, expected.rest)
+    assert session.first_cache.length == session.second_cache.length == expected.first_cache.length
+    assert_starts_with(session.first_cache, expected.first_cache)
+    assert_starts_with(session.second_cache, expected.second_cache)
 
 
 _tree_targets: dict = {}

@@ -272,11 +272,11 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     weights, caches = (one.size for one in drafter_memory(KINDS["eagle3"], Eagle3Plugin(), where, target.config, place))
     held = load_file(tiny_models / EAGLE3 / "model.safetensors")
     assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
-    assert own.first._buffer is not None
+    assert own.first_cache._buffer is not None
     buffers = sum(buffer.nbytes for buffer in own.buffers.values())
     (arena,) = (arena for arena in runtime._arenas.values() if arena.layers is stack)
     (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "aux_hidden" in name and output == 2)
-    taken = own.first._buffer.nbytes + buffers + taps.nbytes
+    taken = own.first_cache._buffer.nbytes + buffers + taps.nbytes
     assert taken <= caches < taken + cache_bytes(target.config, place)
 
 

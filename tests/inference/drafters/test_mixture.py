@@ -21,7 +21,7 @@ from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.ngrams.drafter import MixedDrafter
 from outrider.inference.drafters.ngrams.ngram_mixing import class_of, new_weights
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.loading.models import load_plain
+from outrider.inference.loading.models import load_reference
 from outrider.inference.settings.method import NgramConfig
 from tests.draft_models.ngrams.test_suffixes import slow_successors
 from tests.inference.graph_contract import keep_contracts
@@ -281,7 +281,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
     path = save_target(tmp_path, "llama", kv_heads=2, peak=6.0)
     model, stack = open_stack(path, torch.float64)
     if runtime == "whole model":
-        stack = WholeModel(load_plain(open_target(str(path), by_layers=False), torch.float64, CPU))
+        stack = WholeModel(load_reference(open_target(str(path), by_layers=False), torch.float64, CPU))
     if runtime == "graphs":
         keep_contracts(monkeypatch)
     texts: list[list[int]] = []

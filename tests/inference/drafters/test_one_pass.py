@@ -119,7 +119,7 @@ FAULTS = {  # the class, its function, and what stands there instead
     "all tokens from the root": (OnePass, "extend", "self._depths[parent] + 1 for", "0 for"),
     "the root is a mask": (OnePass, "extend", "torch.cat([tokens, masks])", "torch.cat([masks, masks[:1]])"),
     "masks stay in the exit's cache": (EarlyExitPasses, "run_pass", "self.cache.keep(self.session.base, [0])", ""),
-    "in the target's": (EarlyExitPasses, "run_pass", "self.session.first.keep(self.session.base, ())", ""),
+    "in the target's": (EarlyExitPasses, "run_pass", "self.session.first_cache.keep(self.session.base, ())", ""),
     "in the round": (EarlyExitPasses, "run_pass", "self.session.start_round()", ""),
     "masks that are tokens": (EarlyExit, "embed", "(tokens == self", "(tokens > self"),
     "a mask is another token": (EarlyExit, "embed", "self.vocabulary - 1)", "self.vocabulary - 2)"),

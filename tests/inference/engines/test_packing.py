@@ -10,7 +10,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import PanelLinear
-from outrider.inference.engines.cpu.recorded import can_pack, recorded, settle
+from outrider.inference.engines.cpu.recorded import can_pack, record_choices, settle
 from outrider.inference.engines.cpu.vectors import PANEL
 from outrider.inference.engines.packing import LAYOUTS, TIMED_ROWS, PackedLinear, fastest_layout, pack_linears
 
@@ -131,13 +131,13 @@ def asked(answer: str) -> str:
 
 def test_a_question_has_one_answer() -> None:
     assert [asked("plain"), asked("blocked")] == ["plain", "blocked"]  # where nobody records
-    with recorded() as made:
+    with record_choices() as made:
         assert [asked("plain"), asked("blocked")] == ["plain", "plain"]
-        with recorded({"8×8 in float32": "blocked"}) as inner:
+        with record_choices({"8×8 in float32": "blocked"}) as inner:
             assert asked("blocked") == "plain"
         assert inner is made
     assert made == {"8×8 in float32": "plain"}
-    with recorded(made):
+    with record_choices(made):
         assert asked("blocked") == "plain"
-    with recorded():
+    with record_choices():
         assert asked("blocked") == "blocked"

@@ -32,7 +32,7 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.engines.packing import compare_panels
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.loading.models import load_plain, make_runtime, prepare_models
+from outrider.inference.loading.models import load_reference, make_runtime, prepare_models
 from outrider.inference.measure.arms import transformers_generate
 from outrider.inference.measure.lossless import (
     GAP,
@@ -388,5 +388,5 @@ def test_a_fault_of_one_block_of_stored_codes_is_seen(
     fault(linear.parts[0].packed, linear.parts[0].kind)
     refusal("other weights than those that its file stores", compare_panels, linear)
     if stored != "int4":
-        plain = load_plain(open_target(str(path)), torch.bfloat16, torch.device("cpu"))
+        plain = load_reference(open_target(str(path)), torch.bfloat16, torch.device("cpu"))
         refusal("other weights than those that its file stores", prepare_models, stack, {}, plain)

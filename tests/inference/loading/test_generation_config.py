@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.open_target import load_tokenizer
-from outrider.inference.loading.generation_config import _ACTING, TextSettings, acting, other_ways
+from outrider.inference.loading.generation_config import (
+    _ACTING,
+    TextSettings,
+    find_acting_fields,
+    find_other_strategies,
+)
 from outrider.inference.measure import prepared
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig, StopConfig, StructureConfig
@@ -231,7 +236,7 @@ def test_without_a_field_that_acts_nothing_is_done_to_logits() -> None:
             "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1, "chat_format": "x", "eos_token_id": [4, 5],
             "early_stopping": False, "length_penalty": 1.0, "guidance_scale": 1.0, "use_cache": True}  # fmt: skip
     own = GenerationConfig(**idle)
-    assert acting(own) == other_ways(own) == {}
+    assert find_acting_fields(own) == find_other_strategies(own) == {}
     for config in (None, own):
         assert TextSettings(4, (4, 5), generation=config).sampler([1, 2], torch.device("cpu")) is None
     sampler = TextSettings(4, (4, 5), SamplingConfig(temperature=0.5), own).sampler([1, 2], torch.device("cpu"))

@@ -49,7 +49,7 @@ def llama_2(size: int = 70, **changes: Any) -> LlamaConfig:
 
 def held(config: EesdConfig, target: LlamaConfig, exit_layer: int) -> dict[str, int]:
     """The bytes of a training, by purpose."""
-    parts = plan_memory(replace(config, exit_layer=exit_layer), target).held
+    parts = plan_memory(replace(config, exit_layer=exit_layer), target).parts
     return {one.purpose: one.size for one in parts}
 
 
@@ -79,8 +79,8 @@ def test_caches_are_what_decoding_takes(tmp_path: Path, family: str) -> None:
     list(autoregressive(target.stack(dtype=torch.float32), random_prompt(60), max_new_tokens=40, runtime=runtime))
     (arena,) = runtime._arenas.values()
     assert arena.capacity == place.slots
-    assert arena.rest._buffer is not None
-    assert arena.rest._buffer.nbytes == cache_bytes(target.config, place)
+    assert arena.second_cache._buffer is not None
+    assert arena.second_cache._buffer.nbytes == cache_bytes(target.config, place)
 
 
 def test_passes_write_no_more_than_is_planned(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     gradients = [p.grad for p in learned if p.grad is not None]
     moments = [m for state in optimizer.state.values() for m in state.values() if torch.is_tensor(m) and m.ndim]
     assert [p.shape for p in planned.parameters()] == [p.shape for p in student.parameters()]
-    frozen, state, *_ = (one.size for one in plan_memory(config, target).held)
+    frozen, state, *_ = (one.size for one in plan_memory(config, target).parts)
     assert frozen == sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     unused = sum(p.numel() for p in learned if p.grad is None)  # biases of routers, which choose but do not weigh
     assert unused < 1e-3 * sum(p.numel() for p in learned)

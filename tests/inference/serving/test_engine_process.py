@@ -81,7 +81,7 @@ for line in sys.stdin:
     say({"requests": said if asked["seeds"] == [8, 9] else [{"tokens": [], "times": [0]}], "seconds": 9.0})
 """)
     with start_engine(python, JOB, tmp_path / "log", {"WHICH": "one of ours"}) as engine:
-        (text, short), seconds = engine.continued([[0], [0, 0]], {"seeds": [8, 9]}, 3)
+        (text, short), seconds = engine.continue_prompts([[0], [0, 0]], {"seeds": [8, 9]}, 3)
         refusal("says nothing after a prompt of 4 tokens", engine.continued, [[0] * 4], {"seeds": [0]}, 3)
     assert (engine.version, seconds) == ("one of ours", 9.0)
     assert (text.tokens, text.prefill_seconds, text.decode_seconds) == ((1, 2, 3, 4, 5, 6), 2.0, 1.75)

@@ -59,7 +59,7 @@ def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool
     assert len(tree) <= nodes
     best = brute_force(q, 3, nodes, depth)
     assert math.fsum(weight(q, path) for path in paths) == pytest.approx(best, abs=1e-6)
-    assert tree.expected == pytest.approx(1 + best, abs=1e-6)
+    assert tree.expected_tau == pytest.approx(1 + best, abs=1e-6)
     assert tree.path_probs is not None
     assert bool((tree.path_probs > 0).all())
 
@@ -74,7 +74,7 @@ def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int
     tree = opt_tree(source, depth, nodes=nodes, delta=delta)
     paths = check(tree, source, depth)
     expected, drafted, chosen = algorithm_1(q, len(q(())), nodes, delta, depth)
-    assert tree.expected == pytest.approx(1 + expected, abs=1e-5)
+    assert tree.expected_tau == pytest.approx(1 + expected, abs=1e-5)
     assert len(source.calls) == drafted
     assert source.calls[0] == 1
     assert max(source.calls) <= nodes

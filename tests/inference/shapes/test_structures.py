@@ -22,7 +22,7 @@ from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes import shapes as forms
 from outrider.inference.shapes.factory import make_structure, make_tree
-from outrider.inference.shapes.structure import Structure, plain_probs
+from outrider.inference.shapes.structure import Structure, softmax_probs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from tests.inference.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
@@ -260,7 +260,7 @@ def test_shape_files(tmp_path: Path) -> None:
 
 
 def test_plain_probs_are_float32() -> None:
-    assert plain_probs(torch.zeros(2, 4, dtype=torch.bfloat16), (0, 1)).dtype == torch.float32
+    assert softmax_probs(torch.zeros(2, 4, dtype=torch.bfloat16), (0, 1)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
@@ -282,7 +282,7 @@ def test_a_tree_grows_by_q_at_its_temperature_or_by_the_samplers_q(kind: str) ->
         return tree.tokens.tolist(), tree.parents, tree.rows
 
     def flatter(logits: Tensor, rows: Any) -> Tensor:
-        return plain_probs(logits / 4, rows)
+        return softmax_probs(logits / 4, rows)
 
     for seed in range(12):
         cold = draft(seed, 2)

@@ -111,7 +111,7 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
     methods = {"m": replace(METHODS[name], source=source)}
     _, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
     costs, tuning = tunings["m"].costs, tunings["m"]
-    assert (costs.plain, costs.overhead) == (0.5, pytest.approx(0.0))
+    assert (costs.autoregressive, costs.overhead) == (0.5, pytest.approx(0.0))
     for width in (2, 4, 8, 16):
         assert costs.verify[width] == pytest.approx(1 + 0.01 * width)
     assert costs.step[1] == pytest.approx(0.101)
@@ -256,7 +256,10 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
             generation, plain = (arms[name](prompt, Streams(0)) for name in ("m", AUTOREGRESSIVE))
         costs, widths = tunings["m"].costs, (1, 2, 4, 8)
         assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
-        assert (costs.plain, costs.step) == (0.5, pytest.approx((0.0,) * 65))  # drafting takes the clock no time
+        assert (costs.autoregressive, costs.step) == (
+            0.5,
+            pytest.approx((0.0,) * 65),
+        )  # drafting takes the clock no time
         assert (generation.tokens, clock.widest) == (plain.tokens, SIZES[-1])  # several texts share such passes
         assert method == NGRAMS or max(r.drafted for r in generation.rounds) <= LONGEST_CHAIN
         sizes = chosen_sizes([generation])

@@ -264,7 +264,7 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
     tried, right = (tuple(numbers.uniform(0, 20, BANDS)) for _ in range(2))
     tuning = Tuning(costs(node=row, rest=0.2), tried, right)
     sizes = BestNodes(tuning)
-    sizes._allowance.tries(1.0)  # the first trial's tokens
+    sizes._allowance.takes_trial(1.0)  # the first trial's tokens
     trust = sizes._evidence.shares()
     worths: list[float] = []
     for above, q in zip(parents, steps, strict=True):
@@ -362,7 +362,7 @@ def together(
         drafted = []
         for rule in rules:
             steps = (Step(n, torch.tensor([1]), logits, source) for n in itertools.count(1))
-            opens = shared.opens(None if kind == "unknown gain" else rule.gain())
+            opens = shared.opens_round(None if kind == "unknown gain" else rule.gain())
             drafted.append(next(step.drafted for step in steps if rule.stop(step)) if opens else 0)
         for rule, tokens in zip(rules, drafted, strict=True):
             accepted = next((token for token in range(tokens) if luck.random() >= share), tokens)
@@ -433,9 +433,12 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     batch = [16, 0]
     shared = Allowance(FULL, TRIALS, lambda: (batch[0], batch[1]))
     rule, sizes = BestLength(Tuning(FULL, shared=lambda: shared)), BestNodes(Tuning(FULL, shared=lambda: shared))
-    assert [shared.tries(1.0), shared.tries(0.1)] == [True, False]  # once, as the text may differ from the measured one
+    assert [shared.takes_trial(1.0), shared.takes_trial(0.1)] == [
+        True,
+        False,
+    ]  # once, as the text may differ from the measured one
     for batch[:], opens in (([16, 0], False), ([2, 0], False), ([2, 1], True), ([16, 1], True)):
-        assert shared.opens(rule.gain()) == opens
+        assert shared.opens_round(rule.gain()) == opens
     method, draft = MethodConfig(copy=3), (np.arange(-1, 14), 0.8 ** np.arange(1.0, 16.0))
     copies: Any = copies_of(method, make_structure(method, Streams(0)), Tuning(FULL, shared=lambda: shared))
     for chosen, tried in ((sizes, 0), (copies.sizes, 2)):
@@ -445,15 +448,15 @@ def test_texts_that_leave_make_room_for_drafts() -> None:
     assert not any(shared.trials[0])  # what was copied says nothing of drafts
     for _ in range(40):
         shared.observe([], 0, 1)
-    assert [shared.tries(0.3), shared.tries(0.3)] == [True, False]
+    assert [shared.takes_trial(0.3), shared.takes_trial(0.3)] == [True, False]
     for batch[0], searches in ((16, 4 + 4), (1, 20)):  # which take time that texts do not share
         idle = BestNodes(Tuning(FULL, shared=lambda: shared))
         assert sum(idle.search_size() > 0 for _ in range(20)) == searches
     assert idle.count(*draft) == 15
     batch[0] = 16
     assert idle.search_size() > 15
-    costs = replace(FULL, plain=1.5, unshared=(0.01, 0.25, 0.5)).of_one(4)
-    assert (costs.step[1], costs.plain) == pytest.approx((0.0125, 0.75))
+    costs = replace(FULL, autoregressive=1.5, unshared=(0.01, 0.25, 0.5)).of_one(4)
+    assert (costs.step[1], costs.autoregressive) == pytest.approx((0.0125, 0.75))
     assert [costs.verify[width] for width in (1, 4, 8)] == pytest.approx([0.4375, 0.4375, 0.6875])
     shared.observe([1] * 999, 9, 1)
-    assert (shared.spent(), idle.search_size()) == (True, 0)
+    assert (shared.is_spent(), idle.search_size()) == (True, 0)

@@ -167,8 +167,8 @@ def test_a_verified_draft_has_the_logits_of_plain_decoding(
 
     def session() -> TargetSession:
         made = TargetSession(stack, 0, past + rows)
-        made.rest.buffer(past, 2, text.shape[-1], text)[:, :, :, :past] = text
-        made.base = made.rest.length = made.first.length = past
+        made.second_cache.buffer(past, 2, text.shape[-1], text)[:, :, :, :past] = text
+        made.base = made.second_cache.length = made.first_cache.length = past
         return made
 
     def verified(parents: Sequence[int]) -> Tensor:
