@@ -86,7 +86,16 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
     if int8:
         target.require_int8()
-    arguments, trained = config.chat_template_kwargs, dict[str, frozenset[ChatTemplate]]()
+    trained, arguments = _templates_of_training(config, target), config.chat_template_kwargs
+    setup = TargetSetup(target, eos, stops, inherited, device, dtype, int8, config.template, trained, arguments)
+    _ = setup.tokenizer  # raises for arguments that the template does not read
+    return setup
+
+
+def _templates_of_training(config: EvaluateConfig, target: OpenTarget) -> dict[str, frozenset[ChatTemplate]]:
+    """The templates of the drafters' training, by kind. Warns of settings that differ from it."""
+    trained: dict[str, frozenset[ChatTemplate]] = {}
+    arguments = config.chat_template_kwargs
     for kind, record in config.training_records().items():
         if parts := conversations_in(record.data, target.tokenizer):
             trained[kind] = frozenset(part.template for part in parts)
@@ -95,9 +104,7 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     if config.template == "none" and trained and {"none"} not in trained.values():
         origins = ", ".join(f"{kind} learned by {' and '.join(sorted(names))}" for kind, names in trained.items())
         warn(f"template=none: chat prompts are bare text, but {origins}; leave template= out to measure that")
-    setup = TargetSetup(target, eos, stops, inherited, device, dtype, int8, config.template, trained, arguments)
-    _ = setup.tokenizer  # raises for arguments that the template does not read
-    return setup
+    return trained
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:

@@ -1,4 +1,14 @@
-"""GSD's token graph: repeated τ-grams of a draft tree are drafted once, and unmerged for verification."""
+"""GSD's token graph: repeated τ-grams of a draft tree are drafted once, and unmerged for verification.
+
+A τ-gram is a sequence of τ tokens. Two nodes whose paths end in the same τ-gram most likely have the same
+continuations. So `Graph.grow` drafts these under the first node only, and merges the second node into it. `unmerge`
+copies them below the second node, because verification needs a tree. Example with τ = 2, where node 5 is merged into
+node 2, as both paths end in "cat sat":
+
+    the                              the
+    ├─ cat 0 ─── sat 2 ─── on 4      ├─ cat 0 ─── sat 2 ─── on 4
+    └─ old 1 ─── cat 3 ─── sat 5     └─ old 1 ─── cat 3 ─── sat 5 ─── on 6, a copy of 4
+"""
 
 import heapq
 import random
@@ -28,8 +38,10 @@ class GraphTree(DraftTree):
 
 @dataclass
 class TokenGraph:
-    """Nodes on the host in level order. A merged node has no children: it shares those of `merged[node]`, the first
-    extended node that ends the same τ-gram. The graph of children and merges is acyclic.
+    """Nodes on the host in level order. A merged node has no children of its own.
+
+    It shares those of `merged[node]`, the first extended node that ends the same τ-gram. The graph of children and
+    merges is acyclic.
     """
 
     root_token: int
@@ -49,13 +61,17 @@ class TokenGraph:
         self.tokens.append(token)
         self.parents.append(parent)
         self.probs.append(prob)
-        self.paths.append(prob * (self.paths[parent] if parent >= 0 else 1.0))
+        self.paths.append(prob * self.path_prob(parent))
         self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
         self.rows.append(-1)
         self.children.append([])
         if parent >= 0:
             self.children[parent].append(node)
         return node
+
+    def path_prob(self, node: int) -> float:
+        """p̂ of a node, or of the root."""
+        return self.paths[node] if node >= 0 else 1.0
 
     def suffix(self, node: int, tau: int) -> tuple[int, ...] | None:
         """The τ-gram that ends at `node`, last token first, including the root's token; None if the path is shorter."""
@@ -126,47 +142,57 @@ class Graph(Tree):
         as sharing is free. tau=0 merges nothing. A level that exceeds the node budget keeps its nodes with the largest
         p̂.
         """
-        settings, to_probs = self.settings, self.ranking(source)
-        limit, budget, tau = self.steps(limit), number(settings.nodes), settings.tau
-        graph = TokenGraph(0, limit)
-        first_with: dict[tuple[int, ...], int] = {}
-        inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0
-        for depth in range(1, limit + 1):
-            logits = source.extend(tokens, parent_rows)
-            top = to_probs(logits, range(fed, fed + len(inner))).topk(min(settings.out_degree, logits.shape[-1]))
+        to_probs, budget = self.ranking(source), number(self.settings.nodes)
+        graph = TokenGraph(0, self.steps(limit))
+        first_nodes: dict[tuple[int, ...], int] = {}  # the first extended node that ends each τ-gram
+        fed_nodes, tokens, parent_rows, rows = [ROOT], root, [ROOT], range(0)
+        for depth in range(1, graph.limit + 1):
+            logits = source.extend(tokens, parent_rows)  # [m, V]
+            rows = range(rows.stop, rows.stop + len(fed_nodes))
+            top = to_probs(logits, rows).topk(min(self.settings.out_degree, logits.shape[-1]))  # [m, k]
             table = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
-            if not fed:
+            if depth == 1:
                 table = torch.cat([table, root[None].float()], dim=-1)
-            lines = table.tolist()
-            for offset, node in enumerate(inner):
-                if node >= 0:
-                    graph.rows[node] = fed + offset
-            if not fed:
+            lines: list[list[float]] = table.tolist()  # of each fed node: k values of q, k tokens
+            if depth == 1:
                 graph.root_token = int(lines[0].pop())
-            fed += len(inner)
-            level = _children(graph, inner, lines, budget)
-            above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
-            first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
+            else:
+                for node, row in zip(fed_nodes, rows, strict=True):
+                    graph.rows[node] = row
+            level = _add_children(graph, fed_nodes, lines, budget)
+            first_children = [graph.path_prob(node) * line[0] for node, line in zip(fed_nodes, lines, strict=True)]
             best = first_children.index(max(first_children))
             if self.stops(depth, top.indices[best], logits, source, best):
                 graph.limit = depth
-            inner = []
             if depth == graph.limit or len(graph.tokens) >= budget:
                 break
-            for node, largest in level:
-                gram = graph.suffix(node, tau) if tau else None
-                first = first_with.get(gram) if gram is not None else None
-                if first is not None and not graph.leads_to(first, node):
-                    graph.merged[node] = first
-                elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * largest):
-                    inner.append(node)
-                    if gram is not None:
-                        first_with.setdefault(gram, node)
-            if not inner:
+            fed_nodes = self._select_extended(graph, level, first_nodes)
+            if not fed_nodes:
                 break
-            tokens = torch.tensor([graph.tokens[node] for node in inner], device=root.device)
-            parent_rows = [graph.rows[graph.parents[node]] if depth > 1 else 0 for node in inner]
+            tokens = torch.tensor([graph.tokens[node] for node in fed_nodes], device=root.device)
+            parents = [graph.parents[node] for node in fed_nodes]
+            parent_rows = [graph.rows[parent] if parent >= 0 else 0 for parent in parents]
         return graph
+
+    def _select_extended(
+        self, graph: TokenGraph, level: Sequence[tuple[int, float]], first_nodes: dict[tuple[int, ...], int]
+    ) -> list[int]:
+        """The nodes of a level that get children; τ-redundant ones are merged instead (see `grow`).
+
+        level: each node, and the largest q among its siblings. first_nodes: the first extended node by τ-gram, to which
+        those of this level are added.
+        """
+        settings, extended = self.settings, list[int]()
+        for node, largest in level:
+            gram = graph.suffix(node, settings.tau) if settings.tau else None
+            first = first_nodes.get(gram) if gram is not None else None
+            if first is not None and not graph.leads_to(first, node):
+                graph.merged[node] = first
+            elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * largest):
+                extended.append(node)
+                if gram is not None:
+                    first_nodes.setdefault(gram, node)
+        return extended
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         assert isinstance(tree, GraphTree)
@@ -175,14 +201,17 @@ class Graph(Tree):
         self.totals["graph_success"] += any(node >= tree.drafted for node in accepted)
 
 
-def _children(
-    graph: TokenGraph, inner: Sequence[int], lines: Sequence[Sequence[float]], node_budget: int
+def _add_children(
+    graph: TokenGraph, nodes: Sequence[int], lines: Sequence[Sequence[float]], node_budget: int
 ) -> list[tuple[int, float]]:
-    """Add a level to `graph`; lines: q's and tokens per inner node. Returns (node, largest q among siblings)."""
+    """Add the children of `nodes`, a level; returns each child, and the largest q among its siblings.
+
+    lines: for each node, k values of q, descending, and their k tokens. A level that exceeds the budget keeps its nodes
+    with the largest p̂.
+    """
     candidates = []  # (p̂, parent, token, q, largest)
-    for parent, line in zip(inner, lines, strict=True):
-        k = len(line) // 2
-        above = graph.paths[parent] if parent >= 0 else 1.0
+    for parent, line in zip(nodes, lines, strict=True):
+        k, above = len(line) // 2, graph.path_prob(parent)
         for prob, token in zip(line[:k], line[k:], strict=True):
             if prob > 0:
                 candidates.append((above * prob, parent, int(token), prob, line[0]))

@@ -198,11 +198,11 @@ class TreeGrowth:
         self._worths: list[list[float]] = []  # of the nodes of every level
 
     def after_level(
-        self, fed: int, steps: Sequence[float], parents: Sequence[int], best: Sequence[tuple[float, int]]
+        self, fed: int, branch_probs: Sequence[float], parents: Sequence[int], best: Sequence[tuple[float, int]]
     ) -> tuple[int, int]:
         """Add a level that feeding `fed` rows produced, its most likely nodes first.
 
-        steps, parents: each node's q given its parent, and the parent's index in the previous level.
+        branch_probs, parents: each node's q given its parent, and the parent's index in the previous level.
         best: (−p̂, depth from 0) of the most likely nodes so far, ascending. They are a prefix of every level.
 
         Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for the
@@ -210,24 +210,28 @@ class TreeGrowth:
         """
         sizes, costs = self._sizes, self._costs
         self._spent += costs.step[fed]
-        above = self._worths[-1] if self._worths else [1.0]
-        trusted = (min(1.0, q * self._trust[band(q)]) for q in steps)
-        self._worths.append([above[parent] * share for parent, share in zip(parents, trusted, strict=True)])
-        following = [iter(level) for level in self._worths]
-        worths = [next(following[level]) for _, level in best]
+        self._add_level(branch_probs, parents)
+        unread = [iter(level) for level in self._worths]
+        worths = [next(unread[depth]) for _, depth in best]
         count, rate = len(best), 0.0
         if sizes.nodes is None:
             count, rate = best_count(worths, self._spent, costs)
         emitted = 1.0 + math.fsum(worths[:count])
         rate = rate or emitted / (self._spent + costs.verify[count + 1] + costs.overhead)
-        depth = len(self._worths)
-        level = [worth for worth, (_, node_depth) in zip(worths[:count], best, strict=False) if node_depth == depth - 1]
+        last_depth = len(self._worths) - 1
+        level = [worth for worth, (_, depth) in zip(worths[:count], best, strict=False) if depth == last_depth]
         mass = math.fsum(level)
-        if not mass or depth == sizes.max_depth:
+        if not mass or last_depth + 1 == sizes.max_depth:
             return count, 0
         scale, self._mass = mass / self._mass, mass
-        feed, deeper = self._best_feed([scale * worth for worth in level], worths[:count], emitted)
-        return count, feed if sizes.depth is not None or deeper > rate else 0
+        feed, deeper_rate = self._best_feed([scale * worth for worth in level], worths[:count], emitted)
+        return count, feed if sizes.depth is not None or deeper_rate > rate else 0
+
+    def _add_level(self, branch_probs: Sequence[float], parents: Sequence[int]) -> None:
+        """Add the worths of a level's nodes."""
+        above = self._worths[-1] if self._worths else [1.0]
+        shares = (min(1.0, q * self._trust[band(q)]) for q in branch_probs)
+        self._worths.append([above[parent] * share for parent, share in zip(parents, shares, strict=True)])
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """The number of rows to feed next, and the tokens per second then expected."""

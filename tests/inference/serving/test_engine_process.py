@@ -82,7 +82,7 @@ for line in sys.stdin:
 """)
     with start_engine(python, JOB, tmp_path / "log", {"WHICH": "one of ours"}) as engine:
         (text, short), seconds = engine.continue_prompts([[0], [0, 0]], {"seeds": [8, 9]}, 3)
-        refusal("says nothing after a prompt of 4 tokens", engine.continued, [[0] * 4], {"seeds": [0]}, 3)
+        refusal("says nothing after a prompt of 4 tokens", engine.continue_prompts, [[0] * 4], {"seeds": [0]}, 3)
     assert (engine.version, seconds) == ("one of ours", 9.0)
     assert (text.tokens, text.prefill_seconds, text.decode_seconds) == ((1, 2, 3, 4, 5, 6), 2.0, 1.75)
     assert text.rounds == (Round((3,), 3, 0, 3, 0.5), Round((4, 5, 6), 3, 2, 3, 1.25))

@@ -412,7 +412,7 @@ def tried_and_wasted(gains: Sequence[float]) -> tuple[int, float]:
     shared = Allowance(replace(FREE, overhead=0.0), LOSS, lambda: (batch[0], batch[1]))
     for batch[1] in range(501):
         drafted = 9 * (batch[1] == 500)
-        tried += [*map(shared.opens, gains)][-1]
+        tried += [*map(shared.opens_round, gains)][-1]
         for _ in gains:
             shared.observe([1] * drafted, drafted, 1)
     return tried, 1 / shared.rate - 1
