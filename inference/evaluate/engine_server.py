@@ -56,7 +56,10 @@ class EngineServer:
     def continue_prompts(
         self, prompts: Sequence[Sequence[int]], request: Json, drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
-        """As `EngineProcess.continue_prompts`. A chunk counts as a round, though it may hold several. Raises `UserError`."""
+        """As `EngineProcess.continue_prompts`. A chunk counts as a round, though it may have several.
+
+        Raises `UserError`.
+        """
 
         def ask(prompt: Sequence[int], seed: int) -> Streamed:
             more = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
