@@ -1,4 +1,14 @@
-"""The plan of `outrider auto`, computed from its minutes, the machine, and the speed of the target's first answers."""
+"""The plan of `outrider auto`, computed from its minutes, the machine, and the speed of the target's first answers.
+
+`choose_rows` says how many prompts are answered together. After the first answers `choose_trainings` chooses drafters
+and minutes, and `configure_pipeline` turns the choice into options of the pipeline's steps. Example, minutes=20 on a
+GPU, when the first answers took 1 minute and a step loads for 0.1 minutes:
+
+    no limit         3.0    1.0 spent, 1.5 for short steps, 0.5 of loading
+    shared          17.0    answers 47 % (8.0), three trainings 36 % (2.04 each), the report 17 % (2.9)
+
+The step of the answers has 8.5 minutes, because 0.5 of them were spent on the first answers.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,18 +29,15 @@ Device = Literal["cpu", "cuda"]
 # Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548
 # (benchmarks/results/drafters_smollm2_cpu.json), and two did from 360,000 (1.19 and 1.12 times, answers_smollm2.json).
 ENOUGH_TOKENS = 300_000
-# Drafters, the one that gains most for its minutes first. On a CPU an EAGLE-3 head learns from 196 tokens a second,
-# an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json); on a GPU the head guesses best in
-# equal time (drafters_trainings_cuda.json).
+# Kinds of drafters, those that gain most for their minutes first. On a CPU an EAGLE-3 head learns from 196 tokens a
+# second, an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json). On a GPU the head guesses best
+# in equal time (drafters_trainings_cuda.json).
 ORDER: Mapping[Device, tuple[str, ...]] = {
     "cpu": (EARLY_EXIT.name, SMALL_LM.name),
     "cuda": (EAGLE3.name, EARLY_EXIT.name, SMALL_LM.name),
 }
-LEAST_MINUTES: Mapping[Device, float] = {
-    "cpu": 4.0,
-    "cuda": 0.75,
-}  # minutes of a training: those of the records that paid
-_SHORTEST, _LONGEST = 64, 256  # tokens of a measured text, which is as long as the target's answers between these
+LEAST_MINUTES: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # of a training: those of the records that paid
+_SHORTEST, _LONGEST = 64, 256  # bounds of the tokens of a measured text, which is as long as the target's answers
 _BATCH_ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
 _PARAMETERS = 5e8  # of a target: above it a CPU answers fewer at once, to keep the time of a batch
 _UNTRAINED = (NGRAMS.name, PROMPT_LOOKUP.name)  # methods that are always measured
@@ -51,9 +58,9 @@ _ON_GPU = {"fit.batch_rows": 32, "fit.micro_batch_rows": 16, "fit.epochs": 20}  
 class FirstAnswers:
     """Facts about the machine, and about a target from its first answers (0 before these).
 
-    rows: prompts that are answered together. tokens_per_second: of answers. answer_tokens: of one, the mean. prompts:
-    to be answered, of which `answered` are. context: the target's, in tokens. loading: minutes in which a step starts
-    and loads the target. spent: minutes so far.
+    rows: prompts that are answered together. tokens_per_second: of answers, together. answer_tokens: the mean of an
+    answer. prompts: all prompts, of which `answered` have an answer. context: of the target, in tokens. loading:
+    minutes in which a step starts and loads the target. spent: minutes so far.
     """
 
     device: Device
@@ -76,8 +83,8 @@ class FirstAnswers:
         """Tokens of answers."""
         return 60 * self.tokens_per_second
 
-    def untimed_minutes(self, kinds: Sequence[str]) -> float:
-        """The minutes that are spent, and those of all that has no limit if drafters of such kinds are trained."""
+    def unlimited_minutes(self, kinds: Sequence[str]) -> float:
+        """The minutes that are spent, and those of all that has no limit if drafters of these kinds are trained."""
         return self.spent + _QUICK_STEPS + self.loading * (2 + len(kinds))
 
     def report_minutes(self, kinds: Sequence[str], tokens: float) -> float:
@@ -91,11 +98,11 @@ class FirstAnswers:
 
     def text_tokens(self, kinds: Sequence[str], minutes: float) -> int:
         """The tokens of a measured text: as many as an answer has, fewer where the report's minutes hold no more."""
-        most = math.inf
+        most_tokens = math.inf
         if minutes and self.tokens_per_second:
             loading = self.report_minutes(kinds, 0)
-            most = (minutes - loading) / (self.report_minutes(kinds, 1) - loading)
-        return round(min(self.longest_text, max(_SHORTEST, min(self.answer_tokens, most))))
+            most_tokens = (minutes - loading) / (self.report_minutes(kinds, 1) - loading)
+        return round(min(self.longest_text, max(_SHORTEST, min(self.answer_tokens, most_tokens))))
 
 
 @dataclass(frozen=True)
@@ -130,37 +137,48 @@ def choose_trainings(config: AutoConfig, answers: FirstAnswers, unfit: Mapping[s
     slow_kinds = [kind for kind in TRAINABLE if kind not in ORDER[answers.device]]
     reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow_kinds}
     reasons |= unfit
-    answering, training, _ = _WITH_TRAINING
-    untimed = answers.untimed_minutes(candidates[:1])  # which the first drafter needs as well
-    timed = config.minutes - untimed
-    prompt_tokens, timed_tokens = answers.prompts * answers.answer_tokens, answering * timed * answers.tokens_per_minute
-    most_trainings = int(training * timed / LEAST_MINUTES[answers.device]) if timed_tokens >= ENOUGH_TOKENS else 0
-    for number, kind in enumerate(candidates, 1):
-        if prompt_tokens < ENOUGH_TOKENS:
-            remedy = f"give more {'minutes' if config.prompts is None else 'prompts'}"
-            shortage = f"all prompts make {prompt_tokens:,.0f} tokens of answers"
-            reasons[kind] = f"{shortage}; it learns enough from {ENOUGH_TOKENS:,}: {remedy}"
-        elif number > most_trainings:
-            answer_minutes = ENOUGH_TOKENS / answers.tokens_per_minute / answering
-            minutes = max(answer_minutes, number * LEAST_MINUTES[answers.device] / training) + untimed
-            reasons[kind] = f"it pays from about {minutes:.0f} minutes, with which it learns enough"
+    reasons |= _find_shortages(config, answers, candidates)
     return _share_minutes(config, answers, tuple(kind for kind in candidates if kind not in reasons), reasons)
+
+
+def _find_shortages(config: AutoConfig, answers: FirstAnswers, candidates: Sequence[str]) -> dict[str, str]:
+    """By kind of drafter, which prompts or minutes are missing for its training, if any are."""
+    prompt_tokens = answers.prompts * answers.answer_tokens
+    if prompt_tokens < ENOUGH_TOKENS:
+        remedy = f"give more {'minutes' if config.prompts is None else 'prompts'}"
+        shortage = f"all prompts make {prompt_tokens:,.0f} tokens of answers"
+        return dict.fromkeys(candidates, f"{shortage}; it learns enough from {ENOUGH_TOKENS:,}: {remedy}")
+    answer_share, training_share, _ = _WITH_TRAINING
+    unlimited = answers.unlimited_minutes(candidates[:1])  # which the first drafter needs as well
+    shared, least = config.minutes - unlimited, LEAST_MINUTES[answers.device]
+    enough_minutes = ENOUGH_TOKENS / answers.tokens_per_minute / answer_share
+    most_trainings = int(training_share * shared / least) if shared >= enough_minutes else 0
+    return {
+        kind: f"it pays from about {max(enough_minutes, number * least / training_share) + unlimited:.0f} minutes, "
+        "with which it learns enough"
+        for number, kind in enumerate(candidates, 1)
+        if number > most_trainings
+    }
 
 
 def _share_minutes(
     config: AutoConfig, answers: FirstAnswers, kinds: tuple[str, ...], not_tried: Mapping[str, str]
 ) -> Choice:
-    share, training, _ = _WITH_TRAINING if kinds else _WITHOUT
-    untimed = answers.untimed_minutes(kinds)
-    timed, least = config.minutes - untimed, f"{untimed + _FEWEST:.0f} or more: loading takes {untimed:.1f}"
-    require(timed >= _FEWEST, MINUTES, f"{config.minutes:g}", least)
-    least_report = min(timed, answers.report_minutes(kinds, _SHORTEST))  # the least with a verdict
+    """The choice of these kinds, with the minutes of each step (see the module's example).
+
+    The answers get no more minutes than all prompts need, and leave the report the fewest prompts for a verdict.
+    """
+    answer_share, training_share, _ = _WITH_TRAINING if kinds else _WITHOUT
+    unlimited = answers.unlimited_minutes(kinds)
+    shared, expected = config.minutes - unlimited, f"{unlimited + _FEWEST:.0f} or more: loading takes {unlimited:.1f}"
+    require(shared >= _FEWEST, MINUTES, f"{config.minutes:g}", expected)
+    least_report = min(shared, answers.report_minutes(kinds, _SHORTEST))
     unanswered_tokens = (answers.prompts - answers.answered) * answers.answer_tokens
-    answering = _SLOWER * unanswered_tokens / answers.tokens_per_minute
-    answering = min(answering, share * timed, max(0.0, (1 - training) * timed - least_report))
-    spent = answers.answered * answers.answer_tokens / answers.tokens_per_minute
-    minutes = {"responses": answering + spent, "report": (1 - training) * timed - answering}
-    minutes |= {TRAINABLE[kind].step: training * timed / len(kinds) for kind in kinds}
+    all_answers = _SLOWER * unanswered_tokens / answers.tokens_per_minute
+    answering = min(all_answers, answer_share * shared, max(0.0, (1 - training_share) * shared - least_report))
+    first_answers = answers.answered * answers.answer_tokens / answers.tokens_per_minute
+    minutes = {"responses": answering + first_answers, "report": (1 - training_share) * shared - answering}
+    minutes |= {TRAINABLE[kind].step: training_share * shared / len(kinds) for kind in kinds}
     return Choice(kinds, not_tried, minutes)
 
 
@@ -223,11 +241,11 @@ def describe_outlook(config: AutoConfig, device: Device, unfit: Mapping[str, str
     """The part of the plan that is known before anything has run, as text."""
     kinds = [kind for kind in ORDER[device] if kind not in unfit] if config.train == "auto" else config.train
     first = first_minutes(config)
-    timed = max(0.0, config.minutes - first - _QUICK_STEPS)
+    shared = max(0.0, config.minutes - first - _QUICK_STEPS)
     lines = [f"  minutes, estimated before anything ran: {first:.1f} to look at the target, {_QUICK_STEPS} without it"]
     cases = [("without a training", _WITHOUT), (f"if {', '.join(kinds)} can learn enough", _WITH_TRAINING)]
     for case, shares in cases if kinds else cases[:1]:
-        answers, training, report = (f"{share * timed:.1f}" for share in shares)
+        answers, training, report = (f"{share * shared:.1f}" for share in shares)
         lines.append(f"  {case}: {answers} for answers, {training} for trainings, {report} for a report")
     return "\n".join([*lines, *(f"  not tried: {kind}: {reason}" for kind, reason in unfit.items())])
 

@@ -1,4 +1,9 @@
-"""Run `outrider auto`: time the target's first answers, choose, run the pipeline, export, recommend a drafter."""
+"""Run `outrider auto`: time the target's first answers, choose, run the pipeline, export, recommend a drafter.
+
+`run_auto` is the whole story. Before anything is made it checks prompts, target and memory, and the inputs of every
+step of a pipeline with all drafters. The record of a run's first answers and choice is auto.json; a resumed run goes on
+from it.
+"""
 
 import time
 from collections.abc import Mapping
@@ -38,10 +43,10 @@ from outrider.train.settings.auto import PACKAGED, TRAINABLE, AutoConfig
 from outrider.train.settings.pipeline import MINUTES
 from outrider.train.steps import ConfigFor, Step, write_words
 
-_LONGER = {"max_new_tokens": 256, "num_prompts": None}
-_OF_SHORT_TEXTS = {*_LONGER, MINUTES, "card", "resume", "out_dir"}  # options that the report of longer texts has not
+_LONGER = {"max_new_tokens": 256, "num_prompts": None}  # options of the report of longer texts
+_OF_SHORT_TEXTS = {*_LONGER, MINUTES, "card", "resume", "out_dir"}  # options of the report that are not for longer ones
 RECORD, LOG = "auto.json", "auto.log"
-_EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # they come after the last step
+_EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # exports come after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
 _EXPORTED = {*(kind.step for kind in TRAINABLE.values()), "trigrams"}  # steps whose products engines take
@@ -49,7 +54,10 @@ _EXPORTED = {*(kind.step for kind in TRAINABLE.values()), "trigrams"}  # steps w
 
 @dataclass(frozen=True)
 class Start:
-    """The facts with which a run began, stored in `RECORD`."""
+    """The facts with which a run began, stored in `RECORD`.
+
+    made_of: the options that decide the result. look: facts of the first answers.
+    """
 
     made_of: dict[str, object]
     look: FirstAnswers
@@ -85,7 +93,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     warn_if_busy()
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
-            start = _start(config, pipeline.folder, answers, unfit, began, config_for)
+            start = _find_start(config, pipeline.folder, answers, unfit, began, config_for)
         print(auto_choice.describe_choice(start.choice, start.look), flush=True)
         pipeline, answers = configure_pipeline(config, start.choice, start.look, config_for), start.look
         plan = plan_steps(pipeline, config_for)
@@ -96,7 +104,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
 
 def _size_batches(target: OpenTarget, device: Device, available: float) -> FirstAnswers:
-    """What is known before the first answers. available: bytes of memory."""
+    """The facts before the first answers: machine and context. available: bytes of memory."""
     storage = Storage(pick_dtype("fast", target.config, torch.device(device)).itemsize, _TEXT_TOKENS)
     weights, text = weight_bytes(target.config, storage), cache_bytes(target.config, storage)
     rows = auto_choice.choose_rows(device, weights / storage.itemsize, text, available - weights)
@@ -142,7 +150,7 @@ def _describe_memory(target: OpenTarget, available: float) -> str:
     return memory
 
 
-def _start(
+def _find_start(
     config: AutoConfig, folder: Path, answers: FirstAnswers, unfit: Mapping[str, str], began: float,
     config_for: ConfigFor,
 ) -> Start:  # fmt: skip

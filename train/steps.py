@@ -34,8 +34,9 @@ Records = dict[str, "Record"]  # by step
 class Step:
     """A command of this project: its script, its settings, and the words on its command line.
 
-    product: the file that it writes last, in a directory named after the step. options: what a resumed run must agree
-    on. inputs: the earlier steps whose products it reads. expected: minutes; None: unknown.
+    product: the file that the command writes last, in a directory named after the step. options: words with the
+    pipeline's directory left open, on which a resumed run must agree. inputs: the earlier steps whose products are
+    read. expected: minutes; None: unknown.
     """
 
     name: str
@@ -55,9 +56,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Record:
-    """A step that was begun: its options, seconds and end time, and the end times of the steps whose products it read.
+    """The record of a step that was begun.
 
-    seconds: of all runs since it was begun. finished: the end time; 0 before.
+    seconds: of all runs since the step was begun. finished: its end time; 0 before. made_from: the end times of the
+    steps whose products it read.
     """
 
     options: list[str]
@@ -97,9 +99,9 @@ def _by_key(options: list[str]) -> dict[str, str]:
 def run_step(step: Step, records: Records, title: str, seconds_left: Callable[[float], float | None]) -> bool:
     """Run a step unless it is done, with its output on the screen and in its log; its record goes into `records`.
 
-    It is done if its product exists and was made from the current products of earlier steps, whose records are final.
-    seconds_left: of all steps, by the seconds that this one has taken. Returns whether it ran. Raises `UserError` if it
-    fails.
+    A step is done if its product exists and was made from the current products of earlier steps. A step that was made
+    from others is begun anew. seconds_left: from the seconds that this step has taken to the seconds left of all steps.
+    Returns whether the step ran. Raises `UserError` if it fails.
     """
     record, log, folder = records.get(step.name), step.record_file.with_suffix(".log"), step.product.parent
     made_from = {name: records[name].finished for name in step.inputs if name in records}
@@ -135,9 +137,9 @@ def _write_record(step: Step, records: Records, record: Record) -> Record:
 
 
 def run_command(script: str, words: list[str], settings: Settings, log: Path) -> int:
-    """Run a script in a process of its own; its exit status. Its output goes to stdout and `log`.
+    """Run a script in a process of its own and return its exit status. Its output goes to stdout and `log`.
 
-    words: the options that its settings were made of.
+    words: the options of which `settings` were made.
     """
     file = log.with_suffix(".settings.json")
     write_json(file, {"words": words, "settings": asdict(settings)})

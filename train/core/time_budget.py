@@ -14,18 +14,20 @@ ENOUGH = 20  # steps below which a training learns little
 class StepBudget:
     """The number of optimizer steps of a run: `most`, or with a time limit as many of them as fit.
 
-    total: the number of steps, with a time limit estimated anew after every step: the time left holds so many steps of
-    the mean length so far. So a schedule that is linear in steps is linear in time, and ends with it. The first step of
-    a run compiles and fills caches, so it takes time but does not count as a step's length.
+    total: the number of steps. With a time limit it is estimated anew after every step, from the time left and the mean
+    time of a step so far. Example: after 11 steps, 10 s since the first of them and 40 s left give 11 + 40 = 51 steps.
+    So a schedule that is linear in steps is linear in time, and ends with the time. The first step of a run compiles
+    and fills caches, so its time is spent but not part of the mean.
 
     limit: the minutes, and the clock. Evaluations and checkpoints between the first and the last step count.
-    start: steps done before; total: their estimate, None: by the time that they took.
+    start: the steps of earlier runs. The argument `total` is their estimate; None: by the time that they took.
     """
 
     def __init__(self, limit: TimeLimit, most: int, start: int = 0, total: int | None = None) -> None:
         steps_left = limit.left(limit.earlier) * start / limit.earlier if start and limit.earlier else math.inf
-        estimate = total if total is not None else start + round(steps_left) if steps_left < math.inf else most
-        self.limit, self.most, self.start, self.total = limit, most, start, min(most, estimate)
+        if total is None:
+            total = start + round(steps_left) if steps_left < math.inf else most
+        self.limit, self.most, self.start, self.total = limit, most, start, min(most, total)
         self._state, self._first, self._warned = join_processes(), 0.0, False
 
     def begin(self) -> None:
@@ -43,8 +45,8 @@ class StepBudget:
 
     def _estimate(self, step: int) -> int:
         spent = self.limit.spent()
-        self._first = self._first or spent - self.limit.earlier
-        pace = (spent - self._first) / (step - 1) if step > 1 else self._first
+        self._first = self._first or spent - self.limit.earlier  # seconds of this run's first step
+        pace = (spent - self._first) / (step - 1) if step > 1 else self._first  # seconds of a step
         steps_left = max(0, round(self.limit.left(spent) / max(pace, 1e-9)))  # a last step may begin if half of it fits
         self._warn_of_long_steps(pace, is_measured=step > self.start + 1 or not steps_left)
         return min(self.most, step + steps_left) if step > 1 or not steps_left else self.total
