@@ -330,11 +330,11 @@ def save_head(
     """Fit the head's temperatures, write its scores, and store it with its drafter."""
     tempering = temper_head(head, captured["heldout"], keep=config.odds)
     scores = score_head(head, captured["train"], select_tested(rounds_of_later_half(captured["heldout"])))
-    judged = {**scores, "survival": tempering}
-    write_json(Path(config.out_dir) / "calibration.json", judged)
+    report = {**scores, "survival": tempering}
+    write_json(Path(config.out_dir) / "calibration.json", report)
     write_atomically(Path(config.out_dir) / "reliability.png", plot_reliability(scores))
     folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
-    save_calibration(folder, head, digest, {**facts, "heldout": judged})
+    save_calibration(folder, head, digest, {**facts, "heldout": report})
     for name, row in scores["predictors"].items():
         print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
     errors = f"ece_before={tempering['ece_before']:.4f} ece_after={tempering['ece_after']:.4f}"

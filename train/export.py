@@ -1,6 +1,7 @@
 """A drafter as a serving engine loads it, with the commands that serve it.
 
-An early exit becomes an ordinary causal LM, a head takes another trainer's format:
+An early exit becomes an ordinary causal LM, a head takes another trainer's format. `_export` checks the options, then
+calls the function of the drafter's kind in the table `_EXPORTS` at the end.
 
 outrider export checkpoint=runs/eesd engine=llama_cpp out_dir=runs/served
 python train/export.py checkpoint=runs/eagle3 target=MODEL engine=vllm out_dir=runs/served
@@ -67,7 +68,7 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     kind = kind_in(config.checkpoint)
     if kind is None and folder.is_dir():
         raise UserError(f"checkpoint={folder}: {no_drafter_in(folder)}")
-    name = EAGLE3.name if kind is None else kind.name  # a Hub name
+    name = EAGLE3.name if kind is None else kind.name  # None: a name on the Hub
     if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if name not in _EXPORTS:
@@ -75,10 +76,10 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     write, options, engines = _EXPORTS[name]
     expected = f"an engine of {name}, which {config.checkpoint} holds: {', '.join(engines)}"
     require(config.engine in engines, "engine", config.engine, expected)
-    unread = {"reading", "dtype"} - {*options}
+    unread_options = {"reading", "dtype"} - {*options}
     if name == NGRAMS.name and config.target is None:
-        unread.add("revision")  # of no target
-    for option in sorted(unread):
+        unread_options.add("revision")  # of no target
+    for option in sorted(unread_options):
         require_default(config, option, f"{config.checkpoint} holds {name}, which does not read it; leave it out")
     summary = write(config, out_dir)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
@@ -105,7 +106,7 @@ def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTraine
     dtype = str(model.dtype).removeprefix("torch.")
 
     def convert(staged: Path) -> Path:
-        folder = staged / "made"
+        folder = staged / "converted"
         folder.mkdir()
         if config.engine == "llama_cpp":
             write_gguf(model, tokenizer, folder / GGUF_FILE)
@@ -133,19 +134,17 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
-    """A draft vocabulary is widened to the target's, and other embedding sizes are padded to the target's. Other models
-    are written unchanged, for engines with formats of their own."""
+    """Widen a draft vocabulary to the target's vocabulary, and pad an embedding of another size to the target's. Any
+    other model is written unchanged, only for engines with formats of their own."""
     model_config = read_config(config.checkpoint, role=SMALL_LM.name)
-    (mask, tokens), draft_vocabulary = (
-        pass_tokens_of(model_config),
-        read_draft_vocabulary(config.checkpoint, None, model_config),
-    )
+    mask, pass_tokens = pass_tokens_of(model_config)
+    draft_vocabulary = read_draft_vocabulary(config.checkpoint, None, model_config)
     target_rows = None
     if config.target is not None:
         with suppress(UserError):  # it may be a name for the page alone
             target_rows = read_config(config.target, config.revision).get_text_config().vocab_size
-    fits = draft_vocabulary is None and target_rows in (None, model_config.vocab_size)
-    if fits and config.engine in PLAIN_ENGINES:
+    loads_unchanged = draft_vocabulary is None and target_rows in (None, model_config.vocab_size)
+    if loads_unchanged and config.engine in PLAIN_ENGINES:
         reason = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {reason}")
     count = model_config.vocab_size if draft_vocabulary is None else len(draft_vocabulary.tokens)
@@ -156,13 +155,13 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     dtype = _choose_dtype(config, stored_dtype(model_config))
     precision = _write_lm(config, load_for_engine(config.checkpoint, tokenizer, dtype, target_rows), tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{min(count, size)} of {size} tokens"}
-    use = describe_serving(tokens or 5, config.engine, one_pass=mask is not None)
+    use = describe_serving(pass_tokens or 5, config.engine, one_pass=mask is not None)
     write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
     return f"kind=small_lm tokens={count} {precision}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
-    """Write only the page: an engine maps the table from its own place."""
+    """Write only the page: an engine maps the table in `config.checkpoint` itself."""
     if config.target is None:
         TrigramTable.open(config.checkpoint)
     else:
@@ -195,8 +194,8 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"
 
 
-# By kind: the function that writes a drafter, the options that only some kinds read, and the engines.
 _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
+# By kind: the function that writes a drafter, the options that only some kinds read, and the engines that load it.
 _EXPORTS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
     EARLY_EXIT.name: (_export_early_exit, ("dtype",), _OF_LM),
     EAGLE3.name: (_export_head, ("dtype", "reading"), [*_DIALECTS]),

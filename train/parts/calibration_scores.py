@@ -44,14 +44,16 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
-    """T [POSITIONS], fitted in order: T_i minimises the log loss of Π_{j≤i} sigmoid(z_j / T_j); 1 if too few rounds got
-    that far. Later positions share the last one."""
+    """T [POSITIONS], fitted in order: T_i minimises the log loss of Π_{j≤i} sigmoid(z_j / T_j), z the head's logits.
+
+    T_i is 1 if too few rounds have i − 1 accepted tokens. Positions beyond `POSITIONS` share the last temperature.
+    """
     temperatures, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
     for index in range(min(POSITIONS, rounds.logits.shape[1])):
         exists = rounds.exists[:, index]
-        right = (rounds.accepted > index).float()
+        right = (rounds.accepted > index).float()  # [r]: all tokens so far are accepted
         if (exists & (rounds.accepted >= index)).sum() >= FEWEST:
-            products = survival * (rounds.logits[:, index] / CANDIDATES[:, None]).sigmoid()
+            products = survival * (rounds.logits[:, index] / CANDIDATES[:, None]).sigmoid()  # [candidates, r]
             losses = [F.binary_cross_entropy(product[exists], right[exists]) for product in products]
             temperatures[index] = CANDIDATES[int(torch.stack(losses).argmin())]
         survival = survival * (rounds.logits[:, index] / temperatures[index]).sigmoid()
@@ -118,14 +120,14 @@ def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> 
     """
     rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
     half = len(rounds.accepted) // 2
-    temperatures, second = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
-    none = torch.ones_like(temperatures)
-    improves = keep and log_loss(second, temperatures) < log_loss(second, none)
-    curves = (reliability_curve(*survival_products(second, scales)) for scales in (none, temperatures))
+    temperatures, tested = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
+    ones = torch.ones_like(temperatures)
+    improves = keep and log_loss(tested, temperatures) < log_loss(tested, ones)
+    curves = (reliability_curve(*survival_products(tested, scales)) for scales in (ones, temperatures))
     before, after = map(expected_calibration_error, curves)
-    head.temperature.copy_(temperatures if improves else none)
+    head.temperature.copy_(temperatures if improves else ones)
     return {
-        "rounds": len(second.accepted),
+        "rounds": len(tested.accepted),
         "ece_before": before,
         "ece_after": after,
         "temperature": [round(value, 4) for value in temperatures.tolist()],
@@ -182,17 +184,17 @@ def score_head(head: CalibrationHead, train: Batch, heldout: Batch) -> HeadScore
     return {"tokens": len(label), "accepted": float(label.mean()), "predictors": rows}
 
 
-def plot_reliability(judged: HeadScores) -> bytes:
+def plot_reliability(scores: HeadScores) -> bytes:
     """Predicted against observed acceptance, as a PNG; marker area ∝ tokens."""
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
-    for index, (name, row) in enumerate(judged["predictors"].items()):
+    for index, (name, row) in enumerate(scores["predictors"].items()):
         curve = row["reliability"]
         x, y = [point["predicted"] for point in curve], [point["observed"] for point in curve]
         label = f"{name}: Brier {row['brier']:.3f}, ECE {row['ece']:.3f}"
         axes.plot(x, y, color=f"C{index}", label=label)
-        axes.scatter(x, y, s=[200 * p["count"] / judged["tokens"] + 8 for p in curve], color=f"C{index}")
+        axes.scatter(x, y, s=[200 * p["count"] / scores["tokens"] + 8 for p in curve], color=f"C{index}")
     axes.set(xlabel="predicted", ylabel="accepted by the target", xlim=(0, 1), ylim=(0, 1))
     axes.legend()
     image = io.BytesIO()

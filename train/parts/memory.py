@@ -13,6 +13,7 @@ from outrider.train.core.sharding import trained_parameters
 from outrider.train.parts.drafter import frozen_dtype
 from outrider.train.parts.parallel import Parallel
 from outrider.train.settings.drafters import DrafterTraining, Eagle3Config, EesdConfig
+from outrider.train.settings.fit import FitConfig
 
 PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
 
@@ -25,34 +26,47 @@ def fit_memory(
     read: numbers per token in the hidden states that the frozen layers hand over. through: frozen layers that gradients
     run through. A student with `steps` runs its layers that many times.
     """
-    if through is not None:
-        read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4
-    fit, device, matrices = config.fit, planned_device(), layer_matrices(student)
-    width = round(config.seq_len * Parallel.of(getattr(config, "parallel", 0)).predictions)
-    rows, inner = fit.micro_batch_rows or fit.batch_rows, {id(matrix) for matrix in matrices}
+    fit, device, inner = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
+    rows = fit.micro_batch_rows or fit.batch_rows
+    width = round(config.seq_len * Parallel.of(getattr(config, "parallel", 0)).predictions)  # positions of a row
     frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
-    muon = sum(matrix.numel() for matrix in matrices) if fit.optimizer == "muon" else 0  # which has one moment
     trained = trained_parameters(student).values()
-    state = FLOAT32_BYTES * (4 * sum(p.numel() for p in trained) - muon)
-    loose = [p.numel() for p in trained if p.ndim == 2 and id(p) not in inner]
-    steps = getattr(student, "steps", 1)
-    handed_on = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
-    # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
-    inside = 0 if fit.gradient_checkpointing else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
+    outer_matrices = [p.numel() for p in trained if p.ndim == 2 and id(p) not in inner]  # of embeddings and heads
+    activations = rows * width * FLOAT32_BYTES * _activation_numbers(student, read, fit.gradient_checkpointing, through)
     parts = [
         Memory("frozen weights", frozen, "frozen_dtype=bfloat16"),
         Memory(
-            "trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"
+            "trained: masters, gradients, moments", _state_bytes(student, fit),
+            "train_head=false, draft_vocabulary or fit.optimizer=muon",
         ),
         Memory(
-            f"activations of {rows} rows × {width} tokens",
-            rows * width * FLOAT32_BYTES * (2 * read + steps * (handed_on + inside)),
+            f"activations of {rows} rows × {width} tokens", activations,
             "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
         ),
         Memory("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
-        Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(loose, default=0)),
-    ]
+        Memory("a matrix's gradient in the loss", FLOAT32_BYTES * max(outer_matrices, default=0)),
+    ]  # fmt: skip
     return [*parts, *([Memory("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
+
+
+def _state_bytes(student: nn.Module, fit: FitConfig) -> int:
+    """The bytes of master weights, gradients and two moments; Muon has one moment of a layer's matrix."""
+    muon = sum(matrix.numel() for matrix in layer_matrices(student)) if fit.optimizer == "muon" else 0
+    return FLOAT32_BYTES * (4 * sum(p.numel() for p in trained_parameters(student).values()) - muon)
+
+
+def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through: nn.Module | None) -> int:
+    """The numbers per token that a step keeps for the backward pass. recomputes: gradient checkpointing is on.
+
+    For each matrix they are the input and the output of its product, and half as much between products: norms,
+    attention, the MLP's own product. Matrices of frozen layers that gradients run through count alike.
+    """
+    if through is not None:
+        read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4
+    matrices = layer_matrices(student)
+    inside = 0 if recomputes else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
+    handed_on = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
+    return 2 * read + getattr(student, "steps", 1) * (handed_on + inside)
 
 
 def decoding_target(target: PreTrainedConfig) -> Memory:
