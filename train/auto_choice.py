@@ -186,7 +186,8 @@ def configure_pipeline(
     config: AutoConfig, choice: Choice, answers: FirstAnswers, config_for: ConfigFor
 ) -> PipelineConfig:
     """The pipeline that carries out `choice`: experiment=auto, without the drafters that are not trained."""
-    experiment: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
+    experiment = config_for("train/pipeline.py", ["experiment=auto"])
+    assert isinstance(experiment, PipelineConfig)
     trainings = [TRAINABLE[kind].step for kind in choice.kinds]
     omitted_steps = {kind.step for kind in TRAINABLE.values()} - {*trainings}
     steps = {name: options for name, options in experiment.steps.items() if name not in omitted_steps}

@@ -21,6 +21,7 @@ from outrider.draft_models.targets.settings import TARGET
 from outrider.inference.loading.rehearsal import check_inputs, shrink
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.train.settings.pipeline import LOGS, MINUTES, REMOVED, STEPS, TARGET_STEPS, PipelineConfig
 from outrider.train.steps import ROOT, ConfigFor, Records, Step, read_records, run_step, write_words
 
@@ -173,12 +174,13 @@ def _sum_seconds(records: Records) -> float:
 
 
 def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
-    """`step`, whose limit for all of its runs is the time left, without the minutes of its loading."""
-    record = records.get(step.name)
+    """`step`, a report, whose limit for all of its runs is the time left, without the minutes of its loading."""
+    record, settings = records.get(step.name), step.settings
+    assert isinstance(settings, EvaluateConfig)
     spent = record.seconds if record and not record.finished else 0.0
-    loading = (step.expected or 0.0) - (step.settings.minutes or 0.0)
+    loading = (step.expected or 0.0) - (settings.minutes or 0.0)
     minutes = (limit.left(limit.spent()) + spent) / 60 - loading
-    return replace(step, settings=replace(step.settings, minutes=max(0.1, minutes)))
+    return replace(step, settings=replace(settings, minutes=max(0.1, minutes)))
 
 
 def estimate_left(

@@ -14,19 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_json
 from outrider.base.progress import RELAY, Stage, relay_progress
 from outrider.base.run_dirs import check_identity, only_run
-from outrider.base.settings import Settings, read_as
+from outrider.base.settings import RunConfig, read_as
 from outrider.base.words import format_seconds, remove_secrets, write_option
 from outrider.train.settings.pipeline import LOGS, Options
 
 ROOT = Path(__file__).resolve().parent.parent
 _IMPORT_ROOT = Path(__file__).parents[2]  # where steps import this project from
-ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by its options
+ConfigFor = Callable[[str, Sequence[str]], RunConfig]  # the settings of a script, by its options
 Records = dict[str, "Record"]  # by step
 
 
@@ -42,7 +41,7 @@ class Step:
     name: str
     script: str
     words: list[str]
-    settings: Any
+    settings: RunConfig
     product: Path
     options: list[str]
     inputs: list[str]
@@ -136,7 +135,7 @@ def _write_record(step: Step, records: Records, record: Record) -> Record:
     return record
 
 
-def run_command(script: str, words: list[str], settings: Settings, log: Path) -> int:
+def run_command(script: str, words: list[str], settings: RunConfig, log: Path) -> int:
     """Run a script in a process of its own and return its exit status. Its output goes to stdout and `log`.
 
     words: the options of which `settings` were made.

@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 from weakref import WeakKeyDictionary
 
 from outrider.base.errors import UserError, reason, require, warn
@@ -19,7 +19,7 @@ from outrider.data_prep.text.settings import DataConfig, PromptTemplate
 from outrider.draft_models.targets.vocabulary import UnusableTextError, clock_of, require_rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -230,7 +230,8 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bool) -> Any:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bool) -> BatchEncoding:
+    """The ids of each text as "input_ids", without special tokens. Raises `UserError` for a lone surrogate."""
     for text in texts:
         require_encodable(text, "text")
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
