@@ -1,4 +1,7 @@
-"""Templates turn conversations into text and token ids. The tokens of an answer become text, also in pieces."""
+"""Templates turn conversations into text and token ids. The tokens of an answer become text, also in pieces.
+
+`render_prompt` is for decoding, `render_text` for training. `StreamedText` shows an answer while it is decoded.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ _BYTE = re.compile("<0x..>")  # part of a character, decoded together with the b
 _SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # a text that contains every pattern of the clean-up
 _CLEANED = " .?!,'ntmsver"  # all characters of these patterns: text can be split at any other character
 _LOCAL = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}  # see `_decodes_locally`
-_TEXTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] = WeakKeyDictionary()  # see `_alone`
+# By token what `StreamedText._decode_alone` returns.
+_TEXTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] = WeakKeyDictionary()
 MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
 
@@ -294,8 +298,12 @@ class StreamedText:
     tokens that were added, without a last one in `ends` (an end token need not be special).
 
     A piece is text that no later token changes. Three things are held back: an incomplete character, bytes that may be
-    part of one (byte fallback), and, with a clean-up of spaces, the text after the last character that is in none of
-    its patterns. A piece is decoded with the one before it; if the decoder is not `_decodes_locally`, with all tokens.
+    part of a character (byte fallback), and, if the tokenizer cleans up spaces, the text after the last character that
+    is in none of the clean-up's patterns. Example: the tokens "Gr", "<0xC3>", "<0xBC>", "n" give the pieces "Gr", "",
+    "", "ün".
+
+    A piece is decoded with the piece before it, since a decoder may treat the first token of a text differently. If the
+    decoder is not `_decodes_locally`, a piece is decoded with all tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:

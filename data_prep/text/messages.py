@@ -1,4 +1,8 @@
-"""Turns of a conversation, as files hold them → messages, as chat templates take them."""
+"""Turns of a conversation, as files hold them → messages, as chat templates take them.
+
+`role_turns` and `turns_of` make turns of two spellings alike, and `to_messages` makes the messages of a record from its
+turns and its other columns.
+"""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -57,14 +61,15 @@ def to_messages(raw: Raw, turns: Sequence[Raw]) -> list[Message]:
     messages = [_to_message(turn, number) for number, turn in enumerate([*history, *turns], 1)]
     if not any(message["content"].strip() for message in messages):
         raise SkipRecordError("empty", "no turn has a text")
-    first = int(messages[0]["role"] == "system")
-    skipped = messages[first:][:1] and messages[first]["role"] == "assistant"  # the export begins in the middle
-    talk = messages[first + bool(skipped) :]
+    has_system = messages[0]["role"] == "system"
+    talk = messages[has_system:]
+    if talk and talk[0]["role"] == "assistant":  # the file begins in the middle of a conversation
+        talk = talk[1:]
     _require_order(talk, len(messages) - len(talk) + 1)
     system = system_of(raw)
-    if system and first and messages[0]["content"].strip() not in ("", system.strip()):
+    if system and has_system and messages[0]["content"].strip() not in ("", system.strip()):
         raise malformed_record("system column", system, "the text of the system turn, or only one of them")
-    head = [{"role": "system", "content": system}] if system else messages[:first]
+    head = [{"role": "system", "content": system}] if system else messages[:has_system]
     if talk and (tools := require_list(raw.get("tools"), "tools")):
         [*head, *talk][0][TOOLS] = tools
     return [*head, *talk]
@@ -120,12 +125,12 @@ def _require_order(talk: Sequence[Message], first: int) -> None:
 
 
 def _to_message(turn: Raw, number: int) -> Message:
+    """The message of turn `number`, with all fields but marks of what is learned. Raises `SkipRecordError`."""
     fields = {key: value for key, value in turn.items() if value is not None and key not in ("content", "tool_calls")}
     message: Message = {"role": turn["role"], "content": _join_content(turn.get("content"), number)}
-    message |= {
-        key: fields[key] for key in fields if key not in _LEARNED or (fields[key] and turn["role"] != "assistant")
-    }
-    for key, value in fields.items() if turn["role"] == "assistant" else ():
+    is_answer = turn["role"] == "assistant"
+    message |= {key: fields[key] for key in fields if key not in _LEARNED or (fields[key] and not is_answer)}
+    for key, value in fields.items() if is_answer else ():
         if key in _UNCLEAR or (key in _LEARNED and value not in (0, 1)):
             raise malformed_record(f"turn {number}: {key}", value, "train, true or false: whether the turn is learned")
         if key in THOUGHTS and not isinstance(value, str):

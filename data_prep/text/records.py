@@ -1,4 +1,11 @@
-"""Records of any layout → a common normal form."""
+"""Records of any layout → a common normal form (`Record`): a text, or the messages of a conversation.
+
+`find_layout` chooses the layout of a file by its first record, and `to_record` converts each record. Example, a record
+of the layout sharegpt and its normal form:
+
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    {"id": "file.jsonl:1", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+"""
 
 import reprlib
 import unicodedata
@@ -56,17 +63,21 @@ class TokenisedText:
 def append_answer(
     documents: Sequence[TokenisedText], prompt: list[int], ids: Sequence[int], learned: bool = True
 ) -> list[TokenisedText]:
-    """`documents` and an answer to a prompt: in the last of them if the prompt begins with that, else in a new one."""
-    read, answers = [*prompt, *ids], [(len(prompt), len(prompt) + len(ids))] * learned
-    if documents and read[: len(documents[-1].ids)] == documents[-1].ids:
-        return [*documents[:-1], TokenisedText(read, [*documents[-1].answers, *answers])]
-    return [*documents, TokenisedText(read, answers)]
+    """`documents` with the answer `ids` to a prompt: added to the last document if the prompt begins with that document,
+    else a new one. learned: false for an answer that is not counted among the document's answers."""
+    text, answers = [*prompt, *ids], [(len(prompt), len(prompt) + len(ids))] * learned
+    if documents and text[: len(documents[-1].ids)] == documents[-1].ids:
+        return [*documents[:-1], TokenisedText(text, [*documents[-1].answers, *answers])]
+    return [*documents, TokenisedText(text, answers)]
 
 
 @dataclass(frozen=True)
 class Written:
-    """The answers of a record as token ids, in order; digests of the tokenizer and the template of their prompts, and
-    of the record's text."""
+    """The answers of a record as the token ids that the target wrote, in order.
+
+    tokenizer, template: digests of those of the prompts. text: a digest of the record's text. Example, two turns whose
+    second prompt begins with the first document: documents = [TokenisedText([5, 6, 7, 8, 9], [(1, 2), (4, 5)])].
+    """
 
     tokenizer: str
     template: str
@@ -76,6 +87,8 @@ class Written:
 
 @final
 class TextRecord(TypedDict):
+    """A plain text, or a prompt of one text."""
+
     id: str
     text: str
     written: NotRequired[Written]
@@ -85,6 +98,8 @@ class TextRecord(TypedDict):
 
 @final
 class ChatRecord(TypedDict):
+    """A conversation."""
+
     id: str
     messages: list[Message]
     written: NotRequired[Written]
@@ -191,16 +206,17 @@ def to_record(record: object, layout: FileLayout, identity: str, counts: Counts 
         text = text_record(_require_type(raw[layout.column], str, layout, identity), identity)
         beside = unread_columns({name: raw[name] for name in raw if name in _OF_OTHERS}, {layout.column}, ())
         return _complete_record(raw, text, counts, beside)
-    turns = _turns(raw, layout, identity)
+    turns = _read_turns(raw, layout, identity)
     messages = to_messages(raw, turns)
-    read = {layout.column, *_OF_TURNS, *(_ALPACA if layout.name == "alpaca" else ())}
-    beside = unread_columns(raw, read, [message["content"] for message in messages])
+    columns = {layout.column, *_OF_TURNS, *(_ALPACA if layout.name == "alpaca" else ())}
+    beside = unread_columns(raw, columns, [message["content"] for message in messages])
     if "assistant" in [turn["role"] for turn in turns if turn["role"] != "system"][:1] and not raw.get("history"):
         beside.append("an answer before the first question")
     return _complete_record(raw, {"id": identity, "messages": messages}, counts, beside)
 
 
-def _turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
+def _read_turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
+    """The turns of a conversation, each with its role and content."""
     if layout.name == "alpaca":
         _require_column(raw, "instruction", identity)
         return turns_of([alpaca_instruction(raw), raw[layout.column]])
@@ -209,13 +225,17 @@ def _turns(raw: Raw, layout: FileLayout, identity: str) -> list[Raw]:
     return turns_of(values) if layout.name == "turns" else role_turns(values, *names)
 
 
-def unread_columns(raw: Raw, read: Collection[str], texts: Sequence[str]) -> list[str]:
-    """The columns of a record that are neither read nor known to be about it, nor a copy of one of its `texts`, nor
-    Alpaca's `text`, which has them all."""
+def unread_columns(raw: Raw, columns: Collection[str], texts: Sequence[str]) -> list[str]:
+    """The columns of a record, in words, that nobody reads: not those of `columns`, which are read, nor of `ABOUT`.
+
+    A copy of one of the record's `texts` is left out, and so is Alpaca's column `text`, which has all of them.
+    """
     pieces = [piece for text in texts for piece in text.split("\n\n")]
-    copies = [*texts, *([raw.get("text")] if pieces and all(piece in str(raw.get("text")) for piece in pieces) else ())]
-    beside = [name for name in raw if name not in read and name not in ABOUT and not is_empty(raw[name])]
-    return [f"column {str(name)!r}" for name in beside if raw[name] not in copies]
+    copies: list[object] = [*texts]
+    if pieces and all(piece in str(raw.get("text")) for piece in pieces):
+        copies.append(raw.get("text"))
+    unread = [name for name in raw if name not in columns and name not in ABOUT and not is_empty(raw[name])]
+    return [f"column {str(name)!r}" for name in unread if raw[name] not in copies]
 
 
 def text_record(text: str, identity: str) -> TextRecord:
@@ -268,6 +288,7 @@ def turn_key(text: str) -> str:
 
 
 def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
+    """`record` with `truncated` and `written`, if the raw record has them; `counts` notes the columns `beside` it."""
     if counts is not None:
         counts.note(beside, record["id"])
     ends = [raw, *(record["messages"][-2:] if "messages" in record else ())]  # a question may follow the last answer
@@ -277,7 +298,7 @@ def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: li
     if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's
         recording = construct(Written, written, f"{record['id']}: written")
         count = sum(message["role"] == "assistant" for message in record["messages"]) if "messages" in record else 1
-        span_count = sum(len(read.answers) for read in recording.documents)
+        span_count = sum(len(text.answers) for text in recording.documents)
         require(span_count == count, f"{record['id']}: written answers", span_count, f"{count}, as the record has")
         if recording.text == text_digest(record):
             record["written"] = recording
@@ -287,6 +308,7 @@ def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: li
 
 
 def _layout_of_value(value: object, column: str) -> str | None:
+    """The layout of a column with this value in the first record of a file; None if it is none of them."""
     if isinstance(value, str):
         return _TEXT_COLUMNS.get(column, "text")
     first = value[0] if isinstance(value, list) and value else None

@@ -1,8 +1,13 @@
-"""Records → packed token rows on disk, built once, then memory-mapped."""
+"""Records → packed token rows on disk, built once, then memory-mapped.
+
+`load_rows` returns the rows of a split. For each source it takes an entry of the cache or builds one: `_documents`
+tokenises the records, `pack` puts the documents into rows, and `_build_rows` writes the rows. `interleave` mixes the
+rows of several sources. `PackedRows` shows the layout of a row by an example.
+"""
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -93,9 +98,7 @@ def load_rows(
     weights = [weight for _, weight, _ in mix]
     available = [meta.counts["rows"] for meta in metas]
     quotas = rows_of_sources(available, [meta.counts["supervised"] for meta in metas], weights)
-    counts = [{**meta.counts, "rows": rows} for meta, rows in zip(metas, quotas, strict=True)]
-    for part, meta in zip(counts, metas, strict=True):
-        part |= {name: round(part[name] * part["rows"] / meta.counts["rows"]) for name in ("tokens", "supervised")}
+    counts = [_scale_counts(meta.counts, rows) for meta, rows in zip(metas, quotas, strict=True)]
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
     key = metas[0].key if not config.mix else digest_of([[meta.key for meta in metas], weights])
     if config.mix and shows_progress():
@@ -107,11 +110,19 @@ def load_rows(
     return PackedRows(folders, seq_len, order[np.arange(size) * len(order) // size], key, total)
 
 
+def _scale_counts(counts: Mapping[str, int], rows: int) -> dict[str, int]:
+    """The counts of a source of which `rows` rows are taken, with tokens by the mean of all its rows."""
+    scaled = {name: round(counts[name] * rows / counts["rows"]) for name in ("tokens", "supervised")}
+    return {**counts, "rows": rows, **scaled}
+
+
 # ------------------------------------------------------------------------------------------------- packing
 
 
 @dataclass
 class _OpenRow:
+    """A row to which documents are added. free: the number of tokens for which there is space."""
+
     free: int
     segments: list[Document] = field(default_factory=list)
 
@@ -126,17 +137,17 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
     Divisible documents follow each other without a gap and continue in the next row. Whole ones (at most seq_len
     tokens) go into the fullest of up to `window` open rows that still fits them.
     """
-    stream, waiting = _OpenRow(seq_len), list[_OpenRow]()
+    stream, open_rows = _OpenRow(seq_len), list[_OpenRow]()  # stream: the row of divisible documents
     for document in documents:
         if document.whole:
-            fitting = [row for row in waiting if row.free >= len(document.ids)]
-            if not fitting:
-                if len(waiting) == window:
-                    fullest = min(range(window), key=lambda i: waiting[i].free)
-                    yield waiting.pop(fullest).segments
-                waiting.append(_OpenRow(seq_len))
-                fitting = waiting[-1:]
-            min(fitting, key=lambda row: row.free).add(document)
+            fitting_rows = [row for row in open_rows if row.free >= len(document.ids)]
+            if not fitting_rows:
+                if len(open_rows) == window:
+                    fullest = min(range(window), key=lambda i: open_rows[i].free)
+                    yield open_rows.pop(fullest).segments
+                open_rows.append(_OpenRow(seq_len))
+                fitting_rows = open_rows[-1:]
+            min(fitting_rows, key=lambda row: row.free).add(document)
             continue
         start = 0
         while start < len(document.ids):
@@ -146,7 +157,7 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
             if stream.free == 0:
                 yield stream.segments
                 stream = _OpenRow(seq_len)
-    for row in [*waiting, stream]:
+    for row in [*open_rows, stream]:
         if row.segments:
             yield row.segments
 
@@ -170,6 +181,7 @@ def _to_row(segments: list[Document], seq_len: int) -> np.ndarray:
 
 
 def _labels(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray) -> np.ndarray:
+    """The labels of a row, int64 [seq_len] (see `PackedRows`)."""
     labels = np.full(len(tokens), IGNORE, np.int64)
     has_label = (documents[1:] == documents[:-1]) & supervised[1:]
     labels[:-1][has_label] = tokens[1:][has_label]
@@ -177,6 +189,7 @@ def _labels(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray) -
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:
+    """The positions of a row's tokens in their documents, int64 [seq_len]."""
     index = np.arange(len(documents))
     begins = np.r_[True, documents[1:] != documents[:-1]]
     return index - np.maximum.accumulate(np.where(begins, index, 0))
@@ -209,6 +222,7 @@ def _characters(record: Record) -> int:
 def _build_rows(
     folder: Path, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split
 ) -> None:
+    """Write the rows of one source to `folder`, an entry of the cache, completely or not at all."""
     print(f"data source={config.source} split={split}: tokenising into {folder}", flush=True)
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
@@ -240,6 +254,7 @@ def _count_row(row: np.ndarray, counts: Counter[str]) -> bool:
 
 
 def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
+    """Raise `UserError` for a split without records or without labels."""
     outcomes = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
     first = f"; one of them: {counts.first}" if counts.first else ""
     where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"

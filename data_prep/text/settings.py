@@ -89,10 +89,10 @@ class SourceConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        items = () if self.path is None else (self.path,) if isinstance(self.path, str) else self.path
-        texts = isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items)
-        self.require("path", texts, "a string or a list of strings")
-        object.__setattr__(self, "path", tuple(items))
+        paths = () if self.path is None else (self.path,) if isinstance(self.path, str) else self.path
+        are_texts = isinstance(paths, list | tuple) and all(isinstance(path, str) and path for path in paths)
+        self.require("path", are_texts, "a string or a list of strings")
+        object.__setattr__(self, "path", tuple(paths))
         if self.source in ("python_stdlib", "mix"):
             self.require("path", not self.path, f"nothing with source={self.source}")
         elif self.source == "hub":
