@@ -63,8 +63,8 @@ class TokenisedText:
 def append_answer(
     documents: Sequence[TokenisedText], prompt: list[int], ids: Sequence[int], learned: bool = True
 ) -> list[TokenisedText]:
-    """`documents` with the answer `ids` to a prompt: added to the last document if the prompt begins with that document,
-    else a new one. learned: false for an answer that is not counted among the document's answers."""
+    """`documents` with the answer `ids` to a prompt: added to the last document if the prompt begins with it, else in a
+    new one. learned: false for an answer that is not counted among the answers of its document."""
     text, answers = [*prompt, *ids], [(len(prompt), len(prompt) + len(ids))] * learned
     if documents and text[: len(documents[-1].ids)] == documents[-1].ids:
         return [*documents[:-1], TokenisedText(text, [*documents[-1].answers, *answers])]
