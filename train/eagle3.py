@@ -256,17 +256,17 @@ class Eagle3Student(Student):
         if input_ids.device.type == "cpu":  # as one row, since attention goes from document to document
             documents = (documents + (length + 1) * torch.arange(count)[:, None]).view(1, -1)
         band = packed_band(documents)
-        needed = (loss_mask.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)  # [B · T, steps]
-        mask, at = band, torch.arange(len(needed), device=needed.device).view_as(documents)  # where the step runs
+        is_run = (loss_mask.flip(-1).cumsum(-1).flip(-1) > 0).flatten(0, 1)  # [B · T, steps]: a loss here or later
+        mask, at = band, torch.arange(len(is_run), device=is_run.device).view_as(documents)  # where the step runs
         # Read from the module that holds it, unlike in `Eagle3.embed`, as launchers that shard weights expect.
         embedding = F.embedding(input_ids, (head.embed_tokens or self.stack.embed_tokens).weight).float()
         features = head.features(aux.float()).float().view(*at.shape, -1)
         cache, outputs, rows, labels = Steps(), list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(steps):
-            if step and (picks := positions_to_run(needed[at, step])) is not None:
+            if step and (picks := positions_to_run(is_run[at, step])) is not None:
                 features, at = F.embedding(picks, features.flatten(0, 1)), at.flatten()[picks]
                 cache.picks[step], mask = picks, QueriesAt.of(band, documents, at % documents.shape[1])
-            cache.tokens[step] = (at + 1 + step) % len(needed)
+            cache.tokens[step] = (at + 1 + step) % len(is_run)
             run = partial(self._run_step, cache, step, mask, positions.flatten()[at])
             if self.recomputes and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)

@@ -187,7 +187,7 @@ class SmallLMStudent(Student):
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`), labels shifted;
         top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`."""
-        if self.training and self.on_policy is not None and self.on_policy.due(self.step):
+        if self.training and self.on_policy is not None and self.on_policy.is_due(self.step):
             return {"loss_sum": self.loss_on_samples(input_ids, labels, positions)}
         rows = self.parallel.rows(self, self.stack, input_ids, labels, positions, documents)
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)  # [B, N, d]

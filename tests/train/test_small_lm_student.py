@@ -60,11 +60,11 @@ def test_gradients_reach_the_drafter_and_not_the_teacher(target: Path) -> None:
 
 def test_a_step_is_on_policy_as_often_as_asked() -> None:
     share = OnPolicy(0.3, 8, 0, None)
-    due = [share.due(step) for step in range(2000)]
+    due = [share.is_due(step) for step in range(2000)]
     assert 0.25 < sum(due) / 2000 < 0.35
-    assert due == [share.due(step) for step in range(2000)]
-    assert due != [OnPolicy(0.3, 8, 1, None).due(step) for step in range(2000)]
-    assert all(OnPolicy(1.0, 8, 0, None).due(step) for step in range(50))
+    assert due == [share.is_due(step) for step in range(2000)]
+    assert due != [OnPolicy(0.3, 8, 1, None).is_due(step) for step in range(2000)]
+    assert all(OnPolicy(1.0, 8, 0, None).is_due(step) for step in range(50))
     seeds = [row_generator(0, step, row).random() for step in (1, 2) for row in batch()["input_ids"]]
     assert len(set(seeds)) == len(seeds) == 6  # no two rows and no two steps draw the same numbers
 

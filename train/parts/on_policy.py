@@ -23,8 +23,8 @@ class OnPolicy:
     seed: int
     eos: int | None  # a continuation ends with it
 
-    def due(self, step: int) -> bool:
-        """Whether optimizer step `step` is one of them: a pure function of seed and step."""
+    def is_due(self, step: int) -> bool:
+        """Whether the loss of optimizer step `step` is on continuations: a pure function of seed and step."""
         return Streams(self.seed).of("on_policy", step).random() < self.share
 
     def continue_rows(
@@ -47,17 +47,17 @@ class OnPolicy:
 
 
 def choose_prefix(
-    input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: np.random.Generator
+    input_ids: Tensor, labels: Tensor, positions: Tensor, new_tokens: int, generator: np.random.Generator
 ) -> Tensor:
     """The prefix of a row's continuation: its document up to a supervised position drawn with `generator`.
 
-    All [T]. It has at most T − room tokens, cut from the left, so that `room` new ones fit within T.
+    All [T]. The prefix is cut from the left to T − new_tokens tokens, so that the new tokens fit within T.
     """
     supervised = (labels != IGNORE).nonzero()[:, 0]
     if not len(supervised):
         return input_ids[:1]
     last = int(supervised[int(generator.integers(len(supervised)))])
-    start = max(last - int(positions[last]), last + 1 - (len(input_ids) - room))
+    start = max(last - int(positions[last]), last + 1 - (len(input_ids) - new_tokens))
     return input_ids[start : last + 1]
 
 
@@ -84,10 +84,10 @@ def continue_prefixes(
         for position in range(feed.shape[1], ids.shape[1]):
             feed = feed if draft_vocabulary is None else draft_vocabulary.inward(feed)
             logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
-            turn = position - lengths
-            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))[:, 0]
-            drawn = drawn if draft_vocabulary is None else draft_vocabulary.tokens[drawn]
-            ids[:, position] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, position])
+            index = position - lengths  # [B]: of the new token of each row at this position
+            tokens = invert(logits.softmax(-1), numbers.gather(1, index.clamp(0, count - 1)[:, None]))[:, 0]  # [B]
+            tokens = tokens if draft_vocabulary is None else draft_vocabulary.tokens[tokens]
+            ids[:, position] = torch.where((index >= 0) & (index < count), tokens, ids[:, position])
             feed = ids[:, position : position + 1]
     return ids, ids.gather(1, lengths[:, None] + torch.arange(count, device=ids.device))
 
@@ -111,5 +111,5 @@ def row_generator(seed: int, step: int, row: Tensor) -> np.random.Generator:
 def draw_depths(keep: float, depths: int, seed: int, step: int, rows: Tensor) -> Tensor:
     """bool [B, T, depths]: which depths of drafts after each position of rows [B, T] are kept, j with probability
     keep ** j and all before it with it: a function of seed, step and each row's content."""
-    drawn = torch.stack([torch.from_numpy(row_generator(seed, step, row).random(rows.shape[1])) for row in rows])
-    return (drawn[..., None] < keep ** torch.arange(depths)).to(rows.device)
+    numbers = [torch.from_numpy(row_generator(seed, step, row).random(rows.shape[1])) for row in rows]
+    return (torch.stack(numbers)[..., None] < keep ** torch.arange(depths)).to(rows.device)

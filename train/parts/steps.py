@@ -1,4 +1,12 @@
-"""The steps of EAGLE-3's training-time test on packed rows: what each step predicts, and at which positions."""
+"""The steps of EAGLE-3's training-time test on packed rows: what each step predicts, and at which positions.
+
+Example, a document a b c d of which every token is a label, and two steps. Step t at position i predicts the token at
+position i + 1 + t:
+
+    position   0  1  2  3
+    step 0     b  c  d  –
+    step 1     c  d  –  –
+"""
 
 from dataclasses import dataclass
 from typing import Self
@@ -24,13 +32,16 @@ def loss_mask_per_step(labels: Tensor, documents: Tensor, steps: int) -> Tensor:
     return (ahead(labels, IGNORE) != IGNORE) & (ahead(documents, -2) == documents[..., None])
 
 
-def positions_to_run(needed: Tensor) -> Tensor | None:
-    """The flat indices [B, N] of the needed positions, bool [B, T], and of more in rows with fewer; None: all."""
-    most, length = max(1, int(needed.sum(1).max())), needed.shape[1]
+def positions_to_run(is_run: Tensor) -> Tensor | None:
+    """The flat indices [B, N] of the positions at which a step runs; None: all.
+
+    is_run: bool [B, T]. N is the largest number in a row; rows with fewer positions get others besides.
+    """
+    most, length = max(1, int(is_run.sum(1).max())), is_run.shape[1]
     if most > NEARLY_ALL * length:
         return None
-    row_starts = length * torch.arange(len(needed), device=needed.device)[:, None]  # [B, 1]
-    return row_starts + needed.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    row_starts = length * torch.arange(len(is_run), device=is_run.device)[:, None]  # [B, 1]
+    return row_starts + is_run.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
 @dataclass(frozen=True, kw_only=True)
