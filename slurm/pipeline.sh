@@ -13,16 +13,16 @@
 # EESD_SBATCH, CALIBRATE_SBATCH, EVALUATE_SBATCH) for one.
 set -euo pipefail
 
-source slurm/quoted.sh
+source slurm/quote.sh
 target='' out='' template='' stages=(generate eesd calibrate evaluate)
-declare -A given=([generate]='' [eesd]='' [calibrate]='' [evaluate]='') # options of each stage, one a line
+declare -A options_of=([generate]='' [eesd]='' [calibrate]='' [evaluate]='') # options of each stage, one a line
 for argument in "$@"; do
   stage=${argument%%.*}
   case $argument in
-  target=*) target=$(unquoted "${argument#*=}") ;;
-  out_dir=*) out=$(unquoted "${argument#*=}") ;;
+  target=*) target=$(unquote "${argument#*=}") ;;
+  out_dir=*) out=$(unquote "${argument#*=}") ;;
   template=*) template=${argument#*=} ;;
-  generate.*=* | eesd.*=* | calibrate.*=* | evaluate.*=*) given[$stage]+=${argument#*.}$'\n' ;;
+  generate.*=* | eesd.*=* | calibrate.*=* | evaluate.*=*) options_of[$stage]+=${argument#*.}$'\n' ;;
   *)
     echo "error: $argument: expected target=, out_dir=, template= or STAGE.KEY=VALUE with STAGE one of ${stages[*]}" >&2
     exit 2
@@ -34,49 +34,50 @@ if [ -z "$target" ] || [ -z "$out" ]; then
   exit 2
 fi
 
-# Hydra refuses a second choice of the same group, so a default gives way to what was given.
-default() { grep -q "^$2=" <<<"${given[$1]}" || given[$1]+=$2=$3$'\n'; }
-given_as() { sed -n "s/^$1=//p" <<<"${given[generate]}"; }
-said_in() { [ ! -f "conf/$2.yaml" ] || sed -n "s/^$1: //p" "conf/$2.yaml"; }
-[ -z "$template" ] || default generate data.template "$template"
-asked=$(given_as data.template) # by which the responses are asked for; else what their data say, sharegpt by itself
-experiment=experiment/$(given_as experiment) data=$(given_as data)
-[ -n "$asked" ] || asked=$(said_in ' *template' "$experiment")
-[ -n "$data" ] || data=$(said_in ' *- override \/data' "$experiment")
-[ -n "$asked" ] || asked=$(said_in template "data/${data:-sharegpt}")
+# set_default STAGE KEY VALUE: unless the user gave the option. Hydra refuses a second choice of the same group.
+set_default() { grep -q "^$2=" <<<"${options_of[$1]}" || options_of[$1]+=$2=$3$'\n'; }
+# The user's option of stage generate; the value of a key in a file of conf/, if the file is there.
+generate_option() { sed -n "s/^$1=//p" <<<"${options_of[generate]}"; }
+read_yaml() { [ ! -f "conf/$2.yaml" ] || sed -n "s/^$1: //p" "conf/$2.yaml"; }
+[ -z "$template" ] || set_default generate data.template "$template"
+answer_template=$(generate_option data.template) # else the experiment's or the data set's, which is sharegpt
+experiment=experiment/$(generate_option experiment) data=$(generate_option data)
+[ -n "$answer_template" ] || answer_template=$(read_yaml ' *template' "$experiment")
+[ -n "$data" ] || data=$(read_yaml ' *- override \/data' "$experiment")
+[ -n "$answer_template" ] || answer_template=$(read_yaml template "data/${data:-sharegpt}")
 for stage in eesd calibrate; do
-  grep -q '^experiment=' <<<"${given[$stage]}" || default "$stage" data responses
-  if grep -qx 'data=responses' <<<"${given[$stage]}"; then
+  grep -q '^experiment=' <<<"${options_of[$stage]}" || set_default "$stage" data responses
+  if grep -qx 'data=responses' <<<"${options_of[$stage]}"; then
     answers=data
-  elif grep -qx 'data=self_distillation' <<<"${given[$stage]}"; then
+  elif grep -qx 'data=self_distillation' <<<"${options_of[$stage]}"; then
     answers=data.mix.generated
-    [ -z "$template" ] || default "$stage" data.mix.open.template "$template"
+    [ -z "$template" ] || set_default "$stage" data.mix.open.template "$template"
   else
-    [ -z "$template" ] || grep -q '^experiment=' <<<"${given[$stage]}" || default "$stage" data.template "$template"
+    [ -z "$template" ] || grep -q '^experiment=' <<<"${options_of[$stage]}" || set_default "$stage" data.template "$template"
     continue
   fi
-  default "$stage" $answers.path "$(quoted "$out/responses/responses-*.jsonl")"
-  [ -z "$asked" ] || default "$stage" $answers.template "$asked"
+  set_default "$stage" $answers.path "$(quote "$out/responses/responses-*.jsonl")"
+  [ -z "$answer_template" ] || set_default "$stage" $answers.template "$answer_template"
 done
-[ -z "$template" ] || default evaluate template "$template"
-default evaluate method '[eesd_beta,eesd_cali]'
+[ -z "$template" ] || set_default evaluate template "$template"
+set_default evaluate method '[eesd_beta,eesd_cali]'
 
-before=''
+previous_job=''
 submit() { # STAGE SCRIPT ARGUMENTS…
   local stage=$1 overrides options=()
   shift
-  mapfile -t overrides < <(printf %s "${given[$stage]}")
+  mapfile -t overrides < <(printf %s "${options_of[$stage]}")
   local extra=${stage^^}_SBATCH
   read -ra options <<<"${!extra:-}"
-  before=$(sbatch --parsable --job-name="outrider-$stage" ${before:+"--dependency=afterok:$before"} \
+  previous_job=$(sbatch --parsable --job-name="outrider-$stage" ${previous_job:+"--dependency=afterok:$previous_job"} \
     --kill-on-invalid-dep=yes "${options[@]}" "$@" "${overrides[@]}")
-  before=${before%%;*} # "id;cluster" where there are several
-  echo "$stage $before"
+  previous_job=${previous_job%%;*} # "id;cluster" where there are several
+  echo "$stage $previous_job"
 }
 train=slurm/train.sbatch
-in_out() { quoted "$out/$1"; }
-submit generate $train data_prep/generate_responses.py target="$(quoted "$target")" out_dir="$(in_out responses)" \
+path_in_out() { quote "$out/$1"; }
+submit generate $train data_prep/generate_responses.py target="$(quote "$target")" out_dir="$(path_in_out responses)" \
   resume=true
-submit eesd $train train/eesd.py target="$(quoted "$target")" out_dir="$(in_out eesd)" resume=true
-submit calibrate $train train/calibrate.py checkpoint="$(in_out eesd)" out_dir="$(in_out calibrate)" resume=true
-submit evaluate slurm/evaluate.sbatch checkpoint="$(in_out eesd)" out_dir="$(in_out evaluate)" resume=true
+submit eesd $train train/eesd.py target="$(quote "$target")" out_dir="$(path_in_out eesd)" resume=true
+submit calibrate $train train/calibrate.py checkpoint="$(path_in_out eesd)" out_dir="$(path_in_out calibrate)" resume=true
+submit evaluate slurm/evaluate.sbatch checkpoint="$(path_in_out eesd)" out_dir="$(path_in_out evaluate)" resume=true
