@@ -56,6 +56,15 @@ def acceptance_by_top_k(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> 
     return accept
 
 
+def acceptance_by_tokens(tokens: Tensor) -> AcceptanceOf:
+    """Acceptance by a text with these next `tokens` [n]: the drafter's probability of each."""
+
+    def accept(drafted: Tensor, rows: slice) -> Tensor:
+        return drafted.log_softmax(-1).gather(-1, tokens[rows, None])[:, 0].exp()
+
+    return accept
+
+
 def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
     """log p [n, k + 1]: the k most likely tokens, then all others as one bucket of probability `tail` [n].
 

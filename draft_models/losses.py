@@ -195,13 +195,14 @@ def linear_divergence(
 
     hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only select positions:
     those that are not `IGNORE`; None: all of hidden [n, d]. Then owners [n] may say which of target_hidden [m, d'] each
-    is compared with, ascending and each at least once (its p is computed once), and shares [n] weigh them.
+    is compared with, ascending and each at least once (its p is computed once). shares [...]: weights of the positions.
     If V ≠ V' (padded embeddings) both distributions are taken over the shared ids. No gradient reaches the target's
     side. The [tokens, V] logits of neither side are ever held as a whole: chunks and dtypes are those of
     `linear_cross_entropy`.
     """
     if labels is not None:
         hidden, target_hidden = (states[labels != IGNORE] for states in (hidden, target_hidden))
+        shares = None if shares is None else shares[labels != IGNORE]
     if tokens is not None and kind not in OVERLAPS:
         target_weight, tokens = target_weight[tokens], None
     shared = min(weight.shape[0], target_weight.shape[0])
@@ -237,13 +238,14 @@ def linear_topk_divergence(
     kind: str,
     *,
     rule: LogitRule = PLAIN,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """`linear_divergence` if only the target's k most likely tokens are known: D over k + 1 buckets.
 
     top_ids, top_logprobs [..., k]. tail [...]: the probability of all other tokens, which form one bucket of p and of
     q. The result equals the full divergence if p / q is constant within the tail; otherwise it is smaller (for kl_tv
-    each term is smaller, but λ differs). p is normalised again (see `top_k_logs`). hidden, weight, labels and `kind` as
-    in `linear_divergence`.
+    each term is smaller, but λ differs). p is normalised again (see `top_k_logs`). hidden, weight, labels, `kind` and
+    shares as in `linear_divergence`.
 
     With a draft vocabulary, top_ids are indices into it, and `IGNORE` for tokens outside it (see
     `draft_models.draft_vocabulary.draft_indices`). Those are treated as in `linear_divergence`: they add nothing to
@@ -269,7 +271,7 @@ def linear_topk_divergence(
             return value, None
         return value, part.spread(slope - log_q.exp_() * slope.sum(-1, keepdim=True), within)
 
-    return _apply(hidden[keep], weight, objective, rule)
+    return _apply(hidden[keep], weight, objective, rule, None if shares is None else shares[keep])
 
 
 @dataclass(frozen=True)

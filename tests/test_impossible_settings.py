@@ -134,6 +134,11 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"teacher": "cached", "objective": "cross_entropy"}, "teacher='cached': expected online"),
         ({"data": DataConfig(heldout_fraction=0.0)}, "heldout_fraction"),
         ({"parallel": 1}, "parallel=1: expected 0, or 2 tokens or more"),
+        ({"position_weights": "dpace"}, "position_weights='dpace': expected none without parallel"),
+        (
+            {"position_weights": "cat", "parallel": 2, "objective": "cross_entropy"},
+            "position_weights='cat': expected another with objective=cross_entropy",
+        ),
         ({"parallel": 2, "lora_rank": 2, "drafter": DrafterConfig(path="x")}, "lora_rank=2: expected 0 with parallel"),
     ],
     FitConfig: [

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ from outrider.draft_models.eagle3 import checkpoint as heads
 from outrider.draft_models.eagle3.dialects import require_expressible
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
-from outrider.draft_models.losses import head_product, linear_cross_entropy, linear_divergence
+from outrider.draft_models.losses import PLAIN, head_product, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import layer_stack
@@ -46,16 +45,12 @@ from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.loading.memory_plan import Plan
 from outrider.train.core.driver import training_run
 from outrider.train.core.training import Batch, FitResult, Metrics, Student
-from outrider.train.parts.drafter import (
-    frozen_dtype,
-    pick_tokens,
-    require_context,
-    write_records,
-)
-from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, batches_of
+from outrider.train.parts.drafter import frozen_dtype, pick_tokens, require_context, write_records
+from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, acceptance_of_drafts, batches_of
 from outrider.train.parts.memory import empty_target, fit_memory
 from outrider.train.parts.on_policy import draw_depths
-from outrider.train.parts.steps import QueriesAt, loss_mask_per_step, positions_to_run
+from outrider.train.parts.position_weights import Slots, cat_weights, dpace_weights, probabilities_of
+from outrider.train.parts.steps import Predictions, QueriesAt, loss_mask_per_step, positions_to_run
 from outrider.train.parts.target_states import FEATURES, add_states
 from outrider.train.settings.drafters import Eagle3Config
 
@@ -153,14 +148,6 @@ def build_student(
     return Eagle3Student(stack, head, config)
 
 
-class Predictions(NamedTuple):
-    """Predictions of a head, ordered by the positions of their labels."""
-
-    hidden: Tensor  # [n, H]: the outputs of the head
-    labels: Tensor  # [n]: flat indices of the labels into [B, T]
-    steps: Tensor  # [n]
-
-
 class Eagle3Student(Student):
     """A head that learns in float32, on the frozen layers of a whole target: training-time test.
 
@@ -169,6 +156,8 @@ class Eagle3Student(Student):
     is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `step_decay` times
     that of the previous step, and all weights sum to 1. With `keep` step t is drawn to run at a share of keep^t of the
     positions, with 1 / keep^t times the weight. So the expected loss and gradient are those of all positions.
+
+    With position_weights=none each step has the weight 1 / `steps`; cat and dpace multiply that by weights of slots.
     """
 
     step_weights: Tensor  # [steps]
@@ -178,7 +167,9 @@ class Eagle3Student(Student):
         self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
         self.objective, self.steps, self.keep = config.objective, config.draft_steps, config.keep
         self.seed, self.recomputes = config.fit.seed, False
-        weights = torch.tensor([config.step_decay**step for step in range(self.steps)], device=stack.device)
+        self.position_weights = config.position_weights
+        decay = config.step_decay if self.position_weights == "decay" else 1.0
+        weights = torch.tensor([decay**step for step in range(self.steps)], device=stack.device)  # [steps]
         shares = self.keep ** torch.arange(self.steps, device=stack.device)
         self.register_buffer("step_weights", weights / weights.sum() / shares, persistent=False)
         head.lm_head.requires_grad_(config.train_head)
@@ -210,7 +201,26 @@ class Eagle3Student(Student):
         if self.keep < 1:
             loss_mask &= draw_depths(self.keep, self.steps, self.seed, self.step, input_ids)
         predictions = self.unroll(input_ids, positions, documents, aux.flatten(2), loss_mask)
-        return {"loss_sum": self.loss(predictions, final[:, :, 0], labels, self.step_weights[predictions.steps])}
+        shares = self.weigh(predictions, final[:, :, 0], labels)  # [n]
+        return {"loss_sum": self.loss(predictions, final[:, :, 0], labels, shares)}
+
+    def weigh(self, predictions: Predictions, target: Tensor, labels: Tensor) -> Tensor:
+        """The weights [n] of the predictions. target, labels: see `loss`."""
+        steps, shares, head = predictions.steps, self.step_weights[predictions.steps], self.head  # [n] each
+        if self.position_weights == "decay" or self.position_weights == "none":
+            return shares
+        slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape[1])
+        if slots.kind == "cat":
+            product = head_product(self.stack.head, target)
+            return shares * cat_weights(slots, probabilities_of(labels, product, self.stack.spec.logits))
+        product = head.normalise(predictions.hidden), head.lm_head.weight
+        q = probabilities_of(self.classes(predictions, labels), product, PLAIN)  # [n]
+        return shares * dpace_weights(slots, q, torch.ones_like(steps, dtype=torch.bool))
+
+    def classes(self, predictions: Predictions, labels: Tensor) -> Tensor:
+        """The labels [n] of the predictions as indices into the draft vocabulary, `IGNORE` outside it."""
+        head, flat_labels = self.head, labels.flatten()
+        return draft_indices(flat_labels[predictions.labels], head.draft_tokens, head.reading.vocabulary)
 
     def loss(self, predictions: Predictions, target: Tensor, labels: Tensor, shares: Tensor | None) -> Tensor:
         """The loss summed over n predictions, weighted by `shares` [n].
@@ -220,8 +230,7 @@ class Eagle3Student(Student):
         head = self.head
         states, matrix = head.normalise(predictions.hidden), head.lm_head.weight  # [n, H], [V', H]
         if self.objective == "cross_entropy":
-            classes = draft_indices(labels.flatten()[predictions.labels], head.draft_tokens, head.reading.vocabulary)
-            return linear_cross_entropy(states, matrix, classes, shares=shares)
+            return linear_cross_entropy(states, matrix, self.classes(predictions, labels), shares=shares)
         positions, owners = predictions.labels.unique_consecutive(return_inverse=True)
         products = (states, matrix, *head_product(self.stack.head, target.flatten(0, 1)[positions]))
         rule, weights = self.stack.spec.logits, {"owners": owners, "shares": shares}
@@ -352,16 +361,6 @@ def score_batch(student: Eagle3Student, batch: Batch, steps: int) -> tuple[Tenso
         loss = student.loss(part, states[:, :, -1], labels, None)
         sums.append(torch.stack([in_step.sum(), loss.double(), (right & in_step).sum()]))
     return torch.stack(sums).cpu(), by_label.unflatten(0, labels.shape)
-
-
-def acceptance_of_drafts(accepted: Tensor) -> Tensor:
-    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, positions, WATCHED_DRAFT], NaN where there is none.
-
-    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
-    label of position t + 1 + i.
-    """
-    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
-    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)], -1)
 
 
 # --- what is saved, and the memory

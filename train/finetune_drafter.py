@@ -59,6 +59,7 @@ from outrider.train.parts.memory import fit_memory
 from outrider.train.parts.objective import draft_loss, load_taught_rows
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.parts.parallel import ONE_A_PASS, Parallel
+from outrider.train.parts.position_weights import Slots
 from outrider.train.settings.drafters import FinetuneConfig
 
 
@@ -130,7 +131,7 @@ def parallel_of(
     unused = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
     mask = unused if finished_mask is None else finished_mask
     config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
-    return Parallel.of(config.parallel, mask, config.fit.seed)
+    return Parallel.of(config.parallel, mask, config.fit.seed, config.position_weights)
 
 
 def load_target(config: FinetuneConfig, target: OpenTarget, run: TrainingRun) -> LayerStack | None:
@@ -193,7 +194,7 @@ class SmallLMStudent(Student):
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)  # [B, N, d]
         teacher_states = None if self.teacher is None else rows.expand(self.teach(input_ids, positions, documents))
         top_k = {name: rows.expand(values) for name, values in top_k.items()}
-        loss = self.loss(hidden, rows.labels, teacher_states, top_k)
+        loss = self.loss(hidden, rows.labels, teacher_states, top_k, rows.slots)
         return {"loss_sum": loss / rows.predictions}
 
     def loss(
@@ -202,9 +203,11 @@ class SmallLMStudent(Student):
         labels: Tensor,
         teacher_states: Tensor | None,
         top_k: Mapping[str, Tensor] = MappingProxyType({}),
+        slots: Slots | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
         """The loss of the student's states `hidden` [..., d], summed over supervised positions: by
-        `teacher_states` [..., d'], or by the cached top k of the same positions."""
+        `teacher_states` [..., d'], or by the cached top k of the same positions. slots, shares: see `draft_loss`."""
         rule, target_rule, target = self.stack.spec.logits, PLAIN, None
         vocabulary = self.stack.draft_vocabulary
         tokens, size = (None, 0) if vocabulary is None else (vocabulary.tokens, vocabulary.vocabulary)
@@ -216,7 +219,7 @@ class SmallLMStudent(Student):
             target, target_rule = head_product(self.teacher.head, teacher_states), self.teacher.spec.logits
         return draft_loss(
             self.objective, (states, matrix), labels, tokens, size, rule=rule, target=target, target_rule=target_rule,
-            top_k=top_k,
+            top_k=top_k, slots=slots, shares=shares,
         )  # fmt: skip
 
     def loss_on_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
@@ -233,8 +236,8 @@ class SmallLMStudent(Student):
         hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
         teacher_states = rows.expand(self.teach(ids, new_positions, documents))
         weights = (labels != IGNORE).sum(1) / (new_labels != IGNORE).sum(1)  # [B]
-        losses = [self.loss(*row) for row in zip(hidden, rows.labels, teacher_states, strict=True)]
-        return (torch.stack(losses) * weights).sum() / rows.predictions
+        shares = weights[:, None].expand(rows.labels.shape)  # [B, N]
+        return self.loss(hidden, rows.labels, teacher_states, slots=rows.slots, shares=shares) / rows.predictions
 
     @torch.no_grad()
     def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
 from outrider.train import eagle3
-from outrider.train.eagle3 import Eagle3Student, acceptance_of_drafts, plan_memory, score_batch
+from outrider.train.eagle3 import Eagle3Student, plan_memory, score_batch
 from outrider.train.parts import steps
+from outrider.train.parts.heldout import acceptance_of_drafts
 from outrider.train.parts.on_policy import draw_depths, row_generator
 from outrider.train.parts.steps import QueriesAt
 from outrider.train.settings.fit import FitConfig
@@ -27,10 +29,11 @@ from tests.eagle3_heads import Facts, Row, reference
 from tests.faults import plant
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
+from tests.train.test_position_weights import slot_weight
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
 STEPS, DECAY, TAPS = 3, 0.5, (1, 2, 4)
-OPTIONS = {"draft_steps": STEPS, "step_decay": DECAY, "train_head": True}
+OPTIONS = {"draft_steps": STEPS, "step_decay": DECAY, "position_weights": "decay", "train_head": True}
 DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 9 + [1] * 1 + [-1] * 2]
 
 
@@ -50,7 +53,10 @@ def case(request: pytest.FixtureRequest, target: Path) -> Case:
     return a_case(target, request.param, TOKENS, keep={"3": 1.0, "3.1": 0.6}[request.param])
 
 
-def a_case(target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl", keep: float = 1) -> Case:
+def a_case(
+    target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl", keep: float = 1,
+    weights: str = "decay",
+) -> Case:  # fmt: skip
     model, stack = open_stack(target)
     size = None if tokens is None else len(tokens)
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
@@ -59,7 +65,8 @@ def a_case(target: Path, version: str, tokens: Tensor | None, objective: str = "
     for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
-    config: Any = SimpleNamespace(**OPTIONS, objective=objective, keep=keep, fit=FitConfig(steps=1, seed=4))
+    options = OPTIONS | {"objective": objective, "keep": keep, "position_weights": weights}
+    config: Any = SimpleNamespace(**options, fit=FitConfig(steps=1, seed=4))
     student = Eagle3Student(stack, head, config)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
@@ -120,24 +127,37 @@ def drafts(case: Case, weights: dict[str, Tensor]) -> dict[tuple[int, int, int],
 
 def expected(case: Case, objective: str, weights: dict[str, Tensor]) -> Tensor:
     """The loss, one prediction after the other."""
-    total, all_shares = torch.zeros(()), sum(DECAY**step for step in range(STEPS))
-    tokens = torch.tensor(case.facts.draft_tokens)
+    kind, drafted, total = case.student.position_weights, drafts(case, weights), torch.zeros(())
+    decay = DECAY if kind == "decay" else 1.0
+    all_shares, tokens = sum(decay**step for step in range(STEPS)), torch.tensor(case.facts.draft_tokens)
     every, own, keep = torch.eye(VOCABULARY), torch.eye(len(tokens)), case.student.keep
     drawn = [row_generator(4, case.student.step, ids).random(len(ids)) for ids in case.batch["input_ids"]]
-    for (b, place, step), logits in drafts(case, weights).items():
+
+    def is_trained(b: int, place: int, step: int) -> bool:
+        if (b, place, step) not in drafted or drawn[b][place] >= keep**step:
+            return False
+        label = case.batch["labels"][b, place + 1 + step]
+        return bool(label != IGNORE and (objective != "cross_entropy" or label in tokens))
+
+    def weight(b: int, place: int, step: int) -> float:
+        """Of a slot, by the probabilities of the labels of its draft."""
+        labels, p, q = case.batch["labels"][b, place + 1 :], list[float](), list[float]()
+        for slot in takewhile(lambda slot: is_trained(b, place, slot), range(STEPS)):
+            p.append(case.logits[b, place + 1 + slot].softmax(-1)[labels[slot]].item())
+            q.append((drafted[b, place, slot].softmax(-1) * (tokens == labels[slot])).sum().item())
+        return slot_weight(kind, step, p, q)
+
+    for (b, place, step), logits in drafted.items():
         at = place + 1 + step  # the position of the predicted label
-        label = case.batch["labels"][b, at]
-        if label == IGNORE or drawn[b][place] >= keep**step:
+        if not is_trained(b, place, step):
             continue
-        one = torch.zeros(1, dtype=torch.long)
+        one, label = torch.zeros(1, dtype=torch.long), case.batch["labels"][b, at]
         if objective == "cross_entropy":
-            if label not in tokens:
-                continue
             loss = linear_cross_entropy(logits[None], own, (tokens == label).nonzero()[:, 0])
         else:
             given = (logits[None], own, case.logits[b, at][None], every, one, objective)
             loss = linear_divergence(*given, tokens=tokens)
-        total = total + DECAY**step / all_shares / keep**step * loss
+        total = total + weight(b, place, step) * decay**step / all_shares / keep**step * loss
     return total
 
 
@@ -162,6 +182,13 @@ def assert_same(case: Case, objective: str = "forward_kl") -> None:
 
 def test_loss_and_gradients_are_those_of_drafts_place_by_place(case: Case) -> None:
     assert_same(case)
+
+
+@pytest.mark.parametrize(
+    ("weights", "objective"), [("cat", "forward_kl"), ("dpace", "cross_entropy"), ("none", "kl_tv")]
+)
+def test_steps_are_weighted_place_by_place(target: Path, weights: str, objective: str) -> None:
+    assert_same(a_case(target, "3.1", TOKENS, objective, keep=0.9, weights=weights), objective)
 
 
 def test_what_is_watched_is_of_drafts_place_by_place(case: Case) -> None:

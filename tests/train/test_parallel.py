@@ -25,7 +25,9 @@ from outrider.draft_models.targets.target import Band
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
 from outrider.train.eesd import EarlyExitStudent
 from outrider.train.finetune_drafter import drafter_config, finetune_drafter, parallel_of, plan_memory
+from outrider.train.parts import objective
 from outrider.train.parts.heldout import packed_hidden
+from outrider.train.parts.initial_lm import start_lm
 from outrider.train.parts.on_policy import OnPolicy, row_generator
 from outrider.train.parts.parallel import ONE_A_PASS, DraftBand, Parallel
 from outrider.train.settings.drafters import DrafterConfig
@@ -34,10 +36,12 @@ from tests.faults import plant
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, open_stack, save_target
 from tests.train.jobs import FIT, exit_student, finetuning, require_lossless, save_responses
 from tests.train.test_heads import HEADS
+from tests.train.test_position_weights import slot_weight
 from tests.train.test_small_lm_student import batch, student
 
 MASK = VOCABULARY - 1
 DRAFTS = Parallel(tokens=4, keep=0.7, mask=MASK, seed=0)
+CAT, DPACE = replace(DRAFTS, weights="cat"), replace(DRAFTS, weights="dpace")
 FEW, EVERY = torch.tensor([*range(100), MASK]), torch.arange(VOCABULARY)
 Say = Callable[[Tensor, int], Tensor]  # a text and a number of masks after it → logits [text + masks, K]
 Both = tuple[Any, Say, list[Tensor], list[Tensor]]  # a student, its drafter by itself; the parameters of both
@@ -103,11 +107,30 @@ def by_itself(one: Any, say: Say, target: Path, few: Tensor | None, rows: Rows, 
                 depth = sum(numbers[part[place]] < DRAFTS.keep**j for j in range(1, tokens))
                 depth = min(depth, len(part) - 1 - place)
                 said = say(ids[part[: place + 1]], depth)[place:] if depth else own[place:]
-                for j in range(depth + 1):
-                    at = part[place + j]
-                    known = {name: value[row, at][None] for name, value in recorded.items()}
-                    loss = loss + divergence(one, few, said[j][None], logits[place + j][None], labels[at][None], known)
+                columns = part[place : place + depth + 1]
+                known = {name: value[row, columns] for name, value in recorded.items()}
+                p, q = label_probabilities(labels[columns], logits[place:], said, few, known)
+                for j, at in enumerate(columns):
+                    top = {name: value[j][None] for name, value in known.items()}
+                    term = divergence(one, few, said[j][None], logits[place + j][None], labels[at][None], top)
+                    loss = loss + slot_weight(one.parallel.weights, j, p, q) * term
     return loss / sum(DRAFTS.keep**j for j in range(tokens))
+
+
+def label_probabilities(
+    labels: Tensor, logits: Tensor, said: Tensor, few: Tensor | None, known: Rows
+) -> tuple[list[float], list[float]]:
+    """Of a draft's labels by the target, or what is known of it, and by the drafter, up to the first IGNORE."""
+    p, q = list[float](), list[float]()
+    for slot, label in enumerate(labels.tolist()):
+        if label == IGNORE:
+            break
+        p.append(logits[slot].softmax(-1)[label].item())
+        if known and label not in known["top_ids"][slot]:
+            p[-1] = min(known["tail"][slot].item(), known["top_logprobs"][slot].exp().min().item())
+        index = draft_indices(labels[slot], few, logits.shape[-1]).item()
+        q.append(0.0 if index == IGNORE else said[slot].softmax(-1)[index].item())
+    return p, q
 
 
 def divergence(one: Any, few: Tensor | None, said: Tensor, wanted: Tensor, label: Tensor, known: Rows) -> Tensor:
@@ -140,6 +163,10 @@ DRAFTED = [
     ("mistral", "reverse_kl", DRAFTS, None, False),  # its window is shorter than the documents
     ("qwen3", "cross_entropy", DRAFTS, FEW, False),
     ("llama", "forward_kl", DRAFTS, FEW, True),
+    ("llama", "forward_kl", CAT, FEW, True),
+    ("mistral", "forward_kl", CAT, None, False),
+    ("qwen3", "cross_entropy", DPACE, FEW, False),
+    ("llama", "total_variation", DPACE, None, True),
     ("mistral", "forward_kl", ONE_A_PASS, None, False),
     ("qwen3", "cross_entropy", ONE_A_PASS, FEW, False),
 ]
@@ -174,7 +201,7 @@ def test_the_loss_is_that_of_every_draft_alone(
         taught = packed_hidden(stack, *(rows[name] for name in ("input_ids", "positions", "documents")))
         top = stack.logits_after_norm(taught).log_softmax(-1).topk(5)
         recorded = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
-    for blocks in (512, 32) if drafts is DRAFTS else (512,):
+    for blocks in (512, 32) if drafts is DRAFTS or drafts is CAT else (512,):
         monkeypatch.setattr(Band, "BLOCK", blocks)
         require_alone(alone(target, *case[2:]), target, few, rows, recorded)
 
@@ -199,6 +226,8 @@ FAULTS = {  # where, and what stands there instead
     "an exit's own positions": (*HIDDEN, "stack.rotary(all_positions)", "stack.rotary(all_positions.clamp(max=9))"),
     "taught by other texts": (*HIDDEN, "trunk[:, :length].detach()", "trunk[:, :length].detach().flip(0)"),
     "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(learns_masks)", "set_grad_enabled(False)"),
+    "weighed by its own token": (objective, "cat_weights", "[..., :-1], (1, 0)", "[..., 1:], (0, 1)"),
+    "weighed by other drafts": (objective, "cat_weights", "flatten(0, 1)", "flatten(0, 1).roll(1, 0)"),
     "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / rows.predictions", "loss"),
 }
 
@@ -208,7 +237,7 @@ def test_wrong_rows_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plant(monkeypatch, *FAULTS[fault])
     target, rows = save_target(tmp_path, "mistral", kv_heads=2), batch(length=28)
     alone = lm_alone if FAULTS[fault][:2] in (ROWS, DRAWN, BAND, SEEN) else exit_alone
-    made = alone(target, "forward_kl", DRAFTS, None, False)
+    made = alone(target, "forward_kl", CAT if "weighed" in fault else DRAFTS, None, False)
     made[0].begin_step(3)
     with pytest.raises((AssertionError, RuntimeError)):
         require_alone(made, target, None, rows, {})
@@ -251,6 +280,16 @@ def test_a_drafter_of_several_tokens_is_trained_and_drafts(tmp_path: Path, targe
         (tmp_path / "out" / "config.json").write_text(json.dumps(settings | odd))
         with pytest.raises(UserError, match=f"small_lm=.*: {next(iter(odd))}="):
             load_small_lm(run.out_dir, load_tokenizer(run.out_dir), dtype=torch.float32)
+
+
+def test_a_finished_drafters_mask_begins_as_the_mean_of_all_embeddings(small: Path, corpus: DataConfig) -> None:
+    run, shape = finetuning(small, corpus, Path("out"), drafter=DrafterConfig(path=str(small))), load_config(str(small))
+    masked, chain = (
+        start_lm(run, shape, load_tokenizer(str(small)), torch.device("cpu"), parallel=parallel).get_input_embeddings()
+        for parallel in (DRAFTS, ONE_A_PASS)
+    )
+    torch.testing.assert_close(masked.weight[MASK], chain.weight.mean(0))
+    assert (masked.weight != chain.weight).any(1).nonzero().tolist() == [[MASK]]
 
 
 def test_a_plan_counts_the_masks(target: Path, corpus: DataConfig) -> None:

@@ -93,7 +93,8 @@ def test_the_drafter_is_the_best_not_the_last(
         )
 
 
-RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5}), ("small_lm", {"on_policy": 0.5}), ("small_lm", {"parallel": 3})]
+RUNS = [("early_exit", {}), ("eagle3", {"keep": 0.5, "position_weights": "dpace"}), ("small_lm", {"on_policy": 0.5}),
+        ("small_lm", {"parallel": 3, "position_weights": "cat"})]  # fmt: skip
 
 
 STOPPED = [*RUNS, ("small_lm", {"on_policy": 0.5, "lora_rank": 2}), ("early_exit", {"parallel": 3})]

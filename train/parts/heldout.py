@@ -196,3 +196,13 @@ def expected_tau(accepted: Sequence[Tensor], batches: Sequence[Batch]) -> float 
     pairs = zip(accepted, [batch["documents"] for batch in batches], strict=True)
     taus = torch.cat([analytic_tau(alpha, owner.to(alpha.device), WATCHED_DRAFT) for alpha, owner in pairs])
     return taus.double().mean().item() if len(taus) else None
+
+
+def acceptance_of_drafts(accepted: Tensor) -> Tensor:
+    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, positions, WATCHED_DRAFT], NaN where there is none.
+
+    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
+    label of position t + 1 + i.
+    """
+    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
+    return torch.stack([accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)], -1)

@@ -17,10 +17,10 @@ from transformers import (
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
-from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, require_same_vocabulary
+from outrider.draft_models.small_lm.model import MASK_TOKEN, PASS_TOKENS, pass_tokens_of, require_same_vocabulary
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.model_spec import context_limit
-from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
+from outrider.draft_models.targets.narrowed import DraftVocabulary, draft_vocabulary_of, is_narrowed
 from outrider.draft_models.targets.open_target import load_config, load_proven, load_tokenizer, special_tokens
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.parts.drafter import llama_config
@@ -81,6 +81,8 @@ def start_lm(
             lm = new_lm(shape, tokenizer, vocabulary)
         else:
             lm = finished_lm(config.drafter, shape, tokenizer, vocabulary, rows)
+            if parallel.tokens > 1 and pass_tokens_of(shape)[0] is None:
+                start_mask(lm, parallel.mask)
         for name in (MASK_TOKEN, PASS_TOKENS):  # of a finished one, perhaps
             lm.config.__dict__.pop(name, None)
         passes = {MASK_TOKEN: parallel.mask, PASS_TOKENS: parallel.tokens}
@@ -91,6 +93,19 @@ def start_lm(
             lora = LoraConfig(r=config.lora_rank, lora_alpha=cast(int, alpha), target_modules="all-linear")
             lm = cast(PreTrainedModel, get_peft_model(lm, lora))
     return nn.Module.to(lm, device)
+
+
+@torch.no_grad()
+def start_mask(lm: PreTrainedModel, mask: int) -> None:
+    """Set the embedding of the id `mask`, which no text has trained, to the mean of all embeddings.
+
+    A mask outside the draft vocabulary has the row for all other tokens, which stays as it is.
+    """
+    embedding, vocabulary = lm.get_input_embeddings(), draft_vocabulary_of(lm)
+    assert isinstance(embedding, nn.Embedding)
+    if vocabulary is None or mask in vocabulary.tokens:
+        row = mask if vocabulary is None else int(vocabulary.inward(torch.tensor(mask)))
+        embedding.weight[row] = embedding.weight.mean(0)
 
 
 def new_lm(

@@ -9,6 +9,7 @@ from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.draft_vocabulary import draft_indices
 from outrider.draft_models.losses import (
+    IGNORE,
     PLAIN,
     LogitRule,
     linear_cross_entropy,
@@ -16,10 +17,16 @@ from outrider.draft_models.losses import (
     linear_topk_divergence,
 )
 from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.train.parts.position_weights import (
+    Product,
+    Slots,
+    cached_probabilities,
+    cat_weights,
+    dpace_weights,
+    probabilities_of,
+)
 from outrider.train.parts.top_k_rows import TOP_K, TopKRows, load_top_k_rows
 from outrider.train.settings.drafters import EesdConfig, FinetuneConfig
-
-Product = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are states · matrixᵀ
 
 
 def load_taught_rows(
@@ -41,20 +48,41 @@ def draft_loss(
     target: Product | None = None,
     target_rule: LogitRule = PLAIN,
     top_k: Mapping[str, Tensor] = MappingProxyType({}),
+    slots: Slots | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """The loss of a drafter's predictions, summed over the positions whose label is not IGNORE.
 
     cross_entropy: on `labels` [...], token ids. Another objective is a divergence from the logits of the `target`, or
     else from its cached top k: top_ids, top_logprobs [..., k] and tail [...] (see `TopKRows`).
     tokens [k]: the draft vocabulary, part of the target's `vocabulary`; None: all. rule, target_rule: from products to
-    logits.
+    logits. shares [...]: weights of the positions. slots: what the positions are in drafts, by which they are weighted
+    too; the packed rows are then the first columns of `labels`.
     """
+    classes = draft_indices(labels, tokens, vocabulary)
+    if slots is not None:
+        if slots.kind == "dpace":
+            weights = dpace_weights(slots, probabilities_of(classes, drafter, rule), labels != IGNORE)
+        else:
+            weights = cat_weights(slots, _text_probabilities(labels[:, : slots.length], target, target_rule, top_k))
+        shares = weights if shares is None else weights * shares
     if objective == "cross_entropy":
-        return linear_cross_entropy(*drafter, draft_indices(labels, tokens, vocabulary), rule=rule)
+        return linear_cross_entropy(*drafter, classes, rule=rule, shares=shares)
     if target is not None:
         return linear_divergence(
-            *drafter, *target, labels, objective, rule=rule, target_rule=target_rule, tokens=tokens
+            *drafter, *target, labels, objective, rule=rule, target_rule=target_rule, tokens=tokens, shares=shares
         )
     ids, logprobs, tail = (top_k[name] for name in TOP_K)
     ids = draft_indices(ids, tokens, vocabulary)
-    return linear_topk_divergence(*drafter, ids, logprobs, tail, labels, objective, rule=rule)
+    return linear_topk_divergence(*drafter, ids, logprobs, tail, labels, objective, rule=rule, shares=shares)
+
+
+def _text_probabilities(
+    labels: Tensor, target: Product | None, target_rule: LogitRule, top_k: Mapping[str, Tensor]
+) -> Tensor:
+    """The target's probability of each of `labels` [B, T], the first columns of `target` or of its cached top k."""
+    columns = labels.shape[1]
+    if target is None:
+        return cached_probabilities(labels, *(top_k[name][:, :columns] for name in TOP_K))
+    states, matrix = target
+    return probabilities_of(labels, (states[:, :columns], matrix), target_rule)

@@ -24,6 +24,8 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band, Masks, QueryBlock, RowBlocks
 from outrider.train.core.training import Student
 from outrider.train.parts.on_policy import draw_depths
+from outrider.train.parts.position_weights import Slots
+from outrider.train.settings.drafters import PositionWeights
 
 
 class DraftRows(NamedTuple):
@@ -31,7 +33,7 @@ class DraftRows(NamedTuple):
 
     seen: the attention masks by window; None: the documents say them. expand: a function from values [B, T, …] of what
     the positions of the packed rows predict to those of all N. predictions: of a supervised token in expectation, by
-    which the loss is divided.
+    which the loss is divided. slots: what the positions are in drafts, if the loss weighs them by that.
     """
 
     ids: Tensor
@@ -40,6 +42,7 @@ class DraftRows(NamedTuple):
     labels: Tensor
     expand: Callable[[Tensor], Tensor]
     predictions: float
+    slots: Slots | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +78,13 @@ class Parallel:
     tokens: int
     mask: int
     seed: int
+    weights: PositionWeights = "none"  # of the predictions (see `position_weights`)
     keep: float = 0.7  # the paper's
 
     @classmethod
-    def of(cls, tokens: int, mask: int = 0, seed: int = 0) -> Self:
+    def of(cls, tokens: int, mask: int = 0, seed: int = 0, weights: PositionWeights = "none") -> Self:
         """By the option `parallel`, which is 0 for a token a pass."""
-        return cls(max(1, tokens), mask, seed)
+        return cls(max(1, tokens), mask, seed, weights)
 
     @property
     def predictions(self) -> float:
@@ -127,10 +131,18 @@ class Parallel:
         all_positions = torch.cat([positions, positions.gather(1, anchors) + depths], 1)
         row_labels = labels.gather(1, predicted_columns)
         row_labels[:, length:].masked_fill_(~is_mask, IGNORE)
-        rows = torch.arange(count, device=device)[:, None]
-        predictions = self.predictions
+        rows, slots = torch.arange(count, device=device)[:, None], None
+        if self.weights != "none":
+            numbers = torch.cat([torch.zeros_like(columns), depths], 1)  # [B, T + M]
+            slots = Slots(self.weights, rows * length + last_seen, numbers, self.tokens, length)
         return DraftRows(
-            ids, all_positions, seen, row_labels, lambda values: values[rows, predicted_columns], predictions
+            ids,
+            all_positions,
+            seen,
+            row_labels,
+            lambda values: values[rows, predicted_columns],
+            self.predictions,
+            slots,
         )
 
     def _draw_masks(

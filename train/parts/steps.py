@@ -9,7 +9,7 @@ position i + 1 + t:
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,14 @@ from outrider.draft_models.targets.attention import packed_band
 from outrider.draft_models.targets.target import Band, QueryBlock
 
 NEARLY_ALL = 0.95  # to run a few positions too many takes less than to copy the others
+
+
+class Predictions(NamedTuple):
+    """Predictions of a head, ordered by the positions of their labels."""
+
+    hidden: Tensor  # [n, H]: the outputs of the head
+    labels: Tensor  # [n]: flat indices of the labels into [B, T]
+    steps: Tensor  # [n]
 
 
 def loss_mask_per_step(labels: Tensor, documents: Tensor, steps: int) -> Tensor:

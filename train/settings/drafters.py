@@ -31,6 +31,7 @@ NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
+PositionWeights = Literal["none", "cat", "dpace"]  # see train/parts/position_weights.py
 TINY_SHAPE = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}  # of a Llama in a rehearsal
 _NEW = only(start=None)  # read with a new drafter alone: a finished one has decided it
 
@@ -81,10 +82,18 @@ class Distillation(Settings):
     parallel: Annotated[int, Ge(0), Le(16)] = 0
     """tokens that it learns to draft in one pass, all but the first from a mask (PARD, arXiv 2504.18583); 0: one pass a
     token"""
+    position_weights: PositionWeights = "none"
+    """of a token's loss within such a draft: cat, the target's probability of the text before it in the draft (PARD-2);
+    dpace, how many tokens are accepted from it on, by the drafter's own probabilities (arXiv 2605.18810); none: 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("parallel", self.parallel != 1, "0, or 2 tokens or more")
+        weights, has_drafts = self.position_weights, self.parallel > 0
+        why = "none without parallel: then each token begins a draft"
+        self.require("position_weights", weights == "none" or has_drafts, why)
+        why = "another with objective=cross_entropy: cat needs the target's distribution"
+        self.require("position_weights", weights != "cat" or self.objective != "cross_entropy", why)
 
     @property
     def online(self) -> bool:
@@ -265,7 +274,10 @@ class Eagle3Config(DrafterTraining, Rehearsed, RunConfig):
     """width inside its MLP; null: the target's"""
     train_head: bool = opt(True, "false: keep the initial matrix of its logits")
     draft_steps: Count = opt(7, "steps of training-time test: the tokens in a row that it learns to draft", debug=4)
-    step_decay: Annotated[Share, Ge(0)] = opt(0.8, "weight of a step's loss relative to the step before")
+    position_weights: Literal["decay", PositionWeights] = "decay"
+    """of a step's loss: decay, by step_decay; none, all alike; cat, the target's probability of the text before it in
+    the draft (PARD-2); dpace, how many tokens are accepted from it on, by the head's probabilities (2605.18810)"""
+    step_decay: Annotated[Share, only(position_weights="decay")] = opt(0.8, "weight of a step over the one before")
     keep: Annotated[float, Gt(0), Le(1)] = opt(1.0, "share of a step's positions at which the next runs, drawn; 1: all")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""

@@ -1,0 +1,87 @@
+"""How much each slot of a draft counts in the loss, by how likely a draft reaches the slot.
+
+A draft of K slots begins at an anchor, a column of packed rows. Slot 0 predicts the label of the anchor's column. Slot
+k predicts the label k columns later. For example, a draft has K = 3 slots, and its labels have these probabilities:
+
+    slot                                0      1      2
+    teacher's probability p             .5     .8     .9
+    weight by `cat`                     1      .5     .4      1, p0, p0 · p1
+    drafter's probability q             0      .6     .2
+    confidence (q + 1) / 2              .5     .8     .6
+    chance to get past the slot         .5     .4     .24     products of the confidences
+    weight by `dpace`                   1.14   .64    .24     sums of the chances from the slot on
+
+Weights have no gradient, and a loss is not divided by their sum. So the gradient of a slot is its weight times the
+gradient without weights. If all p are 1, all weights by `cat` are 1. Weights by `dpace` are between 1/2^K and K.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.draft_models.acceptance import acceptance_by_tokens, argmax_and_acceptance, scatter_positions
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.model_spec import LogitRule
+
+Product = tuple[Tensor, Tensor]  # states [..., d] and a matrix [V, d]: the logits are states · matrixᵀ
+SMOOTHING = 0.5  # α of D-PACE (arXiv 2605.18810), the paper's: a slot never counts as out of reach
+
+
+class Slots(NamedTuple):
+    """Predictions [...] as slots of drafts of at most `longest` slots, which are weighted by `kind`.
+
+    anchors: the flat index of each draft's first column in packed rows of `length` columns. numbers: the slots, from 0.
+    """
+
+    kind: Literal["cat", "dpace"]
+    anchors: Tensor
+    numbers: Tensor
+    longest: int
+    length: int
+
+
+def cat_weights(slots: Slots, probabilities: Tensor) -> Tensor:
+    """The product of the labels' probabilities in the slots before each prediction [...] (CAT, the weights of PARD-2).
+
+    probabilities [B, T]: the teacher's, of the label of each column; 0 without a label, since no draft gets past it.
+    """
+    ahead = F.pad(probabilities, (0, slots.longest - 1)).unfold(1, slots.longest, 1)  # [B, T, K]
+    reached = F.pad(ahead.cumprod(-1)[..., :-1], (1, 0), value=1.0)  # [B, T, K]
+    return reached.flatten(0, 1)[slots.anchors, slots.numbers]
+
+
+def dpace_weights(slots: Slots, probabilities: Tensor, is_supervised: Tensor) -> Tensor:
+    """The expected number of accepted tokens from each slot on (D-PACE, arXiv 2605.18810, equations 7 and 8), [...].
+
+    probabilities [...]: the drafter's, of each prediction's label. is_supervised [...]: which predictions have a label.
+    A draft ends at the first slot that is not among the predictions, or has no label.
+    """
+    anchors, numbers = slots.anchors[is_supervised], slots.numbers[is_supervised]  # [n] each
+    confidences = probabilities.new_zeros(int(slots.anchors.max()) + 1, slots.longest)  # [columns, K]
+    confidences[anchors, numbers] = SMOOTHING + (1 - SMOOTHING) * probabilities[is_supervised]
+    chances = confidences.cumprod(-1)  # [columns, K]
+    return chances.flip(-1).cumsum(-1).flip(-1)[slots.anchors, slots.numbers]
+
+
+@torch.no_grad()
+def probabilities_of(tokens: Tensor, product: Product, rule: LogitRule) -> Tensor:
+    """The probability [...] of each of `tokens` [...] by the logits of `product`; 0 for IGNORE."""
+    (states, matrix), keep = product, tokens != IGNORE
+    matrix = matrix.to(states.dtype)
+    accept = acceptance_by_tokens(tokens[keep])
+    accepted = argmax_and_acceptance(lambda hidden: rule(hidden @ matrix.T), states[keep], accept)[1]
+    assert accepted is not None
+    return scatter_positions(accepted, keep, 0.0)
+
+
+def cached_probabilities(labels: Tensor, top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Tensor:
+    """The probability [...] of each label by the cached top k: ids, log-probabilities [..., k] and the `tail` [...].
+
+    The least likely of the k tokens and the tail both bound the probability of another label. The smaller counts.
+    """
+    probabilities, is_label = top_logprobs.exp(), top_ids == labels[..., None]  # [..., k] each
+    bound = torch.minimum(probabilities.amin(-1), tail)  # [...]
+    cached = torch.where(is_label.any(-1), (probabilities * is_label).sum(-1), bound)
+    return cached * (labels != IGNORE)
