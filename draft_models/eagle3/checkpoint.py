@@ -91,7 +91,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
     if len(stored) < len(files.file_of):
         twice = sorted(set(files.file_of) - set(stored.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
-    tensors = dict(files.stored(files.file_of))
+    tensors = dict(files.open_stored(files.file_of))
     require_weights(f"eagle3={source}", tensors)  # transformers has no part in it
     shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored.items()}
     try:

@@ -1,6 +1,7 @@
 """The interpretation of an EAGLE-3 head's tensors: sizes, and everything in which trainers of such heads differ.
 
-`new_reading` makes one for a head to be trained, with the target's sizes.
+A head on disk has the reading that its config.json declares (`dialects.read_config`), with the user's corrections
+(`apply_changes`). `new_reading` is the reading of a head to be trained, with the target's sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from outrider.draft_models.targets.settings import ReadingChanges
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Settings):
-    """A reading of a head (EAGLE-3, arXiv 2503.01840). Tensors and reading define a head: tensors may fit several.
+    """How the tensors of a head are read (EAGLE-3, arXiv 2503.01840). The same tensors may fit several readings.
 
     Raises `UserError` naming a field with an impossible value.
     """
@@ -62,10 +63,11 @@ class Reading(Settings):
         self.require("windows", len(self.windows) == self.layers, f"one for each of {self.layers} layers")
         require(not (self.tap_norms and self.joint_norm), "tap_norms", True, "false where joint_norm is true")
         require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
-        wide = self.own_embedding or self.hidden == self.target_hidden
-        self.require("hidden", wide, f"target_hidden={self.target_hidden}, or an embedding of its own")
-        shared = self.own_head or self.hidden == self.target_hidden
-        require(shared, "own_head", False, f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}")
+        same_width = self.hidden == self.target_hidden
+        expected = f"target_hidden={self.target_hidden}, or an embedding of its own"
+        self.require("hidden", self.own_embedding or same_width, expected)
+        expected = f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}"
+        require(self.own_head or same_width, "own_head", False, expected)
         kind = self.rope.get("rope_type")
         require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
         require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotary_share, "an even part of head_dim")
@@ -82,7 +84,7 @@ class Reading(Settings):
 
 def apply_changes(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
     """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
-    overrides = changes.overrides
+    overrides = changes.overrides  # a new dict
     rope, theta = overrides.pop("rope", None), overrides.pop("rope_theta", None)
     parameters = dict(reading.rope)
     if rope == "plain":

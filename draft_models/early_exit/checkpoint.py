@@ -101,7 +101,7 @@ def save_pretrained(
     where = Path(fingerprint.target)
     if where.exists() and not where.is_absolute():  # elsewhere it would look like a name on the Hub
         fingerprint = dataclasses.replace(fingerprint, target=f"./{where}")
-    weights = {name: on_device(x.detach(), "cpu", dtype).contiguous() for name, x in drafter.state_dict().items()}
+    weights = {name: move_tensor(x.detach(), "cpu", dtype).contiguous() for name, x in drafter.state_dict().items()}
     blob = save(weights, metadata={"format": "pt"})
     meta = DrafterMeta(
         kind="early_exit",
@@ -131,8 +131,8 @@ def write_meta(path: Path, meta: DrafterMeta) -> None:
 
 def digest_of_meta(values: Mapping[str, Any]) -> str:
     """The digest of all in a drafter.json that decides what is drafted, and for which target, wherever that is."""
-    sealed = {key: values[key] for key in values.keys() - {"training", "made_with", "sealed"}}
-    return digest_of(sealed | {"fingerprint": {**values["fingerprint"], "target": "", "revision": None}})
+    deciding = {key: values[key] for key in values.keys() - {"training", "made_with", "sealed"}}
+    return digest_of(deciding | {"fingerprint": {**values["fingerprint"], "target": "", "revision": None}})
 
 
 def read_meta(path: Path | str) -> DrafterMeta:
@@ -183,7 +183,7 @@ def from_pretrained(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
             f"stored {stored.get(differing[0])}, expected {expected.get(differing[0])}"
         )
-    drafter.load_state_dict({name: on_device(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
+    drafter.load_state_dict({name: move_tensor(tensor, device, dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.requires_grad_(False).eval()
 
 
@@ -203,22 +203,22 @@ def read_draft_tokens(path: Path | str) -> list[int] | None:
     return None if meta.draft_vocabulary is None else _read_weights(path, meta)["draft_tokens"].tolist()
 
 
-def on_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+def move_tensor(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """`tensor` on `device`, in `dtype` unless it is an integer tensor."""
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
 def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str) -> None:
     """Raise `UserError`, naming every difference, unless the target is the drafter's; warn of unrecorded fields."""
-    wrong = meta.fingerprint.differences(fingerprint)
-    if not wrong:
+    differences = meta.fingerprint.differences(fingerprint)
+    if not differences:
         files = open_tensors(fingerprint.target, fingerprint.revision)
         names = [name for name in files.file_of if part_of(name) in meta.trained_on]
-        wrong = changed_parts(meta.trained_on, files.digests(names, full=True))
-    if wrong:
+        differences = changed_parts(meta.trained_on, files.digests(names, full=True))
+    if differences:
         raise UserError(
             f"{path} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "
-            + "; ".join(wrong)
+            + "; ".join(differences)
             + ". Give the target it was trained for, or train a drafter for this one."
         )
     if unchecked := sorted(fingerprint.tensors.keys() - meta.fingerprint.tensors.keys()):

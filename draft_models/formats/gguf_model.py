@@ -1,4 +1,10 @@
-"""The model in a GGUF file: its tensors, dequantised, in the names and layout of transformers."""
+"""The model in a GGUF file: its tensors, dequantised, in the names and layout of transformers.
+
+Example: ggml's tensor "blk.0.attn_q.weight" of a Llama is "model.layers.0.self_attn.q_proj.weight" in transformers. The
+file has the rows of each head in another order, because ggml rotates other pairs of rows. transformers' own map of
+names (`tensor_names`) and its `TensorProcessor` of the family (the `layout` here) undo both. A `_TensorSource` joins
+the tensors of the file that make one of transformers' tensors.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,7 +73,7 @@ class GgufModel:
 
         Raises `UserError` as `_sources` does.
         """
-        return {name: source.stored() for name, source in self._sources.items()}
+        return {name: source.make_stored() for name, source in self._sources.items()}
 
     def prove_decoding(self) -> None:
         """Raise `UserError` unless we decode rows of every tensor bit for bit as the gguf package, and so transformers.
@@ -99,8 +105,8 @@ class GgufModel:
             if _end_of(file, tensor) > following.begin:
                 raise UserError(f"{file.path}: tensors {tensor.name!r} and {following.name!r} overlap; fetch it again")
         model, family = _model_on_meta(file), require_family(file)
-        names, held = tensor_names(model, family), file.tensors.keys() - IGNORED
-        for name in sorted(names.keys() ^ held):
+        names = tensor_names(model, family)
+        for name in sorted(names.keys() ^ (file.tensors.keys() - IGNORED)):
             what = "holds no tensor" if name in names else f"has a tensor that {family} models have not:"
             raise UserError(f"{file.path}: {what} {name!r}; fetch it again, or convert it again")
         layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
@@ -156,16 +162,20 @@ class MappedTensor(Stored):
         if rows is None:
             yield from super().pieces(ranges)
             return
-        size_of_row = 4 * rows.inputs
+        row_bytes = 4 * rows.inputs
         for begin, size in ranges:
-            first, last = begin // size_of_row, -(-(begin + size) // size_of_row)
-            content = rows.decode(first, last).reshape(-1).view(torch.uint8).numpy().data
-            yield content[begin - first * size_of_row : begin - first * size_of_row + size]
+            first, end = begin // row_bytes, -(-(begin + size) // row_bytes)
+            content = rows.decode(first, end).reshape(-1).view(torch.uint8).numpy().data
+            offset = begin - first * row_bytes
+            yield content[offset : offset + size]
 
 
 @dataclass(frozen=True)
 class _TensorSource:
-    """Hugging Face's tensor `name` of `shape`, made from the file's tensors `parts` by transformers' `layout`."""
+    """Hugging Face's tensor `name` of `shape`, made from the file's tensors `parts` by transformers' `layout`.
+
+    There are several parts where transformers has one matrix for two of ggml's tensors (see `tensor_names`).
+    """
 
     file: GgufFile
     name: str
@@ -173,7 +183,7 @@ class _TensorSource:
     parts: Sequence[TensorLocation]
     layout: TensorProcessor
 
-    def stored(self) -> Stored:
+    def make_stored(self) -> Stored:
         """The tensor, not read yet. Raises `UserError` if it is outside the file, or has another size there."""
         size = self.file.path.stat().st_size
         for part in self.parts:
@@ -192,21 +202,29 @@ class _TensorSource:
         kind, _ = _type_and_row_bytes(self.file, part)
         if len(self.parts) > 1 or len(self.shape) != 2 or kind.name not in CODE_KINDS:
             return None
-        # A layout that changes numbers, or their order in a row, changes these.
+        order = self._row_order(part)
+        if order is None:
+            return None
+        raw, is_same_order = _map_rows(self.file, part), np.array_equal(order, np.arange(len(order)))
+        return CodedRows(kind.name, raw if is_same_order else raw[order])
+
+    def _row_order(self, part: TensorLocation) -> NDArray[np.int64] | None:
+        """The row of `part` at each place of the layout [rows]; None if the layout changes more than the order of rows.
+
+        The layout is tried on a matrix whose row i is (i, i + 0.5).
+        """
         rows = np.arange(part.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
         keys: dict[str, str] = {part.name.removesuffix(".weight"): self.name}
         moved = self.layout.process(rows, part.name, tensor_key_mapping=keys, parsed_parameters={"tensors": {}}).weights
         if moved is None or moved.shape != rows.shape:
             return None
         order = np.rint(moved[:, 0]).astype(np.int64)
-        if not np.array_equal(np.sort(order), np.arange(len(rows))) or not np.array_equal(moved, rows[order]):
-            return None
-        raw = _map_rows(self.file, part)
-        return CodedRows(kind.name, raw if np.array_equal(moved, rows) else raw[order])
+        is_permutation = np.array_equal(np.sort(order), np.arange(len(rows)))
+        return order if is_permutation and np.array_equal(moved, rows[order]) else None
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""
-        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # a layout puts a tensor joined from several here
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # a layout puts a tensor of several parts here
         for part in self.parts:
             names = {part.name.removesuffix(".weight"): self.name}
             try:

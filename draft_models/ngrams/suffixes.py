@@ -3,8 +3,18 @@
 
 n-gram levels have contexts of at most three tokens, and only frequent successors. A suffix array lists every position
 of the corpus, sorted by the tokens from there on. The occurrences of a context of any length are therefore adjacent,
-and two binary searches find them. It is sorted by the first `REACH` tokens only, the longest context. It takes 6 bytes
-a token if the vocabulary has fewer than 2^16 tokens, else 8.
+and two binary searches find them. Example: the documents "a b c" and "a b d" with the ids 0 to 3 are
+
+    tokens  0 1 2 4 0 1 3 4     4 ends a document
+    order   0 4 1 5 2 6 3 7     the positions of a, a, b, b, c, d, and of both ends
+    starts  0 2 4 5 6           order[0 : 2] are the positions of a, order[2 : 4] those of b
+
+The context "a b" occurs at order[0 : 2], that is at positions 0 and 4. The tokens two later, c and d, are its
+successors.
+
+Positions are sorted by the first `REACH` tokens only, the longest context. The array takes 6 bytes a token if the
+vocabulary has fewer than 2^16 tokens, else 8. A draft calls `find_suffixes` once, and `count_successors` for each
+context length. `recent` are the text's last tokens, the latest first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,11 +48,11 @@ class SuffixWorkspace(NamedTuple):
     """Workspace for the occurrences of a text's last tokens.
 
     first, number: int64 [REACH + 1]: for each context length, where its occurrences begin in `Suffixes.order`, and how
-    many. near: int64 [2, FEW]: for each occurrence the next token, and how many tokens before that match the text.
-    followers, tokens, counts: int64 [FEW], see `count_successors`.
+    many they are. near: int64 [2, FEW]: for each occurrence of a context with few occurrences, the next token, and how
+    many tokens before that token match the text. followers, tokens, counts: int64 [FEW], see `count_successors`.
 
-    cache: int64 [2^`_REMEMBERED`, 3], a cache, for one corpus, of contexts of `LEAST` − 1 tokens with begin and end of
-    their occurrences: the contexts of a draft often differ only in their last token.
+    cache: int64 [2^`_REMEMBERED`, 3], for one corpus: contexts of `LEAST` − 1 tokens with begin and end of their
+    occurrences. The contexts of a draft often differ only in their last token.
     """
 
     first: np.ndarray
@@ -120,7 +130,10 @@ def _token_at(suffixes, position):
 
 @lean
 def _compare_suffix(suffixes, position, recent, skip, size):
-    """Whether the corpus from `position` on sorts after the context (1), before it (−1), or begins with it (0)."""
+    """1 if the corpus from `position` on sorts after a context, −1 if before, 0 if it begins with the context.
+
+    The context has `size` tokens, without the latest `skip` of `recent`. Its first token is not compared.
+    """
     for i in range(1, size):
         expected = recent[skip + size - 1 - i]
         token = _token_at(suffixes, position + i)
@@ -131,10 +144,7 @@ def _compare_suffix(suffixes, position, recent, skip, size):
 
 @lean
 def find_occurrences(suffixes, recent, skip, size):
-    """Begin and end, in `order`, of the occurrences of the last `size` tokens after dropping the latest `skip`.
-
-    recent[0] is the latest.
-    """
+    """Begin and end, in `order`, of the occurrences of the last `size` tokens before the latest `skip` tokens."""
     token = recent[skip + size - 1]
     if token + 1 >= len(suffixes.starts):
         return np.int64(0), np.int64(0)
@@ -197,10 +207,11 @@ def _find_shortest_occurrences(suffixes, recent, workspace):
 
 @lean
 def find_suffixes(suffixes, recent, length, workspace):
-    """(length of the longest suffix of the text that is in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 if none is;
-    the context length from which on `workspace.near` has all occurrences).
+    """(length of the longest suffix of the text in the corpus; context length from which on `workspace.near` is used).
 
-    Once a context has few occurrences, longer ones are searched among these, not in the whole corpus.
+    The longest suffix has `LEAST` to `REACH` tokens, or `LEAST` − 1 if no such suffix is in the corpus. A context is
+    looked up for each length. Once a context has few occurrences, all of them are read to `workspace.near`, and longer
+    contexts are searched among them. length: of the text.
     """
     vocabulary, reach, size = len(suffixes.starts) - 1, 0, LEAST - 1
     while reach < min(REACH, length) and recent[reach] < vocabulary:
@@ -221,7 +232,10 @@ def find_suffixes(suffixes, recent, length, workspace):
 
 @lean
 def _match_each(suffixes, recent, reach, first, end, size, workspace):
-    """Fill `workspace.near` from order[first : end], of a context of `size` tokens; return the longest match there."""
+    """Fill `workspace.near` from order[first : end], of a context of `size` tokens; return the longest match.
+
+    `workspace.number` gets the number of occurrences of each longer context, up to `reach` tokens.
+    """
     workspace.number[size + 1 :] = 0
     longest = size
     for i in range(end - first):  # a separate loop: independent reads overlap their cache misses
@@ -237,25 +251,25 @@ def _match_each(suffixes, recent, reach, first, end, size, workspace):
 
 
 @lean
-def count_successors(suffixes, size, narrow, workspace):
-    """Successors of a context of `size` tokens that `find_suffixes` found; narrow: its second result.
+def count_successors(suffixes, size, near_from, workspace):
+    """Count the successors of a context of `size` tokens. near_from: the second result of `find_suffixes`.
 
     `workspace.followers` gets the token after each sampled occurrence, `workspace.tokens` and `workspace.counts` the
-    distinct successors and their counts. Returns how many successors there are, the largest count, and the number of
-    occurrences sampled, ends of documents included.
+    distinct successors and their counts. Returns the number of distinct successors, the largest count, and the number
+    of occurrences sampled, ends of documents included.
     """
-    successor_count, largest, seen, followers = 0, 0, 0, workspace.followers
-    if size >= narrow:
-        for i in range(workspace.number[narrow]):
+    successor_count, largest, sampled, followers = 0, 0, 0, workspace.followers
+    if size >= near_from:
+        for i in range(workspace.number[near_from]):
             if workspace.near[1, i] >= size:
-                followers[seen] = workspace.near[0, i]
-                seen += 1
+                followers[sampled] = workspace.near[0, i]
+                sampled += 1
     else:
         for i in range(0, workspace.number[size], max(1, workspace.number[size] // SAMPLE)):
-            followers[seen] = _token_at(suffixes, np.int64(suffixes.order[workspace.first[size] + i]) + size)
-            seen += 1
-    ascend = min(size, narrow) < REACH  # tokens beyond `REACH` are not sorted
-    for i in range(seen):
+            followers[sampled] = _token_at(suffixes, np.int64(suffixes.order[workspace.first[size] + i]) + size)
+            sampled += 1
+    ascend = min(size, near_from) < REACH  # tokens beyond `REACH` are not sorted
+    for i in range(sampled):
         token = followers[i]
         if token >= len(suffixes.starts) - 1:
             continue
@@ -267,4 +281,4 @@ def count_successors(suffixes, size, narrow, workspace):
             successor_count += 1
         workspace.counts[at] += 1
         largest = max(largest, workspace.counts[at])
-    return successor_count, largest, seen
+    return successor_count, largest, sampled

@@ -268,7 +268,7 @@ def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator
             model.set_attn_implementation(implementation)
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """An additive mask [1, 1, Q, K] for scores, from `visible`, bool [Q, K] with True = attend."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]

@@ -69,20 +69,21 @@ class CodedEmbedding(nn.Module):
 def keep_codes(
     model: PreTrainedModel, codes: "Callable[[str], CodedRows | None]", names: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Replace linear layers and the embedding of `model`, which is on meta, by those of `codes`, where it has some.
+    """Replace the linear layers and the embedding of `model` whose weights `codes` has. The model is on meta.
 
-    codes: name in the file → rows. names: the model's tensors → names in the file. Returns those that are still to be
-    read. A tied head has the rows of the embedding; the model's config then ties no more.
+    codes: name in the file → rows, or None. names: the model's tensors → names in the file. Returns the `names` that
+    are still to be read. A tied head gets the rows of the embedding, and the model's config is then untied.
     """
     unread, modules = dict(names), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
     tied = model.config.tie_word_embeddings and type(head) is nn.Linear
+    keeps_embedding = type(embed) is nn.Embedding and (tied or not model.config.tie_word_embeddings)
     for name, source in names.items():
-        path, _, last = name.rpartition(".")
+        path, _, parameter = name.rpartition(".")
         module = modules.get(path)  # a file may hold more than the model
         linear = module if type(module) is nn.Linear else None
-        embeds = module is embed and type(module) is nn.Embedding and (tied or not model.config.tie_word_embeddings)
-        if last != "weight" or not (linear or embeds) or (rows := codes(source)) is None:
+        is_embedding = module is embed and keeps_embedding
+        if parameter != "weight" or not (linear or is_embedding) or (rows := codes(source)) is None:
             continue
         if linear:
             model.set_submodule(path, CodedLinear([rows], linear.bias, dtype))

@@ -1,6 +1,6 @@
-"""What was found out about the files of a large model, so that it takes its seconds only once.
+"""Records of facts about the files of a large model, such as its fingerprint, which take seconds to compute.
 
-A record is a file of JSON in the cache. Its name is a digest of all that its content depends on.
+A record is a JSON file in the cache. Its name is a digest of everything that its content depends on.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file_
 
 
 class FileRecord:
-    """The record of one thing about the model in `files`; conditions: what else it depends on.
+    """The record of a fact about the model in `files`. conditions: what else the fact depends on, and its name.
 
-    Files are known by path, size and time. A model with less than `SMALLEST` has no record, nor one whose files are not
-    all here.
+    Files are identified by path, size and time. A model of less than `SMALLEST` bytes has no record. A model some of
+    whose files are not on this machine has none either.
     """
 
     def __init__(self, files: TensorFiles, *conditions: object):
@@ -38,6 +38,7 @@ class FileRecord:
             self._path = cache_folder() / "records" / hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def read(self) -> object:
+        """The content; None without a record."""
         with suppress(UserError):
             return self._path and read_json(self._path, "record", "remove it")
         return None

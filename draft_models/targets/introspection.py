@@ -159,6 +159,7 @@ def observe(model: PreTrainedModel) -> ModelSpec:
 
 
 def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
+    """The structure of `model`. Raises `ValueError` for what `LayerStack` cannot do."""
     states = {type(x) for x in DynamicCache(config=model.config).layers if not isinstance(x, DynamicLayer)}
     if states:
         raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in states)})")
@@ -169,14 +170,7 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
     names = {id(module): name for name, module in model.named_modules()}
     hidden = trace.layers[0]["hidden"]
     assert isinstance(hidden, Tensor)
-    positions = input_norm = None
-    for name, module, _, _, output in trace.before:
-        if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
-            continue
-        if isinstance(module, nn.Embedding):
-            positions = name
-        elif output.shape == hidden.shape:
-            input_norm = name
+    positions, input_norm = _modules_before_layers(trace, hidden.shape)
     norms = [name for name, module, *_ in trace.after if not isinstance(module, nn.Dropout)]
     if len(set(norms)) != 1:
         raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
@@ -199,6 +193,19 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
         scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),
         logits=_logit_rule(model, names[id(head)]),
     )
+
+
+def _modules_before_layers(trace: _Trace, shape: torch.Size) -> tuple[str | None, str | None]:
+    """The names of the embedding of learned positions and of the norm before the layers, whose output has `shape`."""
+    positions = input_norm = None
+    for name, module, _, _, output in trace.before:
+        if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
+            continue
+        if isinstance(module, nn.Embedding):
+            positions = name
+        elif output.shape == shape:
+            input_norm = name
+    return positions, input_norm
 
 
 def _rotary_tables(trace: _Trace) -> list[tuple[RotaryTable, object]]:

@@ -1,4 +1,9 @@
-"""Models with all or some layers of a target: without weights, or as transformers loads them; their structure."""
+"""Models with all or some layers of a target: without weights, or as transformers loads them; their structure.
+
+`model_spec` gives the structure of a config's model, which `introspection` observes once. `empty_model` and
+`empty_layers` make a model on the meta device. `load_layers` fills the chosen layers of a target with its weights, and
+`load_causal_lm` loads a whole model as its own forward runs. Both refuse weights that do not fit (`load_fitting`).
+"""
 
 import copy
 import re
@@ -83,21 +88,22 @@ def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedM
 
 
 def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, object]) -> PreTrainedModel:
-    """A copy of `model` with only the given layers, in that order. copied: the memo of `copy.deepcopy` (id of a part →
-    its replacement), which is extended.
+    """A copy of `model` with only the given layers, in that order.
+
+    copied: the memo of `copy.deepcopy` (id of a part → its replacement), which is extended.
     """
-    parts, all_layers = spec_of(model), decoder_layers(model)
+    spec, all_layers = spec_of(model), decoder_layers(model)
     copied[id(all_layers)] = nn.ModuleList()
     picked = copy.deepcopy(model, copied)
     # A layer may occur twice. All layers share one config, since transformers reads the attention to use from it.
-    chosen = [copy.deepcopy(all_layers[index], dict(copied)) for index in layers]
-    for number, layer in enumerate(chosen):
+    layer_copies = [copy.deepcopy(all_layers[index], dict(copied)) for index in layers]
+    for number, layer in enumerate(layer_copies):
         number_layer(layer, number)
-    module_list(picked, parts.layers).extend(chosen)
+    module_list(picked, spec.layers).extend(layer_copies)
     for name, values in settings_by_layer(model.config).items():
         setattr(picked.config, name, [values[index] for index in layers])
     picked.config.num_hidden_layers = len(layers)
-    picked.spec = parts.select(layers)  # type: ignore[assignment]
+    picked.spec = spec.select(layers)  # type: ignore[assignment]
     return picked
 
 
@@ -130,7 +136,7 @@ def load_causal_lm(
     files = open_tensors(source, revision)
     if files.original is not None and not files.original.by_transformers:
         return _load_original(files, role, coded, **options)
-    dict(files.stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
+    dict(files.open_stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.location
     renamed = {"key_mapping": {f"^{re.escape(files.wrapper_prefix)}": ""}} if files.wrapper_prefix else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as folder:
@@ -223,22 +229,25 @@ def _fill_weights(
     model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, device_map: Any,
     role: str, *, exact: bool | None, coded: bool,
 ) -> PreTrainedModel:  # fmt: skip
-    """`model`, which is on meta, with the tensors of `files`. names: its tensors' names → names in the files."""
+    """`model`, which is on meta, with the tensors of `files`. names: its tensors' names → names in the files.
+
+    transformers assigns the tensors: it loads a class whose instance is `model`.
+    """
     tied = model.config.tie_word_embeddings
     if coded:
         names = keep_codes(model, files.codes, names, dtype)
-    added = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
-    computed = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
-    filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
+    prefix = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
+    buffers = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
+    class_of_model = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     device = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else None
     options = {} if device == torch.device("cpu") else {"device_map": device_map}
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
         stored = files.unread(set(names.values()), device or "cpu", stage)
         load_fitting(
-            filling, None, f"{role}={files.source}", exact=exact, config=model.config, dtype=dtype,
-            state_dict={n.removeprefix(added): stored[source] for n, source in names.items()}, **options,
+            class_of_model, None, f"{role}={files.source}", exact=exact, config=model.config, dtype=dtype,
+            state_dict={n.removeprefix(prefix): stored[source] for n, source in names.items()}, **options,
         )  # fmt: skip
-    for name, buffer in computed.items():
+    for name, buffer in buffers.items():
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, buffer)
     model.config.tie_word_embeddings = tied
@@ -275,11 +284,11 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
     except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
         raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    wrong = [f"no {list_words(missing)}"] if missing else []
-    wrong += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
+    faults = [f"no {list_words(missing)}"] if missing else []
+    faults += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
-    wrong += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
-    if wrong or (exact and unused):
+    faults += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
+    if faults or (exact and unused):
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
         hint = (
             f"; there with the prefix {list_words(sorted(prefixes))}"
@@ -287,7 +296,7 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
             else f"; not known: {list_words(unused)}"
         )
         raise UserError(
-            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(wrong)}{hint if unused else ''}. Save or "
+            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(faults)}{hint if unused else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
         )
     if unused and exact is not None:
@@ -300,7 +309,7 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """transformers says nothing inside: neither progress nor warnings."""
+    """Context manager: transformers shows neither progress nor warnings."""
     before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,6 +1,7 @@
-"""The two kinds of target: layers that run a range at a time, and a model that only runs as a whole.
+"""The two kinds of target: layers that run a range at a time (`LayerStack`), and a model that only runs as a whole.
 
-Whether a model is run rightly is decided by test runs (`draft_models.targets.proof`), not by its name.
+Test runs decide whether a model is run rightly (`draft_models.targets.proof`), not its name. `RowCache` is the KV cache
+of a `WholeModel`, and of a `LayerStack` as a target of `rows`.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.attention import additive, packed_band
+from outrider.draft_models.targets.attention import additive_mask, packed_band
 from outrider.draft_models.targets.coded import CodedEmbedding
 from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit, slots_of
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
@@ -33,14 +34,14 @@ class RowCache(Cache):
 
     def keep(self, base: int, rows: Sequence[int]) -> None:
         """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`."""
-        for layer in self._rows():
+        for layer in self._row_layers():
             layer.keep(base, rows)
 
     def content(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [1, heads, positions, head_dim] of every layer."""
-        return [layer.content() for layer in self._rows()]
+        return [layer.content() for layer in self._row_layers()]
 
-    def _rows(self) -> "list[_RowLayer]":
+    def _row_layers(self) -> "list[_RowLayer]":
         return [layer for layer in self.layers if isinstance(layer, _RowLayer)]
 
 
@@ -64,7 +65,7 @@ class _RowLayer(DynamicLayer):
                 buffer[:, :, : self.length] = state[:, :, : self.length]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.length : stop] = new
-        return self._show(stop)
+        return self._set_length(stop)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -75,13 +76,14 @@ class _RowLayer(DynamicLayer):
             if list(rows) != list(range(len(rows))):
                 for buffer in self._buffers:
                     buffer[:, :, base:stop] = buffer[:, :, torch.tensor(rows, device=buffer.device) + base]
-            self._show(stop)
+            self._set_length(stop)
 
     def content(self) -> tuple[Tensor, Tensor]:
         keys, values = (buffer[:, :, : self.length] for buffer in self._buffers)
         return keys, values
 
-    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+    def _set_length(self, length: int) -> tuple[Tensor, Tensor]:
+        """Set the number of positions; returns their keys and values."""
         self.length = length
         self.keys, self.values = keys, values = self.content()
         return keys, values
@@ -106,15 +108,10 @@ def call_layer(
     layer: nn.Module, call: LayerCall, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None
 ) -> Tensor:
     """A decoder layer on hidden [B, Q, d], called as its model calls it."""
-    arguments: dict[str, object] = {}
-    for role, keyword in call.keywords:
-        if role == "rotary":
-            arguments[keyword] = rotary.tables[call.table]
-        elif role == "positions":
-            arguments[keyword] = rotary.positions
-        else:
-            arguments[keyword] = mask if role == "mask" else cache
-    out = layer(hidden, **arguments)
+    values: dict[str, object] = {"positions": rotary.positions, "mask": mask, "cache": cache}
+    if rotary.tables:
+        values["rotary"] = rotary.tables[call.table]
+    out = layer(hidden, **{keyword: values[role] for role, keyword in call.keywords})
     return out if isinstance(out, Tensor) else out[0]
 
 
@@ -273,8 +270,8 @@ class LayerStack(nn.Module):
         masks: dict[int | None, Mask] = {}
         for window in set(self.windows):
             seen = visible if window is None else visible & (keys > positions[:, None] - window)
-            begins = visible.shape[1] == len(tokens) and torch.equal(seen, visible)
-            masks[window] = None if begins else additive(seen, self.dtype)
+            needs_no_mask = visible.shape[1] == len(tokens) and torch.equal(seen, visible)
+            masks[window] = None if needs_no_mask else additive_mask(seen, self.dtype)
         self.reserve(int(positions.max()) + 1)
         hidden = self.embed(tokens[None], positions[None])
         hidden = self.run(hidden, 0, len(self.layers), self.rotary(positions[None]), masks, cache)
@@ -330,7 +327,7 @@ class WholeModel(nn.Module):
         out = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
-            attention_mask=additive(visible, self.dtype),
+            attention_mask=additive_mask(visible, self.dtype),
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=True,

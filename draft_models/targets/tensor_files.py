@@ -1,4 +1,8 @@
-"""The weights of a checkpoint, read tensor by tensor."""
+"""The weights of a checkpoint, read tensor by tensor.
+
+`open_tensors` reads the index of a model in any format. Its `TensorFiles` then reads tensors (`read`), hands them to
+transformers (`unread`), or hashes them (`digests`: all tensors or samples of them; `digest`: a few rows).
+"""
 
 import hashlib
 import os
@@ -70,7 +74,7 @@ class TensorFiles:
         """
         tensors, tensor_names = {}, list(names)
         for name, stored in track_progress(
-            self.stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)
+            self.open_stored(tensor_names), f"reading {self.source}", "tensors", len(tensor_names)
         ):
             tensor = self._read(name, stored)
             tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
@@ -93,19 +97,19 @@ class TensorFiles:
             stage.advance()
             return torch.empty(tensor.shape, device=device) if only_shapes else self._read(name, tensor)
 
-        return {name: replace(tensor, read=partial(read, name, tensor)) for name, tensor in self.stored(names)}
+        return {name: replace(tensor, read=partial(read, name, tensor)) for name, tensor in self.open_stored(names)}
 
     def paths(self) -> list[Path] | None:
         """The files of its weights and its descriptions; None if some weights are not on this machine."""
         if self.original is not None:
             return [*self.original.files.values()]
-        paths = [self._path(file, fetch=False) for file in {CONFIG_FILE, *self.file_of.values()}]
+        paths = [self._locate(file, fetch=False) for file in {CONFIG_FILE, *self.file_of.values()}]
         return sorted(file for file in Path(str(paths[0])).parent.iterdir() if file.is_file()) if all(paths) else None
 
-    def stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
+    def open_stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
-        for file, inside in self._by_file(names).items():
-            yield from self._of(file, inside).items()
+        for file, inside in self._group_by_file(names).items():
+            yield from self._open_file(file, inside).items()
 
     def digests(self, names: Iterable[str], *, full: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
@@ -118,11 +122,13 @@ class TensorFiles:
         hashes: dict[str, bytes] = {}
         incomplete: set[str] = set()
         with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
-            for file, inside in self._by_file(names).items():
-                if not fetch and self.original is None and self._path(file, fetch) is None:
+            for file, inside in self._group_by_file(names).items():
+                if not fetch and self.original is None and self._locate(file, fetch) is None:
                     incomplete |= {part_of(name) for name in inside}
                     continue
-                jobs = {name: pool.submit(_hash, name, x, full) for name, x in self._of(file, inside).items()}
+                jobs = {
+                    name: pool.submit(_hash_tensor, name, x, full) for name, x in self._open_file(file, inside).items()
+                }
                 for name, job in track_progress(jobs.items(), f"hashing {self.source}", "tensors"):
                     hashes[name], size = job.result()
                     self.bytes_hashed += size
@@ -133,7 +139,7 @@ class TensorFiles:
 
     def digest(self, names: Iterable[str]) -> str:
         """A short hash of three rows (or the scalar) of each named tensor."""
-        stored, digest = dict(self.stored(names)), hashlib.sha256()
+        stored, digest = dict(self.open_stored(names)), hashlib.sha256()
         for name in sorted(stored):
             length = stored[name].shape[0] if stored[name].shape else 1
             row = stored[name].nbytes // max(1, length)
@@ -143,7 +149,7 @@ class TensorFiles:
                 digest.update(piece)
         return digest.hexdigest()[:16]
 
-    def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+    def _group_by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
         for name in names:
             if name not in self.file_of:
@@ -153,26 +159,27 @@ class TensorFiles:
 
     def codes(self, name: str) -> "CodedRows | None":
         """A weight as it is stored, where a CPU can multiply it so."""
-        return None if self.original is None else self._tensors[self._stored(name)].codes()
+        return None if self.original is None else self._tensors[self._name_in_file(name)].codes()
 
     @cached_property
     def _tensors(self) -> Mapping[str, Stored]:
         return {} if self.original is None else self.original.tensors()
 
-    def _of(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
+    def _open_file(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
         if self.original is not None:
-            return {name: self._tensors[self._stored(name)] for name in names}
-        stored = {name: self._stored(name) for name in names}
-        elsewhere = (self._stored(name) for name, source_file in self.file_of.items() if source_file != file)
-        file_tensors = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), elsewhere)
+            return {name: self._tensors[self._name_in_file(name)] for name in names}
+        stored = {name: self._name_in_file(name) for name in names}
+        elsewhere = (self._name_in_file(name) for name, source_file in self.file_of.items() if source_file != file)
+        file_tensors = SAFETENSORS.open_part(self.source, file, self._locate(file), stored.values(), elsewhere)
         tensors = {name: file_tensors[stored[name]] for name in names}
-        require_weights(self.source, tensors, self._path(CONFIG_FILE))
+        require_weights(self.source, tensors, self._locate(CONFIG_FILE))
         return tensors
 
-    def _stored(self, name: str) -> str:
+    def _name_in_file(self, name: str) -> str:
         return self.wrapper_prefix + (name.removeprefix(BASE_PREFIX) if self.headless else name)
 
-    def _path(self, file: str, fetch: bool = True) -> str | None:
+    def _locate(self, file: str, fetch: bool = True) -> str | None:
+        """The local path of a file of the checkpoint."""
         return locate_file(*self.location, file, fetch=fetch)
 
 
@@ -234,7 +241,7 @@ def find_file(source: str, file: str, revision: str | None) -> str | None:
     return locate_file(*description_location(source, revision), file)
 
 
-def _hash(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
+def _hash_tensor(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
     """sha256 of one tensor, or of its sample, and the number of bytes read.
 
     On CPUs with SHA instructions sha256 is the standard library's fastest hash.

@@ -1,5 +1,9 @@
-"""A tokenizer: its vocabulary by digests, the part of it that a model's embedding has rows for, and what its chat
-template reads beside the messages: arguments by name, and a clock, which stands still during a run."""
+"""What this toolkit needs of a tokenizer besides encoding.
+
+Digests identify its vocabulary (`vocabulary_digest`) and everything that decides ids (`tokenizer_digest`). `limit_rows`
+and `require_rows` refuse ids for which the model's embedding has no row. A chat template reads arguments by name
+besides the messages (`bind_arguments`), and maybe a clock, which stands still during a run (`clock_of`).
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ _JINJA = Environment(extensions=["jinja2.ext.loopcontrols"])
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a tag that only transformers knows
 _PROVIDED = {*DEFAULT_NAMESPACE, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 _DIRECTIVE = re.compile(r"(?<!\{)%[-_0^#]?[A-Za-z]")  # of strftime
+# A macro that replaces the directives of a time format by their values; it refuses a format with further directives.
 _CLOCK = """{%% macro strftime_now(format) %%}{%% set text = format.replace("%%%%", "\ue001")%s %%}\
 {{ raise_exception("its clock shows what is not known") if "%%" in text else text.replace("\ue001", "%%") }}\
 {%% endmacro %%}
@@ -64,9 +69,10 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def limit_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:
-    """`tokenizer`, for a model whose embedding has `rows` rows. No text may contain further tokens.
+    """`tokenizer`, for a model whose embedding has `rows` rows. No text may contain tokens without a row.
 
-    Fine-tuning often adds a token, for padding, without a row. Raises `UserError` if one begins or ends every text.
+    Fine-tuning often adds a token without a row, for padding. Raises `UserError` if such a token begins or ends every
+    text.
     """
     setattr(tokenizer, _ROWS, rows)
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -92,8 +98,11 @@ def require_rows(ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizer
 def bind_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object], template: str = "auto", option: str = KWARGS
 ) -> PreTrainedTokenizerBase:
-    """A copy of `tokenizer` whose chat template has `arguments`; itself if there are none. Raises `UserError`, naming
-    `option`, for one that the template which renders chat (see `PromptTemplate`) does not read."""
+    """A copy of `tokenizer` whose chat template has `arguments`; the tokenizer itself if there are none.
+
+    The arguments are set at the begin of the template. Raises `UserError`, naming `option`, for an argument that the
+    template which renders chat (see `PromptTemplate`) does not read.
+    """
     if not arguments:
         return tokenizer
     text = tokenizer.chat_template if template in ("auto", "tokenizer") else None
@@ -115,7 +124,10 @@ def bind_arguments(
 
 
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The begin of a chat template that reads a clock, which makes it show the time of this run; "" outside a run."""
+    """What is put before a chat template that reads a clock, so that the clock shows the time of this run.
+
+    "" outside a run, and for a template that reads no clock.
+    """
     text = str(tokenizer.chat_template)
     if "strftime_now" not in text or (time := run_time()) is None:
         return ""

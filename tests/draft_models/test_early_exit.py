@@ -23,7 +23,7 @@ from outrider.draft_models.early_exit.checkpoint import (
 )
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.attention import additive
+from outrider.draft_models.targets.attention import additive_mask
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_files import load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
@@ -184,7 +184,7 @@ def drafted(path: Path, drafter: EarlyExit) -> Tensor:
     masks = {}
     for window in {*stack.windows, drafter.window}:
         seen = visible if window is None else visible & (positions > positions[:, None] - window)
-        masks[window] = additive(seen, torch.float32)
+        masks[window] = additive_mask(seen, torch.float32)
     stack.reserve(len(TEXT))
     rotary = stack.rotary(positions[None])
     hidden = stack.run(stack.embed(TEXT[None], positions[None]), 0, drafter.exit_layer, rotary, masks)

@@ -268,7 +268,7 @@ def test_codes_are_left_to_a_method_that_transformers_knows(tmp_path: Path) -> N
     stored["model.layers.1.mlp.up_proj.weight"] = torch.ones(96, 64, dtype=torch.int8)
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     files = open_tensors(str(set_config(path, quantization_config={"quant_method": "gptq"})))
-    assert len(dict(files.stored(files.file_of))) == len(stored)
+    assert len(dict(files.open_stored(files.file_of))) == len(stored)
     for other in ({"quant_method": "modelopt", "quant_algo": "INT8_SQ"}, {"bits": 8}, {"quant_method": []}):
         files = open_tensors(str(set_config(path, quantization_config=other)))
-        refusal(r"up_proj\.weight: weights stored as codes \(I8\)", dict, files.stored(files.file_of))
+        refusal(r"up_proj\.weight: weights stored as codes \(I8\)", dict, files.open_stored(files.file_of))
