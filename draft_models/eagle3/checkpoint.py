@@ -126,10 +126,10 @@ def stored_tokens(source: str, changes: ReadingChanges = AS_DECLARED) -> list[in
 
 
 def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
-    """The head that `reading` builds from `tensors`, d2t and t2d included: not from all, if it overrides the declared
-    reading. Missing norms become identities.
+    """The head of `reading` with `tensors`, by their names here, d2t and t2d included.
 
-    Raises `UserError` if any other tensor is missing or has another shape, and for invalid maps.
+    The reading may override the declared reading: then it may use only some of the tensors, and missing norms become
+    identities. Raises `UserError` if another tensor is missing or has another shape, and for invalid maps.
     """
     like, weights = tensors["fc.weight"], dict[str, Tensor]()
     for name, shape in head_shapes(reading).items():

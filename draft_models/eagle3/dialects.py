@@ -7,8 +7,10 @@ speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, a
 modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with layer outputs and switches
 gguf         llama.cpp, written only: ggml's names, and the config as metadata
 
-The output of layer i is boundary i + 1. Facts that the tensors show are taken from them, not from the config, such as
-the number of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
+The output of layer i is boundary i + 1. Facts that the tensors show, such as the number of layers, are taken from the
+tensors: some configs are copied from the target's and have the target's number (EAGLE3-Vicuna-13B).
+
+To read a head: `dialect_of` and `read_config`. To write one: `require_expressible`, then `config_in_dialect`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -27,18 +29,18 @@ MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 # The fields of `Reading` by transformers' keys of a layer's config, and the further keys that decide what a layer is.
-_LAYER = {
+_LAYER_FIELDS = {
     "vocab_size": "vocabulary", "hidden_size": "hidden", "intermediate_size": "intermediate",
     "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "key_heads",
     "head_dim": "head_dim", "rms_norm_eps": "epsilon", "hidden_act": "activation",
     "max_position_embeddings": "max_positions", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
 }  # fmt: skip
-_FURTHER = (
+_FURTHER_KEYS = (
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window", "use_sliding_window",
     "max_window_layers", "layer_types",
 )  # fmt: skip
 # Switches of which this toolkit supports only the given value, and the meaning of other values.
-_FIXED = {
+_FIXED_SWITCHES = {
     "use_aux_hidden_state": (True, "a head without aux hidden states, as EAGLE-1's"),
     "use_mtp_layernorm": (False, "norms of multi-token prediction"),
     "next_layer_regular": (True, "later layers that are given the embedding too"),
@@ -54,9 +56,9 @@ _SWITCHES: dict[str, tuple[str, bool | str]] = {
     "norm_output": ("norm_output", False),
 }
 # The names in SGLang's first EAGLE-3.1 code for the norms of the aux hidden states, and for their switch.
-_FORMER = {f"aux_norm_{level}.weight": f"fc_norm.{i}.weight" for i, level in enumerate(("low", "mid", "high"))}
+_FORMER_NAMES = {f"aux_norm_{level}.weight": f"fc_norm.{i}.weight" for i, level in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
-# For each dialect that is written: the fields of `_PLAIN` that the code of its readers supports.
+# For each dialect that is written: the fields of `_READER_DEFAULTS` that the code of its readers supports.
 _SUPPORTED: dict[ExportDialect, tuple[str, ...]] = {
     "specforge": ("tap_norms", "norm_output"),
     "speculators": (
@@ -65,7 +67,7 @@ _SUPPORTED: dict[ExportDialect, tuple[str, ...]] = {
     ),
     "gguf": ("joint_norm", "norm_before_residual"),
 }  # fmt: skip
-_PLAIN: dict[str, object] = {  # the value that a reader assumes for a field that it does not support
+_READER_DEFAULTS: dict[str, object] = {  # the value that a reader assumes for a field that it does not support
     **{name: default is True for name, (_, default) in _SWITCHES.items()},
     **dict.fromkeys(("fc_bias", "head_norms", "attention_bias", "mlp_bias"), False),
     "layers": 1,
@@ -75,7 +77,7 @@ _PLAIN: dict[str, object] = {  # the value that a reader assumes for a field tha
 def local_name(stored: str) -> str:
     """The name here of a tensor with the name `stored` in the file."""
     name = stored.removeprefix(BASE)
-    name = _FORMER.get(name, name)
+    name = _FORMER_NAMES.get(name, name)
     return FIRST_LAYER + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name
 
 
@@ -117,7 +119,8 @@ def read_config(
 
 
 def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
-    for name, (expected, what) in _FIXED.items():
+    """The reading that `config` and `shapes` declare, with these aux layers. Raises `UserError`."""
+    for name, (expected, what) in _FIXED_SWITCHES.items():
         if (setting := _read_switch(config, name, expected)) != expected:
             raise UserError(f"{name}={setting!r}: {what}; expected {expected!r}")
     parts = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
@@ -130,7 +133,7 @@ def _read_declared(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, .
         name: _read_switch(config, word, default in shapes if isinstance(default, str) else default)
         for name, (word, default) in _SWITCHES.items()
     }
-    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER.items()}
+    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER_FIELDS.items()}
     return Reading(
         **sizes,
         **switches,
@@ -175,7 +178,7 @@ def layer_config(described: object, layers: int) -> PreTrainedConfig:
     kind = described.get("model_type", "llama")
     if kind not in _LAYERS:
         raise UserError(f"model_type={kind!r}: a head has layers of one of {', '.join(_LAYERS)}")
-    fields = {key: described[key] for key in (*_LAYER, *_FURTHER) if described.get(key) is not None}
+    fields = {key: described[key] for key in (*_LAYER_FIELDS, *_FURTHER_KEYS) if described.get(key) is not None}
     try:
         return _LAYERS[kind](**fields | {"num_hidden_layers": layers})
     except Exception as error:  # any error of the class for unexpected values
@@ -183,17 +186,22 @@ def layer_config(described: object, layers: int) -> PreTrainedConfig:
 
 
 def _read_aux_layers(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
-    """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
+    """The boundaries that the config names, in up to four entries, which must agree.
+
+    Example: `eagle_config` has the outputs of layers 1, 8 and 15, that is the boundaries 2, 9 and 16; the other entries
+    have boundaries, as vLLM reads them. Without an entry: 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and
+    vLLM).
+    """
     sections = {"": config, "eagle_config.": _eagle_config(config)}
-    boundaries: dict[str, tuple[int, ...]] = {}
-    for at, key in product(sections, (AUX_LAYERS_KEY, "layer_ids")):
-        name, layers = at + key, sections[at].get(key)
+    boundaries: dict[str, tuple[int, ...]] = {}  # by the entry, as the user sees it
+    for section, key in product(sections, (AUX_LAYERS_KEY, "layer_ids")):
+        name, layers = section + key, sections[section].get(key)
         if not layers:
             continue
         if not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
             raise UserError(f"{name}={layers!r}: expected a list of layers")
-        outputs = name == f"eagle_config.{AUX_LAYERS_KEY}"  # the others are boundaries, as vLLM reads them
-        boundaries[f"{name}={layers!r}"] = tuple(layer + outputs for layer in layers)
+        has_outputs = name == f"eagle_config.{AUX_LAYERS_KEY}"
+        boundaries[f"{name}={layers!r}"] = tuple(layer + has_outputs for layer in layers)
     if len(set(boundaries.values())) > 1:
         meanings = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in boundaries.items())
         raise UserError(f"{meanings}: expected the same, or give reading.taps")
@@ -212,7 +220,11 @@ def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect
         raise UserError("reading.own_head=false: expected null: a written head holds the rows of its own logits")
     # A head is always written with these two values.
     fields = asdict(replace(reading, draft_ids="offset", own_head=True))
-    lost = [name for name, plain in _PLAIN.items() if name not in _SUPPORTED[dialect] and fields[name] != plain]
+    lost = [
+        name
+        for name, default in _READER_DEFAULTS.items()
+        if name not in _SUPPORTED[dialect] and fields[name] != default
+    ]
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")
@@ -263,7 +275,7 @@ def _layer_fields(reading: Reading, target: PreTrainedConfig) -> dict[str, objec
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     layer = {
         "model_type": "qwen3" if reading.head_norms else "llama",
-        **{key: getattr(reading, name) for key, name in _LAYER.items()},
+        **{key: getattr(reading, name) for key, name in _LAYER_FIELDS.items()},
         "rope_theta": reading.rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "tie_word_embeddings": False,

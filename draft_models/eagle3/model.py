@@ -263,7 +263,7 @@ class Eagle3(nn.Module):
         head.load_state_dict(dict(weights), strict=True, assign=True)
         return head.requires_grad_(False).eval()
 
-    layered = None  # see `draft_models.targets.target.Layers`
+    layered = None  # see `RunnableLayers`
 
     @property
     def device(self) -> torch.device:

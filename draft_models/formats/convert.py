@@ -70,8 +70,8 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
     if not is_local(source):
         return _open_on_hub(source, revision, weights)
     folder = Path(source)
-    kind = _format_to_convert(lambda name: os.path.exists(folder / name), lambda name: folder / name)
-    return None if kind is None else FolderModel(source, folder, kind)
+    weight_format = _format_to_convert(lambda name: os.path.exists(folder / name), lambda name: folder / name)
+    return None if weight_format is None else FolderModel(source, folder, weight_format)
 
 
 @lru_cache(4)
@@ -102,8 +102,8 @@ def locate_file(source: str, revision: str | None, file: str, *, fetch: bool = T
         raise UserError(f"{source}: {file} cannot be fetched ({reason(error)})") from None
 
 
-def fetch_folder(source: str, revision: str | None, kind: WeightFormat, *, weights: bool = True) -> Path:
-    """The local directory of a model whose weights are of `kind`. Raises `UserError` if it cannot be fetched.
+def fetch_folder(source: str, revision: str | None, weight_format: WeightFormat, *, weights: bool = True) -> Path:
+    """The local directory of a model whose weights are in `weight_format`. Raises `UserError` if it cannot be fetched.
 
     weights: whether they are fetched, too, or only its descriptions.
     """
@@ -113,8 +113,12 @@ def fetch_folder(source: str, revision: str | None, kind: WeightFormat, *, weigh
         return Path(source)
     patterns = [*DESCRIPTIONS]
     if weights:
-        index = None if _is_on_hub(source, revision, kind.single) else locate_file(source, revision, kind.index)
-        patterns += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
+        is_single = _is_on_hub(source, revision, weight_format.single)
+        index = None if is_single else locate_file(source, revision, weight_format.index)
+        if index is None:
+            patterns.append(weight_format.single)
+        else:
+            patterns += sorted({weight_format.index, *weight_format.file_of(Path(index)).values()})
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except Exception as error:  # any error of the Hub's client
@@ -125,10 +129,12 @@ def fetch_folder(source: str, revision: str | None, kind: WeightFormat, *, weigh
 def _open_on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
     if locate_file(source, revision, CONFIG_FILE) is None:
         return None
-    kind = _format_to_convert(
+    weight_format = _format_to_convert(
         partial(_is_on_hub, source, revision), lambda name: Path(locate_file(source, revision, name) or name)
     )
-    return None if kind is None else FolderModel(source, fetch_folder(source, revision, kind, weights=weights), kind)
+    if weight_format is None:
+        return None
+    return FolderModel(source, fetch_folder(source, revision, weight_format, weights=weights), weight_format)
 
 
 def _is_on_hub(source: str, revision: str | None, file: str) -> bool:
@@ -140,9 +146,11 @@ def _is_on_hub(source: str, revision: str | None, file: str) -> bool:
 
 
 def _format_to_convert(has: Callable[[str], bool], path: Callable[[str], Path]) -> WeightFormat | None:
-    """The kind of weight files to convert; None if there are plain safetensors or no weights."""
-    kind = next((kind for kind in (SAFETENSORS, PICKLES) if has(kind.index) or has(kind.single)), None)
-    return kind if kind is PICKLES or is_quantised(path(CONFIG_FILE), path(QUANT_FILE)) else None
+    """The format of weights that are read here; None for ordinary safetensors, and if there are no weights."""
+    stored_as = next(
+        (candidate for candidate in (SAFETENSORS, PICKLES) if has(candidate.index) or has(candidate.single)), None
+    )
+    return stored_as if stored_as is PICKLES or is_quantised(path(CONFIG_FILE), path(QUANT_FILE)) else None
 
 
 def write_description(original: Original) -> Path:

@@ -43,14 +43,14 @@ _ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale")
 
 @dataclass(frozen=True)
 class FolderModel:
-    """The model in `folder`, whose weights are files of `kind`; `source` is its name, a path or Hub name.
+    """The model in `folder`, whose weights are files of `weight_format`; `source` is its name, a path or Hub name.
 
     All members raise `UserError` if it is damaged or not supported.
     """
 
     source: str
     folder: Path
-    kind: WeightFormat
+    weight_format: WeightFormat
 
     @property
     def files(self) -> Mapping[str, Path]:
@@ -66,7 +66,7 @@ class FolderModel:
     @property
     def by_transformers(self) -> bool:
         """Whether transformers reads its weights itself: pickles, as it has no forward with fp8 on a CPU."""
-        return self.kind is PICKLES
+        return self.weight_format is PICKLES
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by name, none read yet; quantised tensors become float32 when read."""
@@ -82,7 +82,9 @@ class FolderModel:
         for file, names in by_file.items():
             path = self.folder / file
             elsewhere = [name for other_file, inside in by_file.items() if other_file != file for name in inside]
-            part = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
+            part = self.weight_format.open_part(
+                self.source, file, str(path) if path.exists() else None, names, elsewhere
+            )
             tensors |= {name: part[name] for name in names or part if name in part}
         return tensors
 
@@ -128,11 +130,11 @@ class FolderModel:
 
     def _by_file(self) -> dict[str, list[str]]:
         """The tensors in each file according to the index; a single file wins over an index; its list is empty."""
-        index = self.folder / self.kind.index
-        if (self.folder / self.kind.single).exists() or not index.exists():
-            return {self.kind.single: []}
+        index = self.folder / self.weight_format.index
+        if (self.folder / self.weight_format.single).exists() or not index.exists():
+            return {self.weight_format.single: []}
         names_of: dict[str, list[str]] = {}
-        for name, file in self.kind.file_of(index).items():
+        for name, file in self.weight_format.file_of(index).items():
             names_of.setdefault(file, []).append(name)
         return names_of
 

@@ -39,12 +39,12 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     if _is_gemma(file):  # llama.cpp's converter replaces ▁ by a space in user-defined tokens
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     try:
-        tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
+        tokenizer = (_make_byte_level if kind == "gpt2" else _make_sentencepiece)(file, tokens)
         _add_tokens(tokenizer, file, tokens)
         ids = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
         pairs = [(name, index) for name, index in ids.items() if index is not None]
-        special = {name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in pairs}
-        tokenizer.post_processor = _post_processor(file, kind, special, tokens)
+        special = {name: _token_of_id(file, tokens, f"{SPECIAL[name]}_token_id", index) for name, index in pairs}
+        tokenizer.post_processor = _make_post_processor(file, kind, special, tokens)
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             chat_template=file.get("tokenizer.chat_template", str, None),
@@ -59,7 +59,8 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         raise UserError(f"{file.path}: no usable tokenizer ({reason(error)}); convert the model again") from error
 
 
-def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE, which cuts texts as the file's "pre" says. Raises `UserError` for an unknown way."""
     cut = file.get(f"{_KEY}pre", str)
     if cut not in PATTERNS:
         raise UserError(
@@ -84,13 +85,14 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+def _make_sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    """SentencePiece's BPE: a space is ▁, often with a further ▁ before the text, and unknown letters become bytes."""
     unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=_ids_by_token(tokens),
-            merges=_merges(file, tokens),
-            unk_token=_token(file, tokens, "unknown_token_id", unknown),
+            merges=_make_merges(file, tokens),
+            unk_token=_token_of_id(file, tokens, "unknown_token_id", unknown),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -104,13 +106,14 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
+def _make_merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     """All splits of a token into two tokens, best token first: merges equivalent to SentencePiece's BPE with scores.
 
-    SentencePiece joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers
-    rank merges by id instead of score; the joined token may be user-defined.
+    SentencePiece joins the two neighbours whose concatenation has the highest score. Example: of the tokens a, b, c, ab
+    (score −1) and abc (score −2) the merges are (a, b), then (ab, c). Gemma's Hugging Face tokenizers rank merges by
+    the id of the joined token, not by its score. There the joined token may be user-defined.
     """
-    array, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    array, types = file.get(f"{_KEY}scores", list), _read_types(file, tokens)
     scores = [score for score in array if isinstance(score, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
@@ -133,19 +136,19 @@ def _is_gemma(file: GgufFile) -> bool:
 
 def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> None:
     """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
-    types = _types(file, tokens)
+    types = _read_types(file, tokens)
     phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
     for kinds, add in (((_CONTROL, _UNKNOWN), tokenizer.add_special_tokens), ((_USER_DEFINED,), tokenizer.add_tokens)):
         special = _CONTROL in kinds
         added_tokens = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
-        strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; the file has no key for it
+        strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; no key of the file says so
         add(
             [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _SPACE_AFTER)
              for token in added_tokens]
         )  # fmt: skip
 
 
-def _post_processor(
+def _make_post_processor(
     file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]
 ) -> processors.PostProcessor | None:
     """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
@@ -166,13 +169,13 @@ def _post_processor(
     )
 
 
-def _token(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
+def _token_of_id(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
     if not 0 <= index < len(tokens):
         raise UserError(f"{file.path}: {_KEY}{key}={index} of {len(tokens)} tokens; fetch it again")
     return tokens[index]
 
 
-def _types(file: GgufFile, tokens: Sequence[str]) -> Sequence[MetadataValue]:
+def _read_types(file: GgufFile, tokens: Sequence[str]) -> Sequence[MetadataValue]:
     types = file.get(f"{_KEY}token_type", list, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise UserError(

@@ -49,7 +49,7 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     }
     _require_read_back(config, metadata)
     none: dict[str, MetadataValue] = {"tokenizer.ggml.model": "none"}
-    return metadata | none if tokenizer is None else _with_tokenizer(metadata, tokenizer, config.vocab_size)
+    return metadata | none if tokenizer is None else _add_tokenizer(metadata, tokenizer, config.vocab_size)
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
@@ -68,10 +68,16 @@ def write_file(
     """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout."""
     gguf, family = load_package(), str(metadata.pop("general.architecture"))
     writer = gguf.GGUFWriter(path, family)
-    kinds = gguf.GGUFValueType
-    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
+    value_kinds = gguf.GGUFValueType
+    kind_of = {
+        bool: value_kinds.BOOL,
+        int: value_kinds.UINT32,
+        float: value_kinds.FLOAT32,
+        str: value_kinds.STRING,
+        list: value_kinds.ARRAY,
+    }
     for key, value in metadata.items():
-        writer.add_key_value(key, value, types[type(value)])
+        writer.add_key_value(key, value, kind_of[type(value)])
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -106,16 +112,20 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataVal
             raise _unsupported_error(f"{name}={expected[name]!r}")
 
 
-def _with_tokenizer(
+def _add_tokenizer(
     metadata: dict[str, MetadataValue], tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> dict[str, MetadataValue]:
-    """`metadata` with the tokenizer's, for an embedding of `rows` rows. Raises `UserError` for one of another kind."""
-    base = metadata | _tokens(tokenizer, rows)
+    """`metadata` with the tokenizer's, for an embedding of `rows` rows.
+
+    Each known way to cut texts is tried: what it writes is read again and must give the same rules and ids. Raises
+    `UserError` if no way does.
+    """
+    base = metadata | _token_metadata(tokenizer, rows)
     backend = tokenizer.backend_tokenizer
     model = json.loads(backend.to_str())["model"]
     if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
         base |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(index) for index in range(rows)]}
-        ways: list[dict[str, MetadataValue]] = [
+        candidates: list[dict[str, MetadataValue]] = [
             {"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)
         ]
     else:
@@ -123,37 +133,37 @@ def _with_tokenizer(
         if not merges:
             raise _unsupported_error("a tokenizer without merges")
         base |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
-        ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
-    text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
-    for way in ways:
-        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | way, {}))
-        if _rules(again) == rules and _encode(again, [text]) == _encode(tokenizer, [text]):
+        candidates = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
+    text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _read_rules(tokenizer)
+    for candidate in candidates:
+        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | candidate, {}))
+        if _read_rules(again) == rules and _encode(again, [text]) == _encode(tokenizer, [text]):
             words = backend.decode_batch([[index] for index in range(rows)], skip_special_tokens=False)
             forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
             if _encode(again, forms) == _encode(tokenizer, forms):
-                return base | way
+                return base | candidate
     raise _unsupported_error(
         f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece"
     )
 
 
-def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
+def _read_rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     """The steps before merges, and the merges that can apply: together they decide the ids of any text."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, steps = state["model"], [*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])]
+    model, steps = state["model"], [*_flatten_steps(state["normalizer"]), *_flatten_steps(state["pre_tokenizer"])]
     if model.get("byte_fallback"):  # every space is a ▁ before a text is cut
         steps = [step for step in steps if step["type"] != "Split" or step["pattern"] != {"String": " "}]
     unmerged_tokens = {*tokenizer.get_added_vocab(), *_BYTES}
     return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & unmerged_tokens]]
 
 
-def _steps(part: TokenizerStep | None) -> list[TokenizerStep]:
+def _flatten_steps(part: TokenizerStep | None) -> list[TokenizerStep]:
     """A normalizer or a pre-tokenizer, which may be a sequence, as a list of steps."""
     if part is None:
         return []
     if part["type"] == "Sequence":
         inner = cast(list[TokenizerStep], part.get("normalizers") or part.get("pretokenizers") or [])
-        return [step for member in inner for step in _steps(member)]
+        return [step for member in inner for step in _flatten_steps(member)]
     if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
         return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     return [{key: value for key, value in part.items() if key != "trim_offsets"}]
@@ -163,7 +173,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, MetadataValue]:
+def _token_metadata(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, MetadataValue]:
     """The tokens with their types, the ids of the special ones, and the chat template."""
     pieces, added = {index: piece for piece, index in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     if max(pieces) >= rows:

@@ -38,13 +38,16 @@ def for_older_readers(folder: Path) -> None:
 
 
 def with_older_rope(config: dict[str, object]) -> dict[str, object]:
-    """`config` with its `rope_parameters` in the keys of transformers 4 too; version 5 reads either. There layers with
-    a window have a base of their own (Gemma 3)."""
+    """`config` with its `rope_parameters` in the keys of transformers 4 too; version 5 reads either.
+
+    Example: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}} gets "rope_theta": 10000.0 beside
+    `rope_parameters`. In version 4, layers with a window have a base of their own (Gemma 3).
+    """
     config = {key: with_older_rope(value) if isinstance(value, dict) else value for key, value in config.items()}
     rope, kind = config.get("rope_parameters"), str(config.get("model_type"))
-    nested = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
-    if not isinstance(rope, dict) or (nested and not kind.startswith(("gemma3", "olmo3"))):  # new since version 5
-        return config
+    by_layer_type = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or (by_layer_type and not kind.startswith(("gemma3", "olmo3"))):
+        return config  # without a rope, or of an architecture that version 4 does not have
     base, part = ("rotary_emb_base", "rotary_pct") if kind == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
     scaling = dict(rope.get("full_attention") or rope)
     older = {base: scaling.pop("rope_theta", None), part: scaling.pop("partial_rotary_factor", None)}

@@ -135,7 +135,7 @@ def successors_of(starts, tokens, index):
 # ------------------------------------------------------------------------------------------------------ soundness
 
 
-FAULTS = (  # the faults that `fault_of` finds; index 0: no fault
+FAULTS = (  # the faults that `find_level_fault` finds; index 0: no fault
     "",
     "buckets do not lead to their keys",
     "keys do not ascend within their width",
@@ -146,8 +146,8 @@ FAULTS = (  # the faults that `fault_of` finds; index 0: no fault
 )
 
 
-@compile_function
-def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
+@kept
+def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
     """The index in `FAULTS` of the first way in which a level's arrays violate what `group_contexts` guarantees.
 
     Compiled look-up checks no index and relies on this. The arrays' lengths must already fit together.

@@ -109,7 +109,7 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     return Suffixes(tokens, order, starts)
 
 
-def fault_of_suffixes(suffixes: Suffixes, vocabulary: int) -> str:
+def find_suffix_fault(suffixes: Suffixes, vocabulary: int) -> str:
     """The reason why look-up would read outside the arrays, or ""."""
     tokens, order, starts = suffixes
     expected = [(token_type(vocabulary + 1), len(tokens)), (np.uint32, len(tokens)), (np.uint32, vocabulary + 1)]

@@ -5,9 +5,10 @@ follows in the same document. So the probabilities of a context sum to 1, or to 
 Example: "a b" was followed by c three times and by d once; then P(c | a b) = 3/4.
 
 A context is stored as one integer. Each token takes `token_bits` bits, as many as the vocabulary needs, the latest
-token lowest. The context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits. That is a bijection on
-integers of that width: contexts have distinct, evenly spread keys, whose top bits index the buckets. All ids of a
-context are below `vocabulary`; the caller must check that before packing one.
+token lowest. Example: with a vocabulary of 1,000 a token takes 10 bits, and the context (3, 7) is 3 · 2^10 + 7. The
+context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits. That is a bijection on integers of that
+width: contexts have distinct, evenly spread keys, whose top bits index the buckets. All ids of a context are below
+`vocabulary`; the caller must check that before packing one.
 
 A directory with `table.safetensors` holds a table. Its arrays are those of each `Level`, named as "3.keys", and those
 of `Suffixes`, named as "suffixes.tokens"; its metadata are a `Header`. The file is written under another name first, so
@@ -37,13 +38,13 @@ from outrider.draft_models.ngrams.kernels import (
     context_grams,
     count_buckets,
     count_grams,
-    fault_of,
+    find_level_fault,
     group_contexts,
     require_vocabulary,
     token_bits,
     token_type,
 )
-from outrider.draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, join_documents, sort_suffixes
+from outrider.draft_models.ngrams.suffixes import Suffixes, find_suffix_fault, join_documents, sort_suffixes
 
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # of a `Level`
 ORDERS = (2, 3, 4)
@@ -79,14 +80,14 @@ class Level(NamedTuple):
         """Width of a packed context and of its key."""
         return (self.order - 1) * self.bits
 
-    def fault(self, vocabulary: int) -> str:
+    def find_fault(self, vocabulary: int) -> str:
         """Why compiled look-up could not rely on the arrays, or ""."""
         for name, described in level_types(self.order, vocabulary, len(self.keys), len(self.tokens)).items():
             array = getattr(self, name)
             if (array.dtype, len(array)) != described:
                 return f"{name} are {len(array)} of {array.dtype}, expected {described[1]} of {described[0]}"
         arrays = (self.starts, self.totals, self.tokens, self.counts)
-        return FAULTS[fault_of(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)]
+        return FAULTS[find_level_fault(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)]
 
     def grams(self) -> Grams:
         """All n-grams, in the order of (key, token)."""
@@ -158,9 +159,9 @@ class TrigramTable:
         if unknown := sorted(arrays.keys() - table.arrays.keys()):
             raise table_damage(path, f"arrays {', '.join(unknown)}")
         for order, level in levels.items():
-            if fault := level.fault(header.vocabulary):
+            if fault := level.find_fault(header.vocabulary):
                 raise table_damage(path, f"order {order}: {fault}")
-        if table.suffixes is not None and (fault := fault_of_suffixes(table.suffixes, header.vocabulary)):
+        if table.suffixes is not None and (fault := find_suffix_fault(table.suffixes, header.vocabulary)):
             raise table_damage(path, f"suffixes: {fault}")
         return table
 

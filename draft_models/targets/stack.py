@@ -132,7 +132,7 @@ def module_list(model: PreTrainedModel, name: str) -> nn.ModuleList:
 
 
 class LayerStack(nn.Module):
-    """The layers of a causal LM, called a range at a time on hidden states: a `Target`, and `Layers`.
+    """The layers of a causal LM, called a range at a time on hidden states: a `Target`, and `RunnableLayers`.
 
     Rotary tables are computed once (`reserve`) and indexed, with the values that every pass would compute. They are
     kept in `rotary_dtype`, by default the model's, as the model itself uses them. Learned positions are added by

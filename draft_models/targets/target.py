@@ -1,7 +1,7 @@
 """The interface of a target, a frozen causal LM, for decoding, drafting, measuring and training.
 
-`Target` is what runs the rows of a tree. `LayerStack` and `WholeModel` in `stack.py` implement it. `Layers` is what
-engines need of layers that run on hidden states. The other classes are what a pass is given: masks (`Band`,
+`Target` is what runs the rows of a tree. `LayerStack` and `WholeModel` in `stack.py` implement it. `RunnableLayers` is
+what engines need of layers that run on hidden states. The other classes are what a pass is given: masks (`Band`,
 `TextMasks`, tensors), rotary positions (`Rotary`) and a KV cache (`LayerCache`). A target is checked at load against
 its own forward (`draft_models.targets.proof`).
 """
@@ -81,8 +81,8 @@ class Band:
 class TextMasks:
     """The mask of a pass over several texts, one text after another: each row sees keys of its own text only.
 
-    rows, masks, caches: the number of rows, the mask and the cache of each. entries: in the running layer, the keys and
-    values that its cache returns, then those of each text with its own rows.
+    rows, masks, caches: the number of rows, the mask and the cache of each text. entries: keys and values of the
+    running layer: first the joint ones, which the pass's cache returns to the layer, then those of each text.
     """
 
     rows: tuple[int, ...]
@@ -156,8 +156,8 @@ class Target(Runnable, Protocol):
         """
 
 
-class Layers(Runnable, Protocol):
-    """Layers that run on hidden states: a `LayerStack`, or those of a draft head, which is not a target.
+class RunnableLayers(Runnable, Protocol):
+    """Layers that run on hidden states: a `LayerStack`, or the layers of a draft head, which is not a target.
 
     windows: how many positions each layer sees; None: all. tables: cos and sin [P, D] of every rotary table, at the
     reserved positions.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from outrider.draft_models.targets.target import Band, Layers, Masks, Rotary, Target
+from outrider.draft_models.targets.target import Band, Masks, Rotary, RunnableLayers, Target
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rows import RoundRows, RowLayout, unpack
 from outrider.inference.core.sampling import top_tokens
@@ -43,7 +43,7 @@ class TargetSession(Session):
 
     def __init__(
         self,
-        layers: Layers,
+        layers: RunnableLayers,
         split: int | None,
         capacity: int,
         context: int | None = None,
@@ -76,7 +76,7 @@ class TargetSession(Session):
     def draft_session(self, model: Target) -> Session:
         return eager_session(model, None, self.capacity, self.context, self.together)
 
-    def draft_layers_session(self, layers: Layers) -> "TargetSession":
+    def draft_layers_session(self, layers: RunnableLayers) -> "TargetSession":
         """A session of the same size for a drafter's own layers, run by `run_rows`."""
         return TargetSession(layers, None, self.capacity, self.context, self.together)
 

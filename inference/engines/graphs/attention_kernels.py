@@ -16,7 +16,7 @@ from outrider.base.errors import UserError, reason
 from outrider.draft_models.targets.attention import KERNELS, KernelChoice, grouped_attention, use_kernel
 from outrider.draft_models.targets.model_spec import key_heads
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.target import Layers
+from outrider.draft_models.targets.target import RunnableLayers
 from outrider.inference.engines.graphs.fixed_shapes import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes
@@ -59,7 +59,7 @@ def use_kernel_on(device: torch.device, name: str) -> AbstractContextManager[Non
     return use_kernel(kernels.attend)
 
 
-def kernel_for(choices: Iterable[KernelChoice], layers: Layers, width: int, keys: int) -> str:
+def kernel_for(choices: Iterable[KernelChoice], layers: RunnableLayers, width: int, keys: int) -> str:
     """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention.
 
     Only attention of a target's layers is measured, not that of an EAGLE-3 head's own layers.

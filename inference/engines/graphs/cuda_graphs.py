@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_models.targets.attention import KernelChoice
-from outrider.draft_models.targets.target import Layers, Target
+from outrider.draft_models.targets.target import RunnableLayers, Target
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.ops import likeliest
 from outrider.inference.core.rows import RoundRows, RowLayout
@@ -63,7 +63,7 @@ class Graphed(Runtime):
         return self.layer_session(target.layered, split, capacity, context)
 
     def layer_session(
-        self, layers: Layers, split: int | None, capacity: int, context: int | None = None
+        self, layers: RunnableLayers, split: int | None, capacity: int, context: int | None = None
     ) -> "GraphedSession":
         """As `TargetSession(layers, split, capacity, context)`."""
         split = len(layers.layers) if split is None else split
@@ -83,7 +83,7 @@ class Arena:
     limit: the most cache slots that passes read; padding rows write to the slots after them.
     """
 
-    def __init__(self, runtime: Graphed, layers: Layers, split: int, capacity: int, rows: int):
+    def __init__(self, runtime: Graphed, layers: RunnableLayers, split: int, capacity: int, rows: int):
         self.runtime = runtime
         self.layers = layers
         self.split = split
@@ -111,7 +111,7 @@ class Arena:
         """Whether a live session that is not closed uses this arena."""
         return self._user is not None and self._user() is not None
 
-    def serves(self, layers: Layers, capacity: int, rows: int) -> bool:
+    def serves(self, layers: RunnableLayers, capacity: int, rows: int) -> bool:
         """Whether a session of this size can use this arena now."""
         return layers is self.layers and capacity <= self.limit and rows <= self.rows and not self.busy
 
@@ -190,7 +190,7 @@ class GraphedSession(TargetSession):
         self._beside.append(session)
         return session
 
-    def draft_layers_session(self, layers: Layers) -> "GraphedSession":
+    def draft_layers_session(self, layers: RunnableLayers) -> "GraphedSession":
         session = self._arena.runtime.layer_session(layers, None, self.capacity, self.context)
         self._beside.append(session)
         return session

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.draft_models.targets.target import Layers, Mask, Masks, Rotary
+from outrider.draft_models.targets.target import Mask, Masks, Rotary, RunnableLayers
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rows import RowLayout, unpack
 
@@ -92,7 +92,7 @@ class FixedView:
     width: int
     keys: int
     spare: int
-    layers: Layers
+    layers: RunnableLayers
     cache: KVCache
 
     @property

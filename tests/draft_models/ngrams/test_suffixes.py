@@ -163,8 +163,8 @@ def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
 def test_arrays_that_look_up_cannot_rely_on() -> None:
     kept = made(make_documents(), VOCABULARY).suffixes
     assert kept is not None
-    assert suffixes.fault_of_suffixes(kept, VOCABULARY) == ""
-    assert "places" in suffixes.fault_of_suffixes(kept._replace(order=kept.order + np.uint32(1)), VOCABULARY)
-    assert "ascend" in suffixes.fault_of_suffixes(kept._replace(starts=kept.starts[::-1].copy()), VOCABULARY)
+    assert suffixes.find_suffix_fault(kept, VOCABULARY) == ""
+    assert "places" in suffixes.find_suffix_fault(kept._replace(order=kept.order + np.uint32(1)), VOCABULARY)
+    assert "ascend" in suffixes.find_suffix_fault(kept._replace(starts=kept.starts[::-1].copy()), VOCABULARY)
     for wrong in (kept._replace(order=kept.order[:-1]), kept._replace(tokens=kept.tokens.astype(np.uint32))):
-        assert "arrays" in suffixes.fault_of_suffixes(wrong, VOCABULARY)
+        assert "arrays" in suffixes.find_suffix_fault(wrong, VOCABULARY)
