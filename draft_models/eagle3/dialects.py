@@ -228,8 +228,8 @@ def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")
-    again = asdict(read_config(config_in_dialect(reading, dialect, target, "", 1), shapes, 0, "export"))
-    lost += [name for name, value in fields.items() if again[name] != value and name not in lost]
+    reread = asdict(read_config(config_in_dialect(reading, dialect, target, "", 1), shapes, 0, "export"))
+    lost += [name for name, value in fields.items() if reread[name] != value and name not in lost]
     if lost:
         listing = ", ".join(f"{name}={fields[name]!r}" for name in lost)
         raise UserError(

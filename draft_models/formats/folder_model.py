@@ -198,13 +198,17 @@ def fp8_scales(config: Path, quant: Path) -> str | None:
 
 
 def quantisation_of(config: Path, quant: Path = Path()) -> Mapping[str, object]:
-    """What config.json says of a quantisation, else ModelOpt's `QUANT_FILE`; empty: nothing. Raises `UserError`."""
+    """The description of a quantisation in config.json, else in ModelOpt's `QUANT_FILE`; empty without one.
+
+    Raises `UserError` for a damaged description.
+    """
     for file, key in (config, "quantization_config"), (quant, "quantization"):
-        here = os.path.isfile(file)  # also false for a name that no file can have
-        quantised = read_mapping(file, "description of a model", "fetch the model again").get(key) if here else None
-        if not isinstance(quantised or {}, dict):
+        if not os.path.isfile(file):  # also of a name that no file can have
+            continue
+        quantised = read_mapping(file, "description of a model", "fetch the model again").get(key) or {}
+        if not isinstance(quantised, dict):
             raise UserError(f"{file}: {key}={quantised!r}: expected a mapping; fetch the model again")
-        if isinstance(quantised, dict) and quantised:
+        if quantised:
             return quantised
     return {}
 

@@ -136,11 +136,11 @@ def _add_tokenizer(
         candidates = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
     text, rules = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _read_rules(tokenizer)
     for candidate in candidates:
-        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | candidate, {}))
-        if _read_rules(again) == rules and _encode(again, [text]) == _encode(tokenizer, [text]):
+        reread = gguf_tokenizer(GgufFile(Path(GGUF_FILE), base | candidate, {}))
+        if _read_rules(reread) == rules and _encode(reread, [text]) == _encode(tokenizer, [text]):
             words = backend.decode_batch([[index] for index in range(rows)], skip_special_tokens=False)
             forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
-            if _encode(again, forms) == _encode(tokenizer, forms):
+            if _encode(reread, forms) == _encode(tokenizer, forms):
                 return base | candidate
     raise _unsupported_error(
         f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece"

@@ -52,8 +52,8 @@ def vocabulary_digest(pieces: Mapping[str, int]) -> str:
 
     pieces: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made from it agree.
     """
-    items = sorted((index, piece) for piece, index in pieces.items())
-    return hashlib.sha256(json.dumps(items).encode()).hexdigest()
+    pieces_by_id = sorted((index, piece) for piece, index in pieces.items())
+    return hashlib.sha256(json.dumps(pieces_by_id).encode()).hexdigest()
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -143,13 +143,16 @@ def _pair_codes(builder, code_kind, words, upper, pair):
 
 
 def _as_bfloat16(builder, words, bits, base):
-    """The lower `bits` of words as the bfloat16s that `base` begins, in pairs."""
+    """The lower `bits` of words as bfloat16s with the upper bits of `base`, in pairs."""
     codes = builder.or_(builder.and_(words, _splat_word(2**bits - 1)), _splat_word(base))
     return builder.bitcast(codes, INTS)
 
 
 def _code_factors(builder, tile, words, upper, pair):
-    """The factors of x for the `pair`-th two inputs of a line: (vector, the number of x in the line) of each."""
+    """The factors of x for the `pair`-th two inputs of a line: for each, the vector and the index of x in the line.
+
+    With bfloat16, a code of 8 bits has two factors: 2⁷ + its lower half, and 16 · (2⁷ + its upper half).
+    """
     code_kind, words = tile.block.code_kind, _pair_codes(builder, tile.block.code_kind, words, upper, pair)
     if not tile.pairs:
         first = builder.bitcast(words, INTS)
@@ -164,7 +167,7 @@ def _code_factors(builder, tile, words, upper, pair):
 
 
 def _surplus(code_kind, pairs):
-    """What the factors of `_code_factors` are above the code, for each input."""
+    """How much larger the sum of an input's factors (`_code_factors`) is than code − offset."""
     if not pairs:
         return code_kind.offset
     return code_kind.offset + 128 + (16 * 128 if code_kind.bits == 8 else 0)
@@ -197,41 +200,15 @@ def _sum_of_group(builder, code_kind, sums, group):
 
 
 def _add_group(builder, tile, starts, number, group, totals):
-    """`totals` with the products of a group of inputs. number: its block's; starts: the addresses of that block.
+    """`totals` with the products of a group of inputs. number: the number of its block; starts: the block's addresses.
 
-    A group's codes are unpacked once for all rows.
+    totals: a vector of outputs for each row and panel, row by row.
     """
     code_kind, block = tile.block.code_kind, tile.block
     group_number = builder.add(builder.mul(number, LONG(code_kind.groups)), group)
-    first = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
+    codes_at = builder.add(LONG(block.header), builder.mul(group, LONG(block.group_bytes)))
     sums = [_sum_of_group(builder, code_kind, row, group_number) for row in tile.sums]
-    surplus = splat_float(-float(_surplus(code_kind, tile.pairs)))
-    dots = [builder.fmul(total, surplus) for total in sums for _ in starts]
-    number_of_x, width = (INT, 1) if tile.pairs else (FLOAT, 2)  # of x for a pair of inputs
-    pairs = 2 if code_kind.bits == 8 else 4  # of a line
-    lines, upper_bits = code_kind.group_size // (2 * pairs), code_kind.bits - 4
-    begin = builder.mul(group_number, LONG(width * code_kind.group_size // 2))
-    upper_at = builder.add(first, LONG(_LINE * lines))
-    uppers = [_load_vector(builder, start, upper_at, _WORDS) for start in starts] if code_kind.bits in (5, 6) else []
-
-    def add_line(line, dots):
-        offset = builder.add(first, builder.mul(line, LONG(_LINE)))
-        for start in starts:
-            ask_for(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
-        words = [_load_vector(builder, start, offset, _WORDS) for start in starts]
-        by = builder.trunc(builder.mul(line, LONG(pairs * upper_bits)), ir.IntType(16))
-        shifted = [builder.lshr(upper, _in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
-        line_begin = builder.add(begin, builder.mul(line, LONG(width * pairs)))
-        for pair in range(pairs):
-            of_panels = [_code_factors(builder, tile, *lines_of, pair) for lines_of in zip(words, shifted, strict=True)]
-            for factors in zip(*of_panels, strict=True):
-                at = builder.add(line_begin, LONG(factors[0][1]))
-                inputs = [builder.load(place_in(builder, row, at, number_of_x), align=4) for row in tile.sources]
-                terms = [(factor, splat(builder, x)) for x in inputs for factor, _ in factors]
-                dots = [added(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
-        return dots
-
-    dots = loop(builder, LONG(lines), dots, add_line)
+    dots = _dot_codes(builder, tile, starts, group_number, codes_at, sums)
     scales = [_scale_and_minimum(builder, code_kind, start, group) for start in starts]
     after = []
     for index, (total, dot) in enumerate(zip(totals, dots, strict=True)):
@@ -240,6 +217,42 @@ def _add_group(builder, tile, starts, number, group, totals):
         total = added(builder, total, dot, scale)
         after.append(total if minimum is None else added(builder, total, sums[row], builder.fneg(minimum)))
     return after
+
+
+def _dot_codes(builder, tile, starts, group_number, codes_at, sums):
+    """Σ (code − offset) · x over a group, for each row and panel. codes_at: offset of the group's codes in a block.
+
+    The factors of `_code_factors` are larger than code − offset by the surplus, so a sum begins at −surplus · Σ x. A
+    line's codes are unpacked once for all rows.
+    """
+    code_kind = tile.block.code_kind
+    surplus = splat_float(-float(_surplus(code_kind, tile.pairs)))
+    dots = [builder.fmul(total, surplus) for total in sums for _ in starts]
+    type_of_x, numbers_of_pair = (INT, 1) if tile.pairs else (FLOAT, 2)  # how x is read: two bfloat16s as one INT
+    pairs = 2 if code_kind.bits == 8 else 4  # of a line
+    lines, upper_bits = code_kind.group_size // (2 * pairs), code_kind.bits - 4
+    group_begin = builder.mul(group_number, LONG(numbers_of_pair * code_kind.group_size // 2))
+    upper_at = builder.add(codes_at, LONG(_LINE * lines))
+    uppers = [_load_vector(builder, start, upper_at, _WORDS) for start in starts] if code_kind.bits in (5, 6) else []
+
+    def add_line(line, dots):
+        offset = builder.add(codes_at, builder.mul(line, LONG(_LINE)))
+        for start in starts:
+            ask_for(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
+        words = [_load_vector(builder, start, offset, _WORDS) for start in starts]
+        by = builder.trunc(builder.mul(line, LONG(pairs * upper_bits)), ir.IntType(16))
+        line_uppers = [builder.lshr(upper, _in_all_words(builder, by)) for upper in uppers] or [None] * len(starts)
+        line_begin = builder.add(group_begin, builder.mul(line, LONG(numbers_of_pair * pairs)))
+        for pair in range(pairs):
+            by_panel = [_code_factors(builder, tile, *codes, pair) for codes in zip(words, line_uppers, strict=True)]
+            for factors in zip(*by_panel, strict=True):
+                at = builder.add(line_begin, LONG(factors[0][1]))
+                inputs = [builder.load(place_in(builder, row, at, type_of_x), align=4) for row in tile.sources]
+                terms = [(factor, splat(builder, x)) for x in inputs for factor, _ in factors]
+                dots = [added(builder, dot, *term) for dot, term in zip(dots, terms, strict=True)]
+        return dots
+
+    return loop(builder, LONG(lines), dots, add_line)
 
 
 def _add_tile(builder, tile):
