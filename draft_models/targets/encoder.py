@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from outrider.base.errors import UserError
 from outrider.draft_models.formats.gguf_file import is_gguf
@@ -45,9 +45,10 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     except UserError as error:
         raise UserError(f"{error}; expected {_EXPECTED}") from None
 
-    def encode(texts: list[str]) -> Any:
+    def encode(texts: list[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return tokenizer(texts, **options)["input_ids"]
+        ids: list[list[int]] = tokenizer(texts, **options)["input_ids"]
+        return ids
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     encoder = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
@@ -65,8 +66,9 @@ def _open_sentencepiece(source: str) -> Encoder:
     except (OSError, RuntimeError):
         raise UserError(f"tokenizer={source}: not a SentencePiece model; expected {_EXPECTED}") from None
 
-    def encode(texts: list[str]) -> Any:
-        return processor.encode(texts, out_type=int, num_threads=1)
+    def encode(texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = processor.encode(texts, out_type=int, num_threads=1)
+        return ids
 
     pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     eos, bos = (end if end >= 0 else None for end in (processor.eos_id(), processor.bos_id()))

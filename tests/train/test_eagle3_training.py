@@ -121,7 +121,7 @@ class Target:
 
     def fill(self, rows: PackedRows, folder: Path, width: int = 40) -> target_states.RowsWithStates:
         given = (48, 2, width), str(folder), torch.float32, {"from": "text"}
-        return target_states.with_states(rows, lambda: self.states_of, *given, join_processes())
+        return target_states.compute_states(rows, lambda: self.states_of, *given, join_processes())
 
 
 @pytest.fixture
@@ -153,9 +153,9 @@ def test_in_turn_a_rows_states_are_made_once_if_the_disk_holds_them(
 ) -> None:
     target, reserve = Target(killed_at=2), "outrider.train.parts.target_states.os.posix_fallocate"
 
-    def taught(folder: str = "kept", width: int = 40, origin: str = "text") -> target_states.RowsInTurn:
+    def taught(folder: str = "kept", width: int = 40, origin: str = "text") -> target_states.RowsWithLazyStates:
         given = (48, 2, width), tmp_path / folder, torch.float32, {"from": origin}
-        return target_states.RowsInTurn(rows, target.states_of, *given)
+        return target_states.RowsWithLazyStates(rows, target.states_of, *given)
 
     def read() -> list[dict[str, Tensor]]:
         found = taught()

@@ -1,7 +1,7 @@
 """The target's hidden states for all rows, stored on disk: a head then trains without running the target again.
 
-`add_states` chooses by `features`: a folder that `with_states` fills before the training, or with features=auto rows
-that are computed when they are first read (`RowsInTurn`). A folder has:
+`add_states` chooses by `features`: a folder that `compute_states` fills before the training, or with features=auto rows
+that are computed when they are first read (`RowsWithLazyStates`). A folder has:
 
     states.bin     [rows, T, k + 1, H_t]: the aux hidden states, ascending, and the states after the last norm, in the
                    dtype that the target computes in
@@ -61,11 +61,11 @@ def add_states(
     run: TrainingRun,
 ) -> tuple[Reader, TrainRows]:
     """The student that `build` makes, and `rows` with the target's states as `config.features` says, or without them:
-    then the target runs along. row_shape, made_from: see `with_states`."""
+    then the target runs along. row_shape, made_from: see `compute_states`."""
     dtype = frozen_dtype(config.frozen_dtype, run.device)
     made_from = {**made_from, "frozen_dtype": str(dtype)}
     if config.features not in (None, "auto"):
-        rows_with_states = with_states(
+        rows_with_states = compute_states(
             rows, lambda: build().states_of, row_shape, config.features, dtype, made_from, run.state
         )
         return build(), rows_with_states
@@ -75,7 +75,7 @@ def add_states(
     repeats_rows = config.fit.total_steps(len(rows)) * config.fit.batch_rows > len(rows)
     if config.features is None or not has_whole_target or not repeats_rows:
         return student, rows
-    return student, RowsInTurn(rows, student.states_of, row_shape, run.out_dir / FEATURES, dtype, made_from)
+    return student, RowsWithLazyStates(rows, student.states_of, row_shape, run.out_dir / FEATURES, dtype, made_from)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RowsWithStates:
         return {**self.rows[index], "states": self.states[index]}
 
 
-def with_states(
+def compute_states(
     rows: PackedRows,
     load: Callable[[], Callable[[Batch], Tensor]],
     row_shape: tuple[int, int, int],
@@ -124,13 +124,13 @@ def with_states(
 
 
 @dataclass(frozen=True)
-class RowsInTurn:
+class RowsWithLazyStates:
     """`PackedRows` whose items also have states. A row's states are computed when the row is first read, then kept in
     `folder` in `dtype`.
 
     The items have no states if all states would take more than half of the free space there, or cannot be kept.
-    row_shape, made_from: as in `with_states`. A resumed run finds the states that the killed run computed. Nothing is
-    written before the first read: a command that is refused or has nothing to do changes no folder of another run.
+    row_shape, made_from: as in `compute_states`. A resumed run finds the states that the killed run computed. Nothing
+    is written before the first read: a command that is refused or has nothing to do changes no folder of another run.
     """
 
     rows: PackedRows
