@@ -146,7 +146,7 @@ FAULTS = (  # the faults that `find_level_fault` finds; index 0: no fault
 )
 
 
-@kept
+@compile_function
 def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
     """The index in `FAULTS` of the first way in which a level's arrays violate what `group_contexts` guarantees.
 
