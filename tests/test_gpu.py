@@ -34,7 +34,7 @@ from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention
 from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.models import prepare_models
-from outrider.inference.measure.arms import Asked, make_arms, measure_deviations, run_arms
+from outrider.inference.measure.arms import Turn, make_arms, measure_deviations, run_arms
 from outrider.inference.measure.lossless import judge_deviations
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -169,7 +169,7 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
-        (result,) = run_arms(arms, [Asked("p", "c", prompt)], repeats=1, turn=seed, profilers=profilers)
+        (result,) = run_arms(arms, [Turn("p", "c", prompt)], repeats=1, turn=seed, profilers=profilers)
         judges = lambda choosing: make(choosing=choosing)  # noqa: E731
         (found,) = measure_deviations(model, [result], judges, [Streams(0, result.prompt_id)])
         assert {name: judge_deviations([deviation]).faults for name, deviation in found.items()} == {

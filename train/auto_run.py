@@ -31,7 +31,7 @@ from outrider.inference.loading.memory_plan import GB, Storage, cache_bytes, eva
 from outrider.inference.measure.prepared import require_fits
 from outrider.inference.measure.threads import warn_if_busy
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.inference.report.sentences import measure_again, recommendation
+from outrider.inference.report.sentences import write_recommendation, write_repeat_command
 from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM
@@ -204,14 +204,14 @@ def _conclude(config: AutoConfig, plan: list[Step], config_for: ConfigFor) -> No
     *_, report = plan
     folder, words = report.product.parent.parent, report.words
     reports = read_reports(report.product, "remove it, and resume=true does the step again")
-    lines = [recommendation(reports), f"report: {report.product.with_name('report.html')}"]
+    lines = [write_recommendation(reports), f"report: {report.product.with_name('report.html')}"]
     drafters = [step.name for step in plan if step.name in _EXPORTED]
     lines += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
         serve_words = write_words({"target": config.target, "checkpoint": folder / name})
         lines.append(f"talk to it: {' '.join(map(quote_word, ['outrider', 'serve', *serve_words]))}")
     if reports[0].conditions.load.busy:
-        lines.append(measure_again(words, report.product.parent))
+        lines.append(write_repeat_command(words, report.product.parent))
     same_words = [word for word in words if word.partition("=")[0] not in _OF_SHORT_TEXTS]
     longer_command = ["evaluate-checkpoint", *same_words, *write_words({**_LONGER, "out_dir": folder / "longer"})]
     lines.append(f"measure longer texts: {' '.join(map(quote_word, longer_command))}")

@@ -36,7 +36,7 @@ from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.measure.arms import Asked as Prompted
+from outrider.inference.measure.arms import Turn as Prompted
 from outrider.inference.measure.arms import make_arms, run_arms
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
 from outrider.inference.settings.kinds import KINDS

@@ -1,6 +1,10 @@
-"""The answers to audit, from a file or a server. A server's answers are written in steps, so a killed run can resume.
+"""The answers to audit, from a file or a server.
 
-A line of the file has a prompt, what was said after it, and how its tokens were chosen.
+A line of the file has a prompt, the answer, and how the answer's tokens were chosen:
+
+    {"prompt_ids": [1, 5], "output_ids": [9, 2], "temperature": 0}        or texts: {"prompt": "Hi", "text": " there"}
+
+The answers of a server are written to such a file batch by batch, so that a killed run can resume.
 """
 
 import json
@@ -27,7 +31,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
 
 ANSWERS = "answers.jsonl"
-ROUNDS = 4  # requests of each connection between two writes; a killed run repeats at most these
+ROUNDS = 4  # requests of each connection between two writes; a killed run repeats at most so many
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
     return answer
 
 
-def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: Path) -> dict[str, int | None]:
+def request_answers(
+    config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: Path
+) -> dict[str, int | None]:
     """Request the missing answers and write all to answers.jsonl in `folder`. Returns the numbers of all prompts and of
     unanswered ones. Raises `UserError` for a server or prompts that cannot be used, and if the answers that are there
     were requested with other settings.

@@ -1,8 +1,13 @@
-"""The audit: the target reads answers that were decoded elsewhere, teacher-forced, and each token is judged there.
+"""The audit: the target reads answers that were decoded elsewhere, teacher-forced, and judges each token.
 
 A greedy token is judged as in an evaluation (`inference.measure.lossless`): how far is its logit below the best one?
-The unit is the rounding error of transformers' own pass in the server's precision. Sampled tokens are tested as
-draws from the target's distributions (`inference.audit.draws`).
+The unit is the rounding error of transformers' own pass in the server's precision. Sampled tokens are tested as draws
+from the target's distributions (`inference.audit.draws`).
+
+    audit           reads or requests the answers, and writes the report
+    score_answers   the target's reading of a file: an `AuditArm`
+    judge_arm       the judgement of an arm: a `Finding`
+    write_page      report.md
 """
 
 import math
@@ -22,8 +27,8 @@ from outrider.base.progress import track_progress
 from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
-from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
-from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refute, tokens_needed
+from outrider.inference.audit.answers import ANSWERS, ServedAnswer, read_answers, request_answers
+from outrider.inference.audit.draws import LARGER, MOST, Draws, draws_of, join_draws, p_values, refute, tokens_needed
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import end_tokens
@@ -34,7 +39,7 @@ from outrider.inference.measure.lossless import (
     Reference,
     judge_deviations,
     make_reference,
-    regrets,
+    measure_regrets,
 )
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import AuditConfig
@@ -42,14 +47,15 @@ from outrider.inference.settings.tools import AuditConfig
 REPORT = "report.json"
 LOGITS = 2**26  # most logits held at once; a text with more is read in parts, each with its beginning again
 ROWS = 64  # rows of logits that are judged together in float64
-SHOWN = 10  # most tokens of a kind in report.md
+SHOWN = 10  # tokens of a kind in report.md, at most
 SIMULATED = MOST // LARGER  # faults are simulated at the first tokens, at most this many
 
 
 class JudgedToken(NamedTuple):
-    """A token of an answer: its line, its position there, the likeliest token in its place, and `off`. For a greedy
-    token, `off` is how far its logit is below the best one, in rounding errors. For a sampled token, it is the
-    probability to draw a token that is no more likely.
+    """A token of an answer: its line, its position there, the likeliest token in its place, and `off`.
+
+    off: of a greedy token, how far its logit is below the best logit, in rounding errors; of a sampled token, the
+    probability to draw a token that is no likelier.
     """
 
     line: int
@@ -80,8 +86,10 @@ class Finding:
 
 @dataclass
 class AuditArm:
-    """The findings on a file. odd: greedy tokens that are not the best, and sampled ones that top_k, top_p or min_p
-    exclude. sampled: all other sampled tokens. simulated: by fault, draws of a server with this fault.
+    """The target's reading of a file of answers.
+
+    odd: greedy tokens that are not the best, and sampled tokens that top_k, top_p or min_p exclude. sampled, draws: all
+    other sampled tokens, and their statistics. simulated: by fault, draws of a server with this fault.
     """
 
     deviations: list[Deviation] = field(default_factory=list)
@@ -101,7 +109,7 @@ def audit(config: AuditConfig) -> None:
         empty = not any((out_dir / file).exists() for file in ((REPORT, ANSWERS) if config.server else (REPORT,)))
         require(config.resume or empty, "out_dir", config.out_dir, expected)
         target = open_target(config.target, config.revision, by_layers=False)
-        counts = ask(config, target, end_tokens(target), out_dir) if config.server else {}
+        counts = request_answers(config, target, end_tokens(target), out_dir) if config.server else {}
         files = {"answers": config.answers or str(out_dir / ANSWERS)}
         files |= {"control": config.control} if config.control else {}
         answers = {arm: read_answers(file, target) for arm, file in files.items()}
@@ -113,7 +121,7 @@ def audit(config: AuditConfig) -> None:
         }
         findings = {arm: judge_arm(arms[arm], answers[arm], config.level) for arm in files}
         coins = torch.Generator().manual_seed(streams.number("power", bits=64))
-        simulated = {fault: join(parts) for fault, parts in arms["answers"].simulated.items()}
+        simulated = {fault: join_draws(parts) for fault, parts in arms["answers"].simulated.items()}
         needed = {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
         findings["answers"] = replace(findings["answers"], numbers={**counts, **findings["answers"].numbers})
         question = f"Is {config.server or config.answers} what {config.target} says, decoded in {dtype}?"
@@ -132,8 +140,9 @@ def audit(config: AuditConfig) -> None:
 def score_answers(
     model: PreTrainedModel, answers: Mapping[int, ServedAnswer], streams: Streams, *, simulate: bool = True
 ) -> AuditArm:
-    """The findings of `model`, the target run by transformers in the server's precision. simulate: also draw tokens as
-    servers with a fault do.
+    """The reading of `answers` by `model`, the target run by transformers in the server's precision.
+
+    simulate: also draw tokens as servers with a fault do.
     """
     arm, rows = AuditArm(), max(1, LOGITS // model.config.get_text_config().vocab_size)
     for line, answer in track_progress(answers.items(), "reading", "answers"):
@@ -187,18 +196,19 @@ def _take_greedy(arm: AuditArm, part: AnswerPart) -> None:
     scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
-    off = part.off(lambda noise: regrets(scores, part.tokens, noise))[rows]
+    off = part.off(lambda noise: measure_regrets(scores, part.tokens, noise))[rows]
     arm.odd += part.tokens_at(rows, best, off)
     arm.deviations.append(_deviation(len(best), off, int((rounded_scores.argmax(-1) != best).sum())))
 
 
 def _take_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, simulate: bool) -> None:
-    """A token that top_k, top_p or min_p exclude is judged like a greedy one, by its distance to what they keep."""
+    """Sampled tokens become draws. A token that top_k, top_p or min_p exclude is judged by its distance to the tokens
+    that they keep, as a greedy token by its distance to the best."""
     scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
     support, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
-    inside, own_outside = support.gather(-1, tokens)[:, 0], 0
+    inside, own_outside = support.gather(-1, tokens)[:, 0], 0  # [t]; transformers' own draws that are excluded
     for batch in torch.arange(len(tokens), device=tokens.device).split(ROWS):
-        log_p, rounded = (side[batch].double().log_softmax(-1) for side in (scores, rounded_scores))
+        log_p, rounded = (side[batch].double().log_softmax(-1) for side in (scores, rounded_scores))  # [rows, V]
         ids = invert(rounded.exp(), torch.rand(len(batch), 1, dtype=torch.float64, generator=coins).to(log_p.device))
         own_outside += int((~support[batch].gather(-1, ids)).sum())
         if not len(rows := batch[inside[batch]]):
@@ -249,7 +259,7 @@ def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
 
 def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
     """The judgement of an arm."""
-    choices, draws = judge_deviations(arm.deviations), join(arm.draws) if arm.draws else None
+    choices, draws = judge_deviations(arm.deviations), join_draws(arm.draws) if arm.draws else None
     first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
     chances = p_values(draws, first) if draws else {}
     against = refute(chances, level)

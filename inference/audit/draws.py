@@ -1,19 +1,27 @@
 """Tests that sampled tokens are draws from the target's distributions, and the number of tokens that they need.
 
-Let p_t be the target's distribution after the text before token x_t, H its entropy and v_t a coin of ours. If x_t is
-a draw from p_t, u_t = P(a token before x_t) + v_t · p_t(x_t) is uniform and independent of all before it, whichever
-order the tokens are in (the randomised probability integral transform). Two orders are looked at: the likeliest token
-first, and by id, as a sampler may have gone through them. And Σ (log p_t(x_t) + H(p_t)) is a martingale. The p-values
-of the tests hold for any number of tokens, except that `independent` assumes a normal limit.
+Let p_t be the target's distribution of token x_t after the text before it, H(p_t) the entropy of p_t, and v_t a
+uniform random number of ours. Two statistics are known if x_t is a draw from p_t:
+
+* u_t = P(tokens before x_t in some order) + v_t · p_t(x_t) is uniform and independent of all earlier u (the randomised
+  probability integral transform). Two orders are tested: the likeliest token first, and by id, as a sampler may go
+  through the tokens. Example: p = (0.5, 0.3, 0.2) and x = the second token give u between 0.5 and 0.8.
+* Σ_t (log p_t(x_t) + H(p_t)) is a martingale: each step has the mean 0.
+
+Each test gives a p-value, which holds for any number of tokens; `independent` assumes a normal limit.
 
     uniform      the largest distance of the distribution of u from the diagonal, by Massart's inequality
     independent  the correlation of u_t and u_t+1
-    surprise     the martingale. exp(λ · step) over its expectation has the mean 1, so the product over all tokens,
-                 averaged over `LAMBDAS`, is rarely large (Markov's inequality). It is the likelihood of the answers
-                 under p^(1 + λ) over that under p
-    unlikeliest  the probability of a token as unlikely as the unlikeliest one, times the number of tokens
-    beginning    the first tokens of the answers alone, by Fisher's combination of 1 − u, the likeliest token first:
-                 after a few tokens an answer to another prompt, as of another template, is likely by its own text
+    surprise     the martingale. exp(λ · step) over its expectation has the mean 1. So the product over all tokens,
+                 averaged over `LAMBDAS`, is rarely large (Markov's inequality). The product is the likelihood of the
+                 answers under p^(1 + λ), over their likelihood under p
+    unlikeliest  the probability of a token as unlikely as the unlikeliest token, times the number of tokens
+    beginning    only the first token of each answer, by Fisher's combination of 1 − u with the likeliest token first.
+                 An answer to another prompt, or by another template, is soon likely given its own beginning
+
+`draws_of` makes the statistics of tokens, `p_values` runs the tests, and `refute` says which tests fail. For the power
+of the tests, `draws_of` also draws tokens as servers with a fault would (`_faults`), and `tokens_needed` audits samples
+of these draws.
 """
 
 import math
@@ -25,21 +33,25 @@ from torch import Tensor
 
 from outrider.inference.core.sampling import invert
 
-ORDERS = 2  # of tokens, each with its own u
-ROOTS = 8
+ORDERS = 2  # of the tokens, by likelihood and by id; each has its own u
+ROOTS = 8  # powers of p are computed by repeated square roots: λ = ±1/2, ±1/4, …, ±1/256
 LAMBDAS = torch.tensor([sign * 2.0**-k for k in range(1, ROOTS + 1) for sign in (1, -1)], dtype=torch.float64)
-RUNS, ENOUGH = 20, 18  # simulated audits, and how many must refuse a fault for it to count as detected
-FEWEST, MOST, LARGER = 2**5, 2**16, 4  # tokens of a simulated audit: least, most, and most times the given ones
+RUNS, ENOUGH = 20, 18  # simulated audits, and how many of them must refuse a fault that counts as detected
+FEWEST, MOST = 2**5, 2**16  # tokens of a simulated audit
+LARGER = 4  # a simulated audit has at most so many times the tokens of the answers
 TYPICAL = (0.09, 0.3)  # ε and δ of Medusa (arXiv:2401.10774): a draft is accepted where p > min(ε, δ · exp(−H))
 COPIES = 16  # draws from each distribution, for simulated audits
 
 
 class Draws(NamedTuple):
-    """n tokens, float64 [n] on the CPU. u: [n, 2], by likelihood and by id. tail: the probability of a token as
-    unlikely as x. score: log p(x) + H(p).
+    """The statistics of n drawn tokens x, float64 on the CPU. Of simulated tokens the first three have copies.
 
-    variance: of the score under p; cumulants [n, λ]: log E exp(λ · score). shift: the mean of the score of draws from p
-    as the server's precision rounds it. Simulated: [n, copies] and u [n, copies, 2].
+    u [n, 2]: by likelihood and by id; simulated [n, copies, 2].
+    tail [n]: the probability of a token that is as unlikely as x; simulated [n, copies].
+    score [n]: log p(x) + H(p), a step of the martingale; simulated [n, copies].
+    variance [n]: of the score under p.
+    cumulants [n, λ]: log E exp(λ · score) under p.
+    shift [n]: the mean of the score under p as the server's precision rounds it.
     """
 
     u: Tensor
@@ -55,8 +67,8 @@ class Draws(NamedTuple):
         return float(self.score.sum() / self.variance.sum().sqrt().clamp(min=1e-30))
 
 
-def join(parts: Sequence[Draws]) -> Draws:
-    """One after the other."""
+def join_draws(parts: Sequence[Draws]) -> Draws:
+    """The tokens of all parts, one part after the other."""
     return Draws(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -64,37 +76,36 @@ def draws_of(
     log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Generator, *, simulate: bool = True
 ) -> tuple[Draws, dict[str, Draws]]:
     """The tokens [n] as draws from log_p float64 [n, V]; with `simulate` also draws of servers with a fault, by fault.
-    rounded [n, V]: log_p in the server's precision.
+
+    rounded [n, V]: log_p in the server's precision. Inside, columns are in the order of likelihood.
     """
-    smaller = log_p.exp().cumsum(-1)
+    up_to_id = log_p.exp().cumsum(-1)  # [n, V]: the probability of an id that is not larger
     log_p, order = log_p.sort(-1, descending=True)
-    p, smaller = log_p.exp(), smaller.gather(-1, order)  # the probability of an id that is not larger
-    entropy = torch.special.entr(p).sum(-1, keepdim=True)
-    scores = (log_p + entropy).where(p > 0, 0)  # a token without probability counts for nothing
-    tails = p.flip(-1).cumsum(-1).flip(-1)
+    p, up_to_id = log_p.exp(), up_to_id.gather(-1, order)
+    entropy = torch.special.entr(p).sum(-1, keepdim=True)  # [n, 1]
+    scores = (log_p + entropy).where(p > 0, 0)  # [n, V]; a token without probability counts for nothing
+    tails = p.flip(-1).cumsum(-1).flip(-1)  # [n, V]
 
     def columns_of(ranks: Tensor) -> list[Tensor]:
-        """u, tail and score of the tokens with `ranks` [n, k] by likelihood."""
+        """u [n, k, 2], tail [n, k] and score [n, k] of the tokens with `ranks` [n, k] by likelihood."""
         tail, mass = tails.gather(-1, ranks), p.gather(-1, ranks)
         part = mass * torch.rand(ranks.shape, dtype=torch.float64, generator=coins).to(p.device)
-        u = torch.stack([1 - tail + part, smaller.gather(-1, ranks) - mass + part], -1).clamp(0, 1)
+        u = torch.stack([1 - tail + part, up_to_id.gather(-1, ranks) - mass + part], -1).clamp(0, 1)
         return [column.cpu() for column in (u, tail, scores.gather(-1, ranks))]
 
-    about = [
-        (p * scores.square()).sum(-1).cpu(),
-        _cumulants(p, entropy).cpu(),
-        (rounded.exp().gather(-1, order) * scores).sum(-1).cpu(),
-    ]
-    ranks = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
-    drawn = Draws(*(column[:, 0] for column in columns_of(ranks)), *about)
+    variance = (p * scores.square()).sum(-1).cpu()
+    shift = (rounded.exp().gather(-1, order) * scores).sum(-1).cpu()
+    moments = (variance, _cumulants(p, entropy).cpu(), shift)
+    ranks = (order == tokens[:, None]).int().argmax(-1, keepdim=True)  # [n, 1]
+    drawn = Draws(*(column[:, 0] for column in columns_of(ranks)), *moments)
     if not simulate:
         return drawn, {}
     chances = torch.rand(len(p), COPIES, dtype=torch.float64, generator=coins).to(p.device)
-    return drawn, {name: Draws(*columns_of(invert(faulty, chances)), *about) for name, faulty in _faults(p).items()}
+    return drawn, {name: Draws(*columns_of(invert(faulty, chances)), *moments) for name, faulty in _faults(p).items()}
 
 
 def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
-    """log E exp(λ (log p + H)) [n, λ], for the `LAMBDAS`: of p to the power of 1 ± 1/2, 1 ± 1/4, …"""
+    """log E exp(λ (log p + H)) [n, λ] for the `LAMBDAS`, as E p^λ = Σ p^(1 + λ)."""
     powers, root = [], p
     for _ in range(ROOTS):
         root = root.sqrt()
@@ -104,28 +115,28 @@ def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
 
 def _faults(p: Tensor) -> dict[str, Tensor]:
     """The distributions from which servers with a fault draw instead of p [n, V], likeliest token first."""
-    first = torch.zeros_like(p)
-    first[:, 0] = 1.0
+    mode = torch.zeros_like(p)
+    mode[:, 0] = 1.0
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
     typical = p.where(p > (TYPICAL[1] * (-entropy).exp()).clamp(max=TYPICAL[0]), 0)
     return {
-        "a tilt of 1 %: one token in 100 is the likeliest one, not drawn": 0.99 * p + 0.01 * first,
+        "a tilt of 1 %: one token in 100 is the likeliest one, not drawn": 0.99 * p + 0.01 * mode,
         "temperature 0.95 for 1": p ** (1 / 0.95),
         "typical acceptance of drafts that p itself draws": typical + (1 - typical.sum(-1, keepdim=True)) * p,
-        "a residual forgotten: greedy drafts, and after a rejection all of p": p[:, :1] * first + (1 - p[:, :1]) * p,
+        "a residual forgotten: greedy drafts, and after a rejection all of p": p[:, :1] * mode + (1 - p[:, :1]) * p,
     }
 
 
 def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
     """By test, a bound on the probability of draws as unusual as these. first: rows of the answers' first tokens."""
-    n, u = len(draws.u), draws.u.sort(0).values
+    n, u = len(draws.u), draws.u.sort(0).values  # [n, 2]
     steps, centred = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
     correlation = float(12 * (centred[1:] * centred[:-1]).sum(0).abs().max()) / math.sqrt(n)
     # Subtract what rounding may add: errors of random sign, and a bias. Twice that, as the server rounds differently.
     rounding = 2 * (float(draws.shift.square().sum().sqrt()) + abs(float(draws.shift.sum())))
     total = float(draws.score.sum())
-    growth = LAMBDAS * math.copysign(max(0.0, abs(total) - rounding), total) - draws.cumulants.sum(0)
+    growth = LAMBDAS * math.copysign(max(0.0, abs(total) - rounding), total) - draws.cumulants.sum(0)  # [λ]
     return {
         "uniform": min(1.0, ORDERS * 2 * math.exp(-2 * n * distance**2)),
         "independent": min(1.0, ORDERS * math.erfc(correlation / math.sqrt(2))),
@@ -150,15 +161,19 @@ def refute(chances: Mapping[str, float], level: float) -> list[str]:
 
 def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int | None:
     """The number of tokens (a power of two) with which 9 of 10 audits refuse this fault; None: more than are tried."""
-    size, (count, copies) = FEWEST, simulated.tail.shape
-    while size <= min(MOST, LARGER * count):
-        seen = tries = 0
-        while tries - seen <= RUNS - ENOUGH and tries < RUNS:
-            rows, copy = (torch.randint(most, (size,), generator=coins) for most in (count, copies))
-            drawn = (column[rows, copy] for column in simulated[:3])
-            sample = Draws(*drawn, *(column[rows] for column in simulated[3:]))
-            seen, tries = seen + bool(refute(p_values(sample), level)), tries + 1
-        if seen >= ENOUGH:
+    size = FEWEST
+    while size <= min(MOST, LARGER * len(simulated.tail)):
+        detections = tries = 0
+        while tries - detections <= RUNS - ENOUGH and tries < RUNS:
+            chances = p_values(_sample(simulated, size, coins))
+            detections, tries = detections + bool(refute(chances, level)), tries + 1
+        if detections >= ENOUGH:
             return size
         size *= 2
     return None
+
+
+def _sample(simulated: Draws, size: int, coins: torch.Generator) -> Draws:
+    """`size` of the simulated tokens, drawn with replacement, of each one copy."""
+    rows, copies = (torch.randint(most, (size,), generator=coins) for most in simulated.tail.shape)
+    return Draws(*(column[rows, copies] for column in simulated[:3]), *(column[rows] for column in simulated[3:]))

@@ -1,12 +1,18 @@
-"""The doctor: scores all possible readings of each drafter on the target's own texts, and compares them."""
+"""The doctor: scores all possible readings of each drafter on the target's own texts, and compares them.
+
+`examine`: the target answers prompts (`record_answer`), each reading of each drafter drafts along the answers
+(`score_variants`), and the scores become findings (`compare_variants`).
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 from outrider.inference.doctor.examinees import EXAMINERS, Examinee
 from outrider.inference.doctor.scores import (
     AgreementScores,
+    Findings,
+    ReadingScores,
     Recording,
     is_better,
     join_scores,
@@ -19,16 +25,15 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
 ANSWER = 48  # maximum tokens of an answer
-FEW, MANY = 240, 1200  # places to judge: by default, and if the doctor was requested
+FEW, MANY = 240, 1200  # positions to judge: by default, and if the doctor was requested
 AT_LENGTH = 2  # texts per length
-Findings = dict[str, Any]
 Examinees = Mapping[str, Examinee]  # by kind
 
 
 def examine(
     config: EvaluateConfig, setup: TargetSetup, models: Models, rendered: Sequence[list[int]]
 ) -> dict[str, Findings]:
-    """The findings on each kind of drafter, JSON-able; kinds that are not examined are left out.
+    """The findings on each kind of drafter; kinds that are not examined are left out.
 
     rendered: the ids of every prompt's first turn.
     """
@@ -48,11 +53,12 @@ def examine(
 
     scores = scores_of(questions, examinees)
     findings = {name: compare_variants(examinee, scores[name]) for name, examinee in examinees.items()}
-    only = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
+    declared = {name: examinee._replace(variants=examinee.variants[:1]) for name, examinee in examinees.items()}
     for length in config.doctor_lengths:
-        for name, variant_scores in scores_of(texts_of_length(length - new, questions), only).items():
+        for name, variant_scores in scores_of(texts_of_length(length - new, questions), declared).items():
             if variant_scores:
-                findings[name].setdefault("lengths", {})[str(length)] = variant_scores[0].agreement
+                lengths = {**(findings[name].lengths or {}), str(length): variant_scores[0].agreement}
+                findings[name] = replace(findings[name], lengths=lengths)
     return findings
 
 
@@ -86,17 +92,19 @@ def score_variants(recordings: Iterable[Recording], examinees: Examinees) -> dic
 
 def compare_variants(examinee: Examinee, scores: Sequence[AgreementScores]) -> Findings:
     """The scores of a drafter's variants, and the best one that is significantly better than the declared reading."""
-    rows: list[Findings] = []
+    rows: list[ReadingScores] = []
     for variant, figures in zip(examinee.variants, scores, strict=False):
         wins, chance = is_better(figures, scores[0], len(scores) - 1) if rows else (False, None)
-        about = {"name": variant.name, "option": variant.option, "meaning": variant.meaning}
-        shares = {"agreement": figures.agreement, "agree": figures.agree.mean(1).tolist()}
-        rows.append(about | shares | {"finite": figures.finite.mean(1).tolist(), "chance": chance, "wins": wins})
+        agree, finite = (tuple(shares.mean(1).tolist()) for shares in (figures.agree, figures.finite))
+        row = ReadingScores(
+            variant.name, variant.option, variant.meaning, figures.agreement, agree, finite, chance, wins
+        )
+        rows.append(row)
     blocks = scores[0].blocks.tolist() if scores else []
-    return {
-        "places": len(blocks),
-        "texts": len({block >> 32 for block in blocks}),
-        "ways": rows,
-        "better": max((row for row in rows if row["wins"]), key=lambda row: row["agreement"], default=None),
-        "facts": [fact._asdict() for fact in examinee.facts],
-    }
+    return Findings(
+        places=len(blocks),
+        texts=len({block >> 32 for block in blocks}),  # see `score_logits`
+        ways=tuple(rows),
+        better=max((row for row in rows if row.wins), key=lambda row: row.agreement, default=None),
+        facts=tuple(examinee.facts),
+    )

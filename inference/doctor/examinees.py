@@ -32,7 +32,7 @@ from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Band, Target
-from outrider.inference.doctor.scores import Recording, read_states
+from outrider.inference.doctor.scores import Fact, Recording, read_states
 from outrider.inference.drafters.model_plugin import without_head
 from outrider.inference.drafters.plugin import read_record
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
@@ -51,9 +51,8 @@ _STILL = "it was trained with drafted tokens at the position of the token before
 class Variant(NamedTuple):
     """A variant of reading a drafter's checkpoint.
 
-    name: how it differs from the declared one. drafting: the drafter's logits [steps, places, V] on a recording; in
-    step s the last s tokens before a place were drafted, correctly. option: the option that selects it; "": none does.
-    meaning: what is wrong with the drafter if this variant is better. boundaries: the layer boundaries at which it
+    name, option, meaning: see `ReadingScores`. drafting: the drafter's logits [steps, positions, V] on a recording; in
+    step s the last s tokens before a position were drafted, correctly. boundaries: the layer boundaries at which it
     needs the target's hidden states.
     """
 
@@ -62,14 +61,6 @@ class Variant(NamedTuple):
     boundaries: tuple[int, ...] = ()
     option: str = ""
     meaning: str = ""
-
-
-class Fact(NamedTuple):
-    """A fact known without a pass. suspect: whether it may explain a bad drafter."""
-
-    name: str
-    said: str
-    suspect: bool = False
 
 
 class Examinee(NamedTuple):
@@ -81,7 +72,7 @@ class Examinee(NamedTuple):
 
 @torch.inference_mode()
 def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) -> Tensor:
-    """Logits [2, places, V] of a head: of the first draft step, and of the second one after a correct token.
+    """Logits [2, positions, V] of a head: of the first draft step, and of the second one after a correct token.
 
     The steps are those of training (see `Steps`). still: drafted tokens keep the position of the token before them, as
     in trainings that do not advance the position.

@@ -1,7 +1,12 @@
-"""Recordings of the target, a drafter's agreement with them, tests whether another reading is better, and the table."""
+"""A drafter's agreement with the target: recorded answers, scores at each position, tests, and the findings as text.
+
+A judged position is that of an answer's token. A drafter agrees there if its likeliest token is the target's. Agreement
+of neighbours is correlated, so `BLOCK` positions form one observation of the test whether another reading is better.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,19 +18,63 @@ from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import chain_parents
 
-FIRST = 3  # the first place of a text that a head can draft as its second token
-BLOCK = 8  # neighbouring places that form one observation, as they are correlated
-FEWEST = 16  # observations that a verdict needs, or the number of places in as many full blocks
+FIRST = 3  # the first position of a text that a head can draft as its second token
+BLOCK = 8  # neighbouring positions that form one observation, as they are correlated
+FEWEST = 16  # observations that a verdict needs
 CHANCE = 1e-3  # significance level: with a larger p-value no reading is called better
 MARGIN = 0.02  # in agreement; a smaller lead does not justify another reading
 LOW = 0.2  # agreement at the first token below which a drafter hardly pays under any reading
-Findings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact about a drafter that needs no pass. suspect: whether it may explain a bad drafter."""
+
+    name: str
+    said: str
+    suspect: bool = False
+
+
+@dataclass(frozen=True)
+class ReadingScores:
+    """The agreement of a drafter by one reading of its checkpoint.
+
+    name: how the reading differs from the declared one. option: selects the reading; "": no option does. meaning: what
+    is wrong with the drafter if this reading is better. agreement: over steps and positions. agree, finite: by draft
+    step, the share of positions with the target's token, and with finite logits. chance: the p-value of the lead over
+    the declared reading; None for the declared reading. wins: whether it is better.
+    """
+
+    name: str
+    option: str
+    meaning: str
+    agreement: float
+    agree: tuple[float, ...]
+    finite: tuple[float, ...]
+    chance: float | None
+    wins: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The findings on one drafter, over `places` judged positions of `texts` answers.
+
+    ways: the declared reading, then the others; none without an answer. better: the best reading that wins. lengths:
+    the agreement of the declared reading by length of text.
+    """
+
+    places: int
+    texts: int
+    ways: tuple[ReadingScores, ...]
+    better: ReadingScores | None
+    facts: tuple[Fact, ...] = ()
+    lengths: Mapping[str, float] | None = field(default=None, metadata={"optional": True})  # see `report.types.to_json`
 
 
 class Recording(NamedTuple):
     """A prompt and the target's greedy answer to it, read once by the target.
 
-    tokens: the whole text [n], on the target's device. start: the places start … n − 1, in the answer, are judged.
+    tokens: the whole text [n], on the target's device. start: positions start … n − 1, in the answer, are judged.
     aux_hidden: the target's hidden states [1, n, d] by layer boundary (see `LayerStack.run_with_aux`).
     """
 
@@ -37,10 +86,10 @@ class Recording(NamedTuple):
 def record_answer(
     target: Target, prompt: Sequence[int], boundaries: Sequence[int], new: int, eos: frozenset[int] = frozenset()
 ) -> Recording | None:
-    """The answer of `target` to `prompt`, of up to `new` tokens; None if no place of it can be judged.
+    """The answer of `target` to `prompt`, of up to `new` tokens; None if no position of it can be judged.
 
     boundaries: layer boundaries to record, of a target that runs layer by layer. The answer's first token is never
-    drafted, so it is not among the places.
+    drafted, so it is not judged.
     """
     rounds = autoregressive(target, prompt, max_new_tokens=new, eos=eos)
     tokens = torch.tensor([*prompt, *(token for r in rounds for token in r.tokens)], device=target.device)
@@ -69,10 +118,10 @@ def read_states(
 
 
 class AgreementScores(NamedTuple):
-    """Figures at all judged places of all texts.
+    """Scores at all judged positions of all texts.
 
-    agree [steps, places]: whether the drafter's most likely token is the target's. finite [steps, places]: whether all
-    logits are finite; if not, it does not agree. blocks [places]: the observation that each place belongs to.
+    agree [steps, positions]: whether the drafter's likeliest token is the target's. finite [steps, positions]: whether
+    all logits are finite; if not, it does not agree. blocks [positions]: the observation that each belongs to.
     """
 
     agree: np.ndarray
@@ -81,12 +130,12 @@ class AgreementScores(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """The mean over steps and places: the criterion of comparisons, as only it matters in greedy decoding."""
+        """The mean over steps and positions. Readings are compared by it: greedy decoding depends on nothing else."""
         return float(self.agree.mean())
 
 
 def score_logits(logits: Tensor, recording: Recording, text: int) -> AgreementScores:
-    """The scores of a drafter's logits [steps, places, V'] on a recording, which is text number `text`."""
+    """The scores of a drafter's logits [steps, positions, V'] on a recording, which is text number `text`."""
     finite = logits.isfinite().all(-1)
     agree = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
     blocks = (text << 32) + np.arange(agree.shape[-1]) // BLOCK
@@ -97,16 +146,17 @@ def join_scores(parts: Sequence[AgreementScores]) -> AgreementScores:
     return AgreementScores(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
 
 
-def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
-    """The p-value of a lead, integers [places]: the probability of a sum at least as large if every block's sign were
-    random. 1 if there are too few places for a verdict.
+def lead_chance(lead: np.ndarray, blocks: np.ndarray) -> float:
+    """The p-value of a lead, integers [positions]: the probability of a sum at least as large if every block's sign
+    were random. 1 if there are too few positions for a verdict.
 
-    The sign-flip test of paired observations (Fisher 1935, §21), over all flips.
+    The sign-flip test of paired observations (Fisher 1935, §21), over all flips. Blocks of sums 2 and 1 give the sums
+    −3, −1, 1, 3, so a lead of 3 has the p-value 1/4.
     """
     if len(lead) < FEWEST * BLOCK:
         return 1.0
     sums = np.bincount(np.unique(blocks, return_inverse=True)[1], weights=lead).astype(int)
-    odds = np.ones(1)  # of every sum, from the least one on
+    odds = np.ones(1)  # probability of every sum, from the least sum on
     for size in np.abs(sums[sums != 0]):
         odds = np.convolve(odds, [0.5, *[0.0] * (2 * size - 1), 0.5])
     return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
@@ -117,7 +167,7 @@ def is_better(challenger: AgreementScores, than: AgreementScores, tried: int = 1
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
-    chance = min(1.0, tried * chance_of((challenger.agree.astype(int) - than.agree).sum(0), challenger.blocks))
+    chance = min(1.0, tried * lead_chance((challenger.agree.astype(int) - than.agree).sum(0), challenger.blocks))
     return chance < CHANCE and challenger.agreement - than.agreement >= MARGIN, chance
 
 
@@ -126,45 +176,45 @@ def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
 
     A fact that may explain a bad drafter begins with an exclamation mark.
     """
-    yield f"doctor: {kind}, {findings['places']} tokens of {findings['texts']} answers of the target"
-    if not findings["ways"]:
+    yield f"doctor: {kind}, {findings.places} tokens of {findings.texts} answers of the target"
+    if not findings.ways:
         yield "  no token of an answer could be judged: give prompts that the target answers with more"
         return
-    rows = [findings["ways"][0], *sorted(findings["ways"][1:], key=lambda row: -row["agreement"])]
-    wide = max(len(row["name"]) for row in rows)
-    titles = "".join(f"{head:>11}" for head in ("1st token", "2nd token")[: len(rows[0]["agree"])])
-    yield f"  {'read':<{wide}}{titles}{'chance':>9}"
+    rows = [findings.ways[0], *sorted(findings.ways[1:], key=lambda row: -row.agreement)]
+    width = max(len(row.name) for row in rows)
+    titles = "".join(f"{title:>11}" for title in ("1st token", "2nd token")[: len(rows[0].agree)])
+    yield f"  {'read':<{width}}{titles}{'chance':>9}"
     for row in rows:
-        shares = "".join(f"{share:>11.1%}" for share in row["agree"])
-        chance = "" if row["chance"] is None else f"{row['chance']:>9.1g}" if row["chance"] < 0.1 else f"{'–':>9}"
-        yield f"  {row['name']:<{wide}}{shares}{chance}"
-    for length, share in findings.get("lengths", {}).items():
+        shares = "".join(f"{share:>11.1%}" for share in row.agree)
+        chance = "" if row.chance is None else f"{row.chance:>9.1g}" if row.chance < 0.1 else f"{'–':>9}"
+        yield f"  {row.name:<{width}}{shares}{chance}"
+    for length, share in (findings.lengths or {}).items():
         yield f"  at {length} tokens: {share:.1%}"
-    yield from (f"  {'! ' * fact['suspect']}{fact['name']}: {fact['said']}" for fact in findings["facts"])
+    yield from (f"  {'! ' * fact.suspect}{fact.name}: {fact.said}" for fact in findings.facts)
     yield from _describe_verdict(findings)
 
 
 def _describe_verdict(findings: Findings) -> Iterator[str]:
-    better, declared = findings["better"], findings["ways"][0]
-    if min(declared["finite"]) < 1:
-        yield f"  {1 - min(declared['finite']):.1%} of its logits are not finite: its numbers overflow in this dtype"
-    if findings["places"] < FEWEST * BLOCK:
+    better, declared = findings.better, findings.ways[0]
+    if min(declared.finite) < 1:
+        yield f"  {1 - min(declared.finite):.1%} of its logits are not finite: its numbers overflow in this dtype"
+    if findings.places < FEWEST * BLOCK:
         yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts"
     if better is not None:
-        yield f"  {better['name']} is better: {better['meaning']}"
-    elif declared["agree"][0] < LOW:
+        yield f"  {better.name} is better: {better.meaning}"
+    elif declared.agree[0] < LOW:
         yield "  it seldom agrees, and no other reading is better: look at its target, its data and the template"
 
 
 def refuse_reading(kind: str, where: str, findings: Findings) -> None:
     """Raise `UserError` if another reading is better and an option selects it."""
-    winners = [row for row in findings["ways"] if row["wins"] and row["option"]]
+    winners = [row for row in findings.ways if row.wins and row.option]
     if not winners:
         return
-    better, declared = max(winners, key=lambda row: row["agreement"]), findings["ways"][0]
+    better, declared = max(winners, key=lambda row: row.agreement), findings.ways[0]
     raise UserError(
-        f"{kind}={where}: its config.json declares another head than its weights are. Over {findings['places']} tokens "
-        f"it agrees with the target at {declared['agreement']:.1%} as declared, and at {better['agreement']:.1%} with "
-        f"{better['option']} (by chance with a probability of at most {better['chance']:.1g}): {better['meaning']}. "
-        f"Give {better['option']} to read it so, or doctor=false to take it as declared"
+        f"{kind}={where}: its config.json declares another head than its weights are. Over {findings.places} tokens "
+        f"it agrees with the target at {declared.agreement:.1%} as declared, and at {better.agreement:.1%} with "
+        f"{better.option} (by chance with a probability of at most {better.chance:.1g}): {better.meaning}. "
+        f"Give {better.option} to read it so, or doctor=false to take it as declared"
     )

@@ -1,4 +1,10 @@
-"""measure-engine: what evaluate-checkpoint measures, and the same methods in a serving engine."""
+"""measure-engine: what evaluate-checkpoint measures, and the same methods in a serving engine.
+
+plan, measure         as evaluate-checkpoint (`evaluation.py`), then the models leave the memory
+serve                 `measure_served`: the engine continues the same prompts, block by block
+judge                 `judge_served`: the target reads the engine's texts that differ from the reference's
+write                 each method's `EnginePart` joins its report
+"""
 
 import gc
 import json
@@ -33,7 +39,7 @@ from outrider.inference.evaluate.reporting import EnginePart, write_report
 from outrider.inference.loading.models import load_reference
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.results import PromptResult, finished_results
-from outrider.inference.measure.threads import machine_load
+from outrider.inference.measure.threads import judge_load
 from outrider.inference.report.served import EngineRun, served_row
 from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, ServedJudgement
 from outrider.inference.serving.proposer import chain_rounds
@@ -42,7 +48,7 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
-LEVEL = 0.001  # how often sampled texts may be refused by chance
+LEVEL = 0.001  # probability with which right sampled texts may be refused by chance
 
 
 def measure_engine(config: EngineConfig) -> None:
@@ -51,7 +57,7 @@ def measure_engine(config: EngineConfig) -> None:
 
 
 def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
-    """As `evaluate_checkpoint`. The engine measures after this runtime, when no model is in memory any more."""
+    """As `evaluate_checkpoint`. The engine measures after this runtime, when the memory holds no model any more."""
     config = replace(config, methods=config.all_methods, draft_tokens=())
     with begin_evaluation(config, prompts) as plan:
         require_served(config, plan.setup, len(prompts), plan.processes.num_processes)
@@ -66,11 +72,9 @@ def evaluate_in_engine(config: EngineConfig, prompts: Sequence[Prompt]) -> None:
 
 
 @dataclass(frozen=True)
-class Served:
-    """The blocks that an engine measured, and this runtime's results for the same prompts, by position.
-
-    references: the reference's texts by position; None if texts are drawn.
-    """
+class ServedBlocks:
+    """The blocks that an engine measured. By position of a prompt, `here` has this runtime's results, and `references`
+    the reference's texts, None if texts are drawn."""
 
     blocks: Sequence[Block]
     here: Mapping[int, PromptResult]
@@ -78,13 +82,16 @@ class Served:
 
 
 def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, EnginePart]:
-    """Measure the methods that the engine of `config` runs: by method, its part of the report. Raises `UserError`."""
+    """Measure the methods that the engine of `config` runs; returns, by method, the engine's part of the report.
+
+    Raises `UserError`.
+    """
     here = {m.position: m.turns[0] for m in finished_results(plan.out_dir, config.batch) if m.turns}
     require_served(config, plan.setup, len(here))  # minutes= may have left prompts out
     methods = served_methods(config)
     blocks = measure_served(config, plan.setup, methods, plan.rendered, sorted(here), plan.out_dir)
     texts = {position: result.generations[result.reference].tokens for position, result in here.items()}
-    served = Served(blocks, here, None if config.sampling.temperature > 0 else texts)
+    served = ServedBlocks(blocks, here, None if config.sampling.temperature > 0 else texts)
     judgements, streams = judge_served(config, plan.setup, served, plan.out_dir), Streams(config.seed).within("served")
     parts = {}
     for name, method in methods.items():
@@ -95,9 +102,9 @@ def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, Engin
 
 
 def _run_of(
-    config: EngineConfig, setup: TargetSetup, served: Served, name: str, method: MethodConfig, count: int
+    config: EngineConfig, setup: TargetSetup, served: ServedBlocks, name: str, method: MethodConfig, count: int
 ) -> EngineRun:
-    """What the engine did with a method, `count` requests at a time."""
+    """What the engine did with a method, `count` requests at a time, beside this runtime's results."""
     texts = served.references
     blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, count)]
     results = [result for block in blocks for result in block.results]
@@ -116,7 +123,7 @@ def _run_of(
         here=here,
         references=None if texts is None else [texts[_position(result)] for result in results],
         totals={arm: sum(block.seconds[arm] for block in blocks) for arm in blocks[0].seconds},
-        load=machine_load((), (block.load for block in blocks), os.cpu_count() or 1),
+        load=judge_load((), (block.load for block in blocks), os.cpu_count() or 1),
         counts=[(block.counts, len(block.results)) for block in blocks],
     )
 
@@ -134,31 +141,37 @@ def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Gener
 
 
 def judge_served(
-    config: EngineConfig, setup: TargetSetup, served: Served, out: Path
+    config: EngineConfig, setup: TargetSetup, served: ServedBlocks, out: Path
 ) -> dict[str, dict[str, ServedJudgement]]:
     """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
-    texts: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
-    sampling = vars(resolve_sampling(config, setup))
-    for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
-        for name, output in result.generations.items():
-            prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
-            if text != (served.references or {}).get(_position(result)) and UNREAD not in output.totals:
-                again = "retokenised" in output.totals
-                answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=again, **sampling)
-                texts.setdefault((method, arm), {})[prompt, text] = answer
-    model = load_reference(setup.target, setup.dtype, setup.device) if texts else None
+    by_arm = differing_answers(served, resolve_sampling(config, setup))
+    model = load_reference(setup.target, setup.dtype, setup.device) if by_arm else None
     judgements: dict[str, dict[str, ServedJudgement]] = {}
-    for (method, arm), answers in texts.items():
+    for (method, arm), answers in by_arm.items():
+        assert model is not None
         file = out / FOLDER / f"{method}-{arm}.jsonl"
-        judgements.setdefault(method, {})[arm] = _audit(config, model, [*answers.values()], file)
+        judgements.setdefault(method, {})[arm] = _audit(config, model, answers, file)
     return judgements
 
 
+def differing_answers(served: ServedBlocks, sampling: SamplingConfig) -> dict[tuple[str, str], list[ServedAnswer]]:
+    """By (method, arm), the engine's texts that are not the references', each once; not those with unknown ids."""
+    answers: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
+    for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
+        for name, output in result.generations.items():
+            prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
+            if text == (served.references or {}).get(_position(result)) or UNREAD in output.totals:
+                continue
+            again = "retokenised" in output.totals
+            answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=again, **vars(sampling))
+            answers.setdefault((method, arm), {})[prompt, text] = answer
+    return {key: [*by_text.values()] for key, by_text in answers.items()}
+
+
 def _audit(
-    config: EngineConfig, model: PreTrainedModel | None, answers: Sequence[ServedAnswer], file: Path
+    config: EngineConfig, model: PreTrainedModel, answers: Sequence[ServedAnswer], file: Path
 ) -> ServedJudgement:
     """Write the answers to `file`, from which they can be audited again, and judge them."""
-    assert model is not None
     keys = ("prompt_ids", "output_ids", "retokenised", *SamplingConfig.__dataclass_fields__)
     lines = (json.dumps({key: getattr(answer, key) for key in keys}) + "\n" for answer in answers)
     write_atomically(file, "".join(lines).encode())

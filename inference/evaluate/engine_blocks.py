@@ -1,7 +1,9 @@
 """The arms of an evaluation in a serving engine: plain decoding and drafting there, in turn, on the same prompts.
 
 The engine runs in processes of its own, one without a drafter and one with, or is a server that runs already. It
-continues blocks of prompts, which are stored as they are measured (`served.jsonl`), so a stopped run can be continued.
+continues blocks of prompts. A block is stored when it is measured (`served.jsonl`), so a stopped run can be continued.
+
+Example: 24 prompts, concurrency=[1,4], repeats=1 → 24 blocks of one prompt, then 2 blocks of 12 (`block_keys`).
 """
 
 import json
@@ -28,7 +30,7 @@ from outrider.inference.measure.threads import load_average
 from outrider.inference.report.types import DRAFTED, PLAIN
 from outrider.inference.serving.engine_process import EngineProcess, require_engine, start_engine
 from outrider.inference.serving.proposer import PROPOSER, environment
-from outrider.inference.settings.engine import MODULES, EngineConfig, draft_length, python_in, why_not
+from outrider.inference.settings.engine import MODULES, EngineConfig, draft_length, python_in, refusal_of
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
@@ -36,7 +38,7 @@ from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 FILE = "served.jsonl"
 FOLDER = "engine"  # folder of drafters in the engine's format, of its logs, and of the audited texts
 _WARM_UP_TOKENS = 8
-_TURNS = 3  # prompts in a block per concurrent request, if there are several such requests
+_TURNS = 3  # prompts in a block for each of several concurrent requests
 Arm = EngineProcess | EngineServer
 
 
@@ -53,17 +55,17 @@ class BlockKey:
 
 @dataclass(frozen=True)
 class Block:
-    """Prompts that an engine continued in both arms, without a drafter and with one.
+    """Prompts that an engine continued in both arms, without a drafter and with one. A lone server is one arm.
 
-    results: a repeat is one more turn of a prompt. seconds: by arm, of all prompts together. counts: of a server's
-    drafts (see `EngineServer`). With one server only, there is one arm.
+    version, load: of the engine; of the machine when the block ended. results: a repeat counts as one more turn of a
+    prompt. seconds: by arm, of all prompts together. counts: of a server's drafts (see `EngineServer`).
     """
 
     key: BlockKey
-    version: str  # of the engine
+    version: str
     results: tuple[PromptResult, ...]
     seconds: Mapping[str, float]
-    load: float | None  # of the machine, when it ended
+    load: float | None
     counts: tuple[int, ...] | None = None
 
 
@@ -75,8 +77,8 @@ def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, proce
     processors = sorted({*setup.inherited.fields} - {"repetition_penalty"})
     require(not processors, "generation_config", processors, "none with engine=: the engine has no such processors")
     if config.engine not in MODULES:
-        for method in (None, *(m for m in config.methods.values() if why_not(config.engine, m) is None)):
-            _begin(config, setup, 0, Path(), "", method)
+        for method in (None, *(m for m in config.methods.values() if refusal_of(config.engine, m) is None)):
+            _open_engine(config, setup, 0, Path(), "", method)
         return
     expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
     require(str(setup.device) in devices, "device", str(setup.device), expected)
@@ -87,7 +89,7 @@ def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, proce
 
 def served_methods(config: EngineConfig) -> dict[str, MethodConfig]:
     """The methods that the engine of `config` can run. Prints the others."""
-    reasons = {name: why_not(config.engine, method) for name, method in config.methods.items()}
+    reasons = {name: refusal_of(config.engine, method) for name, method in config.methods.items()}
     for name, reason in reasons.items():
         if reason is not None:
             print(f"engine={config.engine} method={name} runs=no reason={reason!r}", flush=True)
@@ -109,7 +111,7 @@ def measure_served(
         _request_of(config, resolve_sampling(config, setup), setup.eos),
         Streams(config.seed).within("served"),
     )
-    begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
+    begin = partial(_open_engine, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     blocks = []
     with ExitStack() as open_engines:
         plain: Arm | None = None
@@ -118,11 +120,11 @@ def measure_served(
             missing = [key for key in todo if key not in by_key]
             if missing:
                 plain = plain or open_engines.enter_context(begin("plain", None))
-                with begin(name, method) as drafted:
-                    engines = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
+                with begin(name, method) as drafting:
+                    engines = {PLAIN: (plain, 0), DRAFTED: (drafting, draft_length(method))}
                     arms = {arm: (engine, length) for arm, (engine, length) in engines.items() if engine is not None}
                     for key in track_progress(missing, f"measuring {name} in {config.engine}", "blocks"):
-                        by_key[key] = _measure(arms, key, rendered, request, streams)
+                        by_key[key] = _measure_block(arms, key, rendered, request, streams)
                         append_line(file, asdict(by_key[key]))
             blocks += [by_key[key] for key in todo]
     return blocks
@@ -140,14 +142,18 @@ def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> I
                 yield BlockKey(engine, method, count, repeat, tuple(positions[start:end]))
 
 
-def _measure(
+def _measure_block(
     arms: Mapping[str, tuple[Arm, int]],
     key: BlockKey,
     rendered: Sequence[Sequence[int]],
     shared: Json,
     streams: Streams,
 ) -> Block:
-    """One block, by both arms in random order; a first one with few tokens warms them up."""
+    """Measure one block, by both arms in random order.
+
+    Before its first block at a concurrency an arm warms up: it continues the same prompts by a few tokens. arms: the
+    engine and its draft length. shared: the request's fields that all blocks have.
+    """
     count, prompts = key.concurrency, [rendered[position] for position in key.positions]
     draws = streams.within(key.method, count, key.repeat)
     request = {**shared, "seeds": [draws.number(position, bits=56) for position in key.positions], "concurrency": count}
@@ -178,22 +184,25 @@ def resolve_sampling(config: EngineConfig, setup: TargetSetup) -> SamplingConfig
 
 def _request_of(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Json:
     """The engine's request for continuing prompts. Greedy decoding reads only the penalty of `sampling`."""
-    read = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
-    options = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
+    names = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
+    options = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(GREEDY, name)}
     return {"max_new_tokens": config.max_new_tokens, "eos": sorted(eos), "temperature": sampling.temperature,
             "sampling": options}  # fmt: skip
 
 
-def _begin(
+def _open_engine(
     config: EngineConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
 ) -> AbstractContextManager[Arm | None]:
-    """An engine, with the drafter of `method` if it is given. None: there is no second server that does not draft."""
+    """An engine, with the drafter of `method` if it is given. None: there is no second server, which does not draft.
+
+    longest: tokens of the longest text. folder, name: where the engine's log and the drafter are.
+    """
     if config.engine not in MODULES:
         option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))
         return nullcontext(EngineServer(config, setup, option, length) if getattr(config, option) else None)
     draft, variables = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
     if method is not None:
-        kind, model = KINDS[method.source], _drafter(config, setup, method, folder)
+        kind, model = KINDS[method.source], _export_drafter(config, setup, method, folder)
         if model == PROPOSER:
             variables |= environment(Path(str(config.where(kind))).resolve())
         draft = {"method": kind.served, "tokens": draft_length(method), "max_ngram": method.max_ngram, "model": model}
@@ -207,7 +216,7 @@ def _begin(
 
 
 def _weights_for_engines(setup: TargetSetup, folder: Path) -> tuple[str, str | None]:
-    """(directory or Hub name, revision) of a target as engines load it: of other files it is saved as safetensors."""
+    """(directory or Hub name, revision) of the target as engines load it. Other formats are saved as safetensors."""
     if (original := setup.target.files.original) is None:
         return setup.target.source, setup.target.revision
     target = folder.resolve() / "target"
@@ -220,11 +229,11 @@ def export_drafters(config: EngineConfig, setup: TargetSetup, out: Path) -> None
     """Write the drafters that the engine of `config` loads. Raises `UserError` for one that no engine runs."""
     (out / FOLDER).mkdir(exist_ok=True)
     for method in config.methods.values():
-        if config.engine in MODULES and why_not(config.engine, method) is None:
-            _drafter(config, setup, method, out / FOLDER)
+        if config.engine in MODULES and refusal_of(config.engine, method) is None:
+            _export_drafter(config, setup, method, out / FOLDER)
 
 
-def _drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, folder: Path) -> str | None:
+def _export_drafter(config: EngineConfig, setup: TargetSetup, method: MethodConfig, folder: Path) -> str | None:
     """What an engine loads to draft by `method`: our module, or the directory of a drafter as engines load it."""
     kind, path = KINDS[method.source], folder.resolve() / method.source
     if (where := config.where(kind)) is None or kind.served == "custom_class":

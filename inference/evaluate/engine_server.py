@@ -20,14 +20,15 @@ from outrider.inference.serving.engine_process import to_generation
 from outrider.inference.settings.engine import EngineConfig
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
-Counters = Counter[str | int] | None
+Counters = Counter[str | int] | None  # see `_counters`
 
 
 class EngineServer:
     """Continues prompts as an `EngineProcess` does.
 
-    counts, of the last prompts: the rounds, and how many accepted 1, 2, … drafted tokens (vLLM's /metrics); None if
-    rounds come one by one, or llama.cpp tells them; else empty.
+    counts: of the last prompts, the rounds, then the rounds that accepted at least 1, 2, … drafted tokens, by vLLM's
+    /metrics: (10, 8, 5). None if the rounds themselves are seen (one a chunk, or by llama.cpp's timings). Empty if the
+    server tells neither.
     """
 
     def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
@@ -73,7 +74,7 @@ class EngineServer:
         return texts, seconds
 
     def _counters(self) -> Counters:
-        """vLLM's counters since its start, by name and by place of an accepted token; None for other servers."""
+        """vLLM's counters since its start, by name and by position of an accepted token; None for other servers."""
         try:
             text = self._server.client.fetch(
                 "/metrics", read=lambda response: b"".join(bounded_parts(response)).decode()
@@ -92,16 +93,17 @@ class EngineServer:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
         after, n = self._counters(), sum(len(text.tokens) - 1 for text in texts)
         if before is None or after is None:
-            tells = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
-            require(drafted > 0 or not tells, self.option, self._server.client.url, "a server without a drafter")
-            return None if tells else ()
+            has_rounds = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
+            require(drafted > 0 or not has_rounds, self.option, self._server.client.url, "a server without a drafter")
+            return None if has_rounds else ()
         after.subtract(before)
         rounds, accepted = after["drafts"], after["accepted_tokens"]
-        counts = (max(rounds, n - accepted), *(after[depth] for depth in range(drafted)))  # some without drafts
+        counts = (max(rounds, n - accepted), *(after[depth] for depth in range(drafted)))  # vLLM counts only drafts
         possible = n + drafted * len(texts)  # the last round of each text may be cut off
-        sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
+        is_sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
+        falls = list(counts) == sorted(counts, reverse=True)
         expected = f"counts that {n} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
-        require(sound and list(counts) == sorted(counts, reverse=True), self.option, self._server.client.url, expected)
+        require(is_sound and falls, self.option, self._server.client.url, expected)
         return None if rounds == sum(len(text.rounds) for text in texts) > 0 else counts
 
 

@@ -21,7 +21,7 @@ from outrider.inference.loading.models import Models, load_models
 from outrider.inference.measure.bench import Bench, Talk, make_bench, measure_talks, peak_memory, prepare_methods
 from outrider.inference.measure.prepared import Prepared
 from outrider.inference.measure.results import (
-    Measured,
+    MeasuredPrompt,
     append_result,
     begin_run,
     finished_results,
@@ -36,11 +36,11 @@ from outrider.inference.settings.kinds import KINDS
 
 @dataclass(frozen=True)
 class Queue:
-    """What remains to be measured, after the runs before this one.
+    """The groups of prompts that remain to be measured, after the runs before this one.
 
-    prepared: of the run that is continued; None for a new one. finished: the number of its groups. share: the groups of
-    this process, in the order to measure; the first of all, `required`, are measured in any case. file: the number of
-    this process's file of results.
+    prepared: of the run that is continued; None for a new run. finished: the number of groups that it has measured.
+    share: the groups of this process, in the order to measure. required: the groups that are measured in any case, the
+    first of all shares. file: the number of this process's file of results.
     """
 
     prepared: Prepared | None
@@ -59,9 +59,9 @@ def measure_prompts(plan: EvaluationPlan, queue: Queue) -> Prepared:
     """
     state = plan.processes
     is_first = queue.prepared is not None or plan.setup.device.type != "cpu" or state.is_main_process
-    models = load(plan, queue.prepared) if queue.share and is_first else None
-    prepared = queue.prepared or tune(plan, models)
-    count = measure(plan, queue, prepared, models or load(plan, prepared)) if queue.share else 0
+    models = load_plan_models(plan, queue.prepared) if queue.share and is_first else None
+    prepared = queue.prepared or tune_methods(plan, models)
+    count = measure_share(plan, queue, prepared, models or load_plan_models(plan, prepared)) if queue.share else 0
     state.wait_for_everyone()
     from_main(state, partial(require_results, plan, queue.finished + sum(gather_object([count]))))
     return prepared
@@ -79,6 +79,7 @@ def open_queue(plan: EvaluationPlan) -> Queue:
     size, state = plan.config.batch, plan.processes
 
     def open_results() -> tuple[object, float, set[int], int]:
+        """(prepared, seconds of the runs before, groups that they measured, the first unused number of a file)."""
         prepared = open_run(plan.out_dir, plan.identity, plan.config.resume)
         measured = finished_results(plan.out_dir, size)
         seconds, groups = max((m.spent for m in measured), default=0.0), {m.position // size for m in measured}
@@ -97,12 +98,12 @@ def open_queue(plan: EvaluationPlan) -> Queue:
     )
 
 
-def load(plan: EvaluationPlan, prepared: Prepared | None) -> Models:
+def load_plan_models(plan: EvaluationPlan, prepared: Prepared | None) -> Models:
     """The models. Without anything `prepared`, the kernels of a CPU are chosen now, by their speed."""
     return load_models(plan.config, plan.setup, plan.drafters, None if prepared is None else prepared.products)
 
 
-def tune(plan: EvaluationPlan, models: Models | None) -> Prepared:
+def tune_methods(plan: EvaluationPlan, models: Models | None) -> Prepared:
     """Measure once, on the main process, what all prompts need (see `Prepared`), and record it with the identity."""
 
     def begin() -> object:
@@ -129,7 +130,7 @@ def see_doctor(plan: EvaluationPlan, models: Models) -> Mapping[str, Findings]:
     return findings
 
 
-def measure(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Models) -> int:
+def measure_share(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Models) -> int:
     """Measure the groups of this process's share, as many as the time limit leaves; returns their number."""
     config, setup, size = plan.config, plan.setup, plan.config.batch
     models.runtime.prepare(plan.positions, prepared.kernels)
@@ -141,7 +142,7 @@ def measure(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Mode
         members = range(size * group, size * (group + 1))
         talks = [Talk(plan.prompts[position], plan.rendered[position], position) for position in members]
         measure_talks(config, talks, setup, models, bench)
-        spent = store(plan, queue, bench, talks)
+        spent = store_results(plan, queue, bench, talks)
         measurements = queue.share.index(group) + 1
         if plan.processes.is_main_process and measurements & (measurements - 1) == 0:  # after 1, 2, 4, … groups
             results = [result for prompt in finished_results(plan.out_dir, size) for result in prompt.turns]
@@ -151,11 +152,11 @@ def measure(plan: EvaluationPlan, queue: Queue, prepared: Prepared, models: Mode
     return measure_in_time(plan, queue, measure_next)
 
 
-def store(plan: EvaluationPlan, queue: Queue, bench: Bench, talks: Sequence[Talk]) -> float:
+def store_results(plan: EvaluationPlan, queue: Queue, bench: Bench, talks: Sequence[Talk]) -> float:
     """Append the results of one group; returns the seconds that all runs have spent."""
     spent, cpu_share, peak = queue.limit.spent(), bench.watch.take(), peak_memory(plan.setup.device)
     for talk in talks:
-        measured = Measured(
+        measured = MeasuredPrompt(
             position=talk.position,
             processes=plan.processes.num_processes,
             turns=tuple(talk.results),

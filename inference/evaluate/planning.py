@@ -39,9 +39,9 @@ Config = TypeVar("Config", bound=EvaluateConfig)
 class EvaluationPlan:
     """What an evaluation will measure.
 
-    rendered: the ids of every prompt's first turn. positions: the length in tokens of the longest text. identity: see
-    `identity_of`. processes: of the launcher. limit: of the time. peers: further arms. drafters: by kind; they are
-    dropped where an engine needs their memory.
+    rendered: the ids of every prompt's first turn. drafters: by kind; they are dropped where an engine needs their
+    memory. positions: the length in tokens of the longest text. identity: see `identity_of`. processes: of the
+    launcher. limit: of the time. peers: further arms.
     """
 
     config: EvaluateConfig
@@ -103,13 +103,12 @@ def require_batches(config: EvaluateConfig, setup: TargetSetup, prompts: int) ->
     """Raise `UserError` if groups of `config.batch` texts do not divide the prompts, or cannot be decoded at once."""
     size = config.batch
     require(prompts % size == 0, "batch", size, f"a divisor of the {prompts} prompts (num_prompts)")
-    alone = size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
-    require(alone, "batch", size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
+    fits = size == 1 or make_runtime(config.runtime, setup.device).name == Runtime.name
+    require(fits, "batch", size, "1 with CUDA graphs, where texts take turns, or runtime=eager")
 
 
 def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
-    versions must not be mixed."""
+    """What results depend on: options, digests of inputs, device and code version. A resumed run must agree on it."""
     rows = [[p.id, p.category, p.turns, p.chat, *([p.system] if p.system else [])] for p in prompts]
     fingerprint = asdict(setup.target.fingerprint).items()
     drafters: dict[str, object] = {}
@@ -129,9 +128,9 @@ def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Pr
 
 
 def heldout_fraction(config: EvaluateConfig) -> float:
-    """The held-out share of `python_stdlib`: that of the checkpoint's training, if it was trained on that."""
+    """The held-out share of the prompts `python_stdlib`: the checkpoint's own, if it was trained on `python_stdlib`."""
     default = DataConfig.heldout_fraction
-    if config.early_exit is None or config.held is None:
+    if config.early_exit is None or config.checkpoint_kind is None:
         return default
     data: Any = EARLY_EXIT.load_plugin().training_record(config.early_exit).data or {}
     try:
@@ -146,7 +145,7 @@ def heldout_fraction(config: EvaluateConfig) -> float:
 
 
 def run_on_prompts(config: Config, compare: Callable[[Config, Sequence[Prompt]], None]) -> None:
-    """`compare` on the prompts that `config` names; with plan=true only print what every device would hold."""
+    """Call `compare` with the prompts that `config` names; with plan=true only print what every device would hold."""
     if config.plan:
         print(evaluation_plan(config, find_target(config).config), flush=True)
         return

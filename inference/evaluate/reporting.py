@@ -16,9 +16,9 @@ from outrider.inference.measure.results import PromptResult, finished_results
 from outrider.inference.report.building import build_report
 from outrider.inference.report.conditions import describe_conditions
 from outrider.inference.report.page import make_page
-from outrider.inference.report.sentences import OWN_RUN, measure_again
+from outrider.inference.report.sentences import OWN_RUN, write_repeat_command
 from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport, ServedJudgement, ServedRow
-from outrider.inference.report.writing import log_reports, markdown, result_lines, write_reports
+from outrider.inference.report.writing import log_reports, result_lines, write_markdown, write_reports
 from outrider.inference.settings.kinds import KINDS
 
 
@@ -30,7 +30,7 @@ class EnginePart:
     served_judgement: Mapping[str, ServedJudgement] | None = None
 
 
-def judge(
+def judge_results(
     plan: EvaluationPlan, prepared: Prepared, engine: Mapping[str, EnginePart]
 ) -> tuple[list[MethodReport], list[PromptResult]]:
     """The reports of all methods, and the results of all turns in `plan.out_dir`, their source. engine: by method."""
@@ -46,7 +46,7 @@ def judge(
     return [replace(report, **parts.get(report.method, {})) for report in reports], results
 
 
-def write(
+def write_pages(
     plan: EvaluationPlan, reports: Sequence[MethodReport], results: Sequence[PromptResult], command: Sequence[str]
 ) -> None:
     """Write the report to `plan.out_dir`, to the console, to the drafters' cards, and to Weights & Biases."""
@@ -58,19 +58,19 @@ def write(
     }
     page = partial(make_page, reports, results, lambda ids: str(tokenizer.decode(list(ids))))
     write_reports(plan.out_dir, reports, results, texts, page)
-    print("\n".join([*result_lines(results, config), "", markdown(reports)]))
+    print("\n".join([*result_lines(results, config), "", write_markdown(reports)]))
     for name, where in config.paths.items() if config.card else ():
         if config.plugin(KINDS[name]).has_card and Path(where).is_dir():
-            add_report(Path(where), markdown(reports))
+            add_report(Path(where), write_markdown(reports))
     log_reports(config.wandb, plan.out_dir, reports, plan.identity)
     run = reports[0].conditions
     if run.load.busy:
-        print(measure_again(sys.argv[1:], plan.out_dir, command), flush=True)
+        print(write_repeat_command(sys.argv[1:], plan.out_dir, command), flush=True)
     print("\n".join([*filter(None, [run.origin]), f"report: {plan.out_dir / 'report.html'}"]), flush=True)
 
 
 def wrong_methods(reports: Sequence[MethodReport]) -> list[str]:
-    """The methods that were not lossless; `OWN_RUN` in their place if plain decoding was not."""
+    """The methods that were not lossless. If plain decoding was not, `OWN_RUN` stands for all of them."""
     if reports[0].verdict == TARGET_DIFFERS:
         return [OWN_RUN]
     return [report.method for report in reports if report.verdict == NOT_LOSSLESS or report.served_faults]
@@ -88,8 +88,8 @@ def write_report(
     """
 
     def judge_and_write() -> list[str]:
-        reports, results = judge(plan, prepared, engine)
-        write(plan, reports, results, command)
+        reports, results = judge_results(plan, prepared, engine)
+        write_pages(plan, reports, results, command)
         return wrong_methods(reports)
 
     with Stage("writing the report"):

@@ -12,7 +12,7 @@ from outrider.draft_models.targets.open_target import position_limit
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.settings.evaluate import Drafting
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MethodConfig, number
+from outrider.inference.settings.method import MethodConfig, known_size
 from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
 
@@ -31,7 +31,7 @@ def load_drafters(config: Drafting, target: Any, **tensor_options: "Unpack[Model
     for name, where in config.paths.items():
         drafters[name] = config.plugin(KINDS[name]).load(where, target, config.methods, **tensor_options)
     for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
-        find_shape(tree.shape, number(tree.nodes))  # invalid shapes fail before the target is loaded
+        find_shape(tree.shape, known_size(tree.nodes))  # invalid shapes fail before the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}
 
 

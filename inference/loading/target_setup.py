@@ -109,7 +109,7 @@ def _templates_of_training(config: EvaluateConfig, target: OpenTarget) -> dict[s
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
     """The target of `config`, else its early exit's. Raises `UserError`, also if `checkpoint` holds no drafter."""
-    if config.checkpoint is not None and config.held is None:
+    if config.checkpoint is not None and config.checkpoint_kind is None:
         raise UserError(f"checkpoint={config.checkpoint}: {no_drafter_in(Path(config.checkpoint))}")
     if config.early_exit is None:
         assert config.target is not None

@@ -162,7 +162,7 @@ def transformers_generate(
 
 
 @dataclass(frozen=True)
-class Asked:
+class Turn:
     """A prompt that the arms continue; the other fields are those of its `PromptResult`."""
 
     prompt_id: str
@@ -174,7 +174,7 @@ class Asked:
 
 def run_arms(
     arms: Mapping[str, Arm],
-    queries: Sequence[Asked],
+    queries: Sequence[Turn],
     *,
     repeats: int,
     turn: int,

@@ -19,7 +19,7 @@ from outrider.inference.core.rounds import Clock, synchronized_clock
 from outrider.inference.loading.drafters import context_length
 from outrider.inference.loading.models import Models
 from outrider.inference.loading.target_setup import TargetSetup
-from outrider.inference.measure.arms import Asked, decode_all, make_arms, measure_deviations, run_arms, show_rounds
+from outrider.inference.measure.arms import Turn, decode_all, make_arms, measure_deviations, run_arms, show_rounds
 from outrider.inference.measure.lossless import HALF
 from outrider.inference.measure.prepared import Prepared, render
 from outrider.inference.measure.probe import tune
@@ -144,7 +144,7 @@ class Talk:
     skipped: tuple[Skipped, ...] = ()
     texts: list[str] = field(default_factory=list)
 
-    def ask(self, number: int, config: EvaluateConfig, setup: TargetSetup, context: int) -> Asked | None:
+    def ask(self, number: int, config: EvaluateConfig, setup: TargetSetup, context: int) -> Turn | None:
         """Turn `number`, after the target's own answers to the earlier ones.
 
         None if there is no such turn, or if it is skipped; later turns are then skipped too. context: of the models.
@@ -165,7 +165,7 @@ class Talk:
             reasons = itertools.chain([why], itertools.repeat("a turn before it was left out"))
             self.skipped = tuple(map(Skipped, names[number:], reasons))
             return None
-        return Asked(names[number], self.prompt.category, ids, self.prompt.id)
+        return Turn(names[number], self.prompt.category, ids, self.prompt.id)
 
 
 def measure_talks(

@@ -313,7 +313,7 @@ class Forced(TokenSelector):
         """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""
         scores = self._at(position, self._reference.logits)[None]
         pair = torch.tensor([[token, self._reference.text[position]]], device=scores.device)
-        return float(regrets(scores, pair, self._reference.logits_noise[position]))
+        return float(measure_regrets(scores, pair, self._reference.logits_noise[position]))
 
     def _at(self, position: int, logits: Tensor) -> Tensor:
         """The scores [V] that greedy decoding compares before token `position` of the text, from logits [t, V]."""
@@ -322,7 +322,7 @@ class Forced(TokenSelector):
         return self._scores(logits[position][None], [context] if self.reads_context else None)[0]
 
 
-def regrets(scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
+def measure_regrets(scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     """How far the least likely of tokens [n, k] is below the best of scores [n, V], in the unit of each row [n]."""
     return _units(scores.amax(-1) - scores.gather(-1, tokens).amin(-1), noise)
 

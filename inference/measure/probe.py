@@ -45,7 +45,7 @@ NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
 SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
 
 
-def probes(method: MethodConfig) -> list[MethodConfig]:
+def probes_of(method: MethodConfig) -> list[MethodConfig]:
     """`method` with various numbers in place of "auto", so that passes of many widths occur."""
     tree = method.structure
     if tree.kind == "chain":
@@ -103,7 +103,7 @@ def measure_costs(
 ) -> Tuning:
     """The costs of rounds of `method` on this device, and the acceptance of its drafts.
 
-    The rounds of a generation cycle through `probes`, so that drift of the machine affects all sizes alike. Takes
+    The rounds of a generation cycle through `probes_of`, so that drift of the machine affects all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer, or one that is `SLOW`. A prompt too long to continue
     is cut at the front.
     """
@@ -128,7 +128,7 @@ def measure_costs(
     plain = _plain_seconds(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))
     beside = plain - typical(passes.laps or [0.0])  # seconds that are no pass
     shaped = KINDS[method.source].shaped
-    explicit = probes(method) if shaped else [method]
+    explicit = probes_of(method) if shaped else [method]
     drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(explicit))
     structures = (cast(ModelDrafter, drafter).structure for drafter in drafters_of_probes)
     probe = _Probe([*structures]) if shaped else _SizesInTurn()

@@ -50,9 +50,9 @@ from outrider.inference.measure.statistics import (
     DepthAcceptance,
     Loops,
     acceptance_by_position,
+    count_loops,
     decode_statistics,
     loop_length,
-    share_of_loops,
     structure_statistics,
 )
 from outrider.inference.settings.evaluate import ReplayConfig
@@ -313,13 +313,13 @@ def replay_report(
         turns=len(turns),
         tokens=sum(len(g.tokens) for g in generations),
         **vars(decode_statistics(generations)),
-        loops=share_of_loops([g.tokens for g in generations]),
+        loops=count_loops([g.tokens for g in generations]),
         structure=structure_statistics(generations),
         draft_us=1e6 * statistics.median(seconds) if seconds else None,
         acceptance_by_position=acceptance_by_position(generations),
         tau_without_loops=decode_statistics(g for g in generations if not loop_length(g.tokens)).tau,
         by_category={
-            category: TurnsReplay(**vars(decode_statistics(group)), loops=share_of_loops([g.tokens for g in group]))
+            category: TurnsReplay(**vars(decode_statistics(group)), loops=count_loops([g.tokens for g in group]))
             for category, group in groups.items()
         },
         settings=method,

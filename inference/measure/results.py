@@ -1,7 +1,7 @@
 """The measurements of a prompt, stored prompt by prompt: a killed run loses no finished prompt.
 
     run.json              the settings that determine the results, and the data prepared once for all prompts
-    results-00000.jsonl   one `Measured` a line, appended by one process of one run
+    results-00000.jsonl   one `MeasuredPrompt` a line, appended by one process of one run
 
 Only complete lines count: an unfinished line of a killed process is ignored. Every process of every run has its own
 file, so nothing is written after such a line. Every line, and run.json, contains its own digest.
@@ -133,7 +133,7 @@ _FILE = re.compile(r"results-(\d{5,})\.jsonl")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPrompt:
     """A measured prompt: its turns, the skipped ones separately, and the number of processes that were running.
 
     position: the prompt's index in the run, the key of its results. threads: CPU threads used; 0: not recorded. spent:
@@ -188,7 +188,7 @@ def next_number(folder: Path) -> int:
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
-def append_result(folder: Path, number: int, measured: Measured) -> None:
+def append_result(folder: Path, number: int, measured: MeasuredPrompt) -> None:
     """Add a line to file `number`; it is on the disk when this returns. Raises `UserError`."""
     append_line(folder / f"results-{number:05d}.jsonl", asdict(measured))
 
@@ -204,13 +204,13 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free space and resume=true") from None
 
 
-def read_results(folder: Path) -> dict[int, Measured]:
+def read_results(folder: Path) -> dict[int, MeasuredPrompt]:
     """All results in `folder` by position, from all processes. Raises `UserError` for a damaged file."""
     paths = sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
-    return {measured.position: measured for path in paths for measured in read_lines(path, Measured)}
+    return {measured.position: measured for path in paths for measured in read_lines(path, MeasuredPrompt)}
 
 
-def finished_results(folder: Path, size: int) -> list[Measured]:
+def finished_results(folder: Path, size: int) -> list[MeasuredPrompt]:
     """The results in `folder` by position, of groups of `size` prompts that are whole."""
     results = read_results(folder)
     counts = Counter(position // size for position in results)

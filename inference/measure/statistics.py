@@ -193,7 +193,7 @@ def bootstrap_median(
     return statistics.median(values), (low, high)
 
 
-def coverage(vocabulary: Iterable[int], texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
+def coverage_by_category(vocabulary: Iterable[int], texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
     """The share of `vocabulary` tokens among those of `texts` (a category, and a text's tokens), overall ("all") and by
     category."""
     vocabulary, counts, inside = set(vocabulary), Counter[str](), Counter[str]()
@@ -233,7 +233,7 @@ class Loops:
         return f"{self.looping} of {self.texts} texts repeat themselves ({self.share:.0%} of all tokens)"
 
 
-def share_of_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
+def count_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
     """The loops of `texts`."""
     lengths, total = [loop_length(text) for text in texts], sum(map(len, texts))
     return Loops(len(texts), sum(map(bool, lengths)), sum(lengths) / total if total else 0.0)
@@ -273,7 +273,7 @@ MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningfu
 MARGIN = 0.02
 
 
-def verdict(speedup: MedianInterval, busy: str | None = None) -> str:
+def judge_speed(speedup: MedianInterval, busy: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
     busy: why speeds of that run are unreliable (see `machine_load`).

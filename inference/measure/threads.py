@@ -77,7 +77,7 @@ def warn_if_busy() -> None:
         warn(f"the load average is {load:.1f} on {cores} cores: {effects}")
 
 
-def machine_load(shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> MachineLoad:
+def judge_load(shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> MachineLoad:
     """The load from values per prompt. cores: the machine's number of cores."""
     measurements = ([value for value in values if value is not None] for values in (shares, loads))
     share, load = (statistics.median(values) if values else None for values in measurements)

@@ -25,10 +25,10 @@ from outrider.inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
     chosen_sizes,
+    count_loops,
     decode_statistics,
-    share_of_loops,
+    judge_speed,
     structure_statistics,
-    verdict,
 )
 from outrider.inference.report.types import (
     HALF_NAMES,
@@ -96,18 +96,19 @@ def build_report(
 
 
 def method_verdict(method: str, lossless: Lossless, figures: Figures, conditions: Conditions) -> str:
-    """The verdict on the texts, if one is not the reference's and no rounding tie, or a fault was found; else on speed.
+    """The verdict: on the texts if they are wrong, else on the speed.
 
-    If plain decoding by this runtime is itself not lossless, no method is to blame. The speed-up is that on texts that
-    do not loop.
+    Texts are wrong if one differs from the reference's by more than a rounding tie, or if the judgement has a fault. If
+    plain decoding by this runtime is wrong itself, no method is to blame. Speed is judged on texts that do not loop.
     """
     judgement, of_plain = lossless.judged[method], lossless.judged[AUTOREGRESSIVE]
-    same = lossless.autoregressive_identical == lossless.checked
-    if not (same or (of_plain and conditions.computes_in in HALF_NAMES)) or (of_plain and of_plain.faults):
+    plain_identical = lossless.autoregressive_identical == lossless.checked
+    plain_excused = of_plain is not None and conditions.computes_in in HALF_NAMES
+    if not (plain_identical or plain_excused) or (of_plain and of_plain.faults):
         return TARGET_DIFFERS
     if lossless.identical + lossless.excused_ties != lossless.checked or (judgement and judgement.faults):
         return NOT_LOSSLESS
-    return verdict(figures.speedup_without_loops, conditions.load.busy)
+    return judge_speed(figures.speedup_without_loops, conditions.load.busy)
 
 
 def make_figures(results: Sequence[PromptResult], method: str, streams: Streams) -> Figures:
@@ -118,7 +119,7 @@ def make_figures(results: Sequence[PromptResult], method: str, streams: Streams)
         turns=len(results),
         **vars(decode_statistics(generations)),
         speedup=speedup(results, method, AUTOREGRESSIVE, streams),
-        loops=share_of_loops([g.tokens for g in generations]),
+        loops=count_loops([g.tokens for g in generations]),
         speedup_without_loops=speedup(loopless, method, AUTOREGRESSIVE, streams),
     )
 
@@ -141,18 +142,20 @@ def compare_texts(results: Sequence[PromptResult], method: str, *, sampled: bool
     deviations = {arm: [r.deviations[arm] for r in results if arm in r.deviations] for arm in arms}
     judgements = {arm: judge_deviations(rows) if rows else None for arm, rows in deviations.items()}
 
-    def ties(arm: str) -> int:
+    def count_ties(arm: str) -> int:
+        """The texts that differ, of an arm that only rounds."""
         judgement = judgements[arm]
-        judged_right = judgement is not None and not judgement.faults and excusing
-        return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
+        if judgement is None or judgement.faults or not excusing:
+            return 0
+        return sum(not r.identical(arm) and arm in r.deviations for r in checked)
 
     return Lossless(
         reference=None if sampled else results[0].reference,
         checked=len(checked),
         identical=sum(r.identical(method) for r in checked),
         identical_to_plain=sum(r.identical(method, AUTOREGRESSIVE) for r in checked),
-        excused_ties=ties(method),
+        excused_ties=count_ties(method),
         autoregressive_identical=sum(r.identical(AUTOREGRESSIVE) for r in checked),
-        autoregressive_excused_ties=ties(AUTOREGRESSIVE),
+        autoregressive_excused_ties=count_ties(AUTOREGRESSIVE),
         judged=judgements,
     )

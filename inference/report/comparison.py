@@ -1,7 +1,9 @@
 """Comparison of two finished evaluations, paired by prompt, over the prompts that both measured.
 
-They ran at different times, perhaps on different machines. So a method is compared by its speed-up over plain decoding
-in its own run, which a slow machine does not change. Seconds are reported too.
+The two ran at different times, perhaps on different machines. So a method is compared by its speed-up over plain
+decoding in its own run, which a slow machine does not change. Seconds are reported too.
+
+Example: 2.0× in the first run and 2.2× in the second, on the same prompt, is a gain of 1.1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ from outrider.base.streams import Streams
 from outrider.base.words import Columns, fill_table, list_words
 from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
 from outrider.inference.measure.speed import decoding, median_of, select_timed
-from outrider.inference.measure.statistics import Loops, MedianInterval, loop_length, share_of_loops, verdict
+from outrider.inference.measure.statistics import Loops, MedianInterval, count_loops, judge_speed, loop_length
 from outrider.inference.report.types import MethodReport, read_reports, to_json
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
@@ -31,7 +33,7 @@ COMPARED: Columns = {
     "same text": ("{same_text}/{prompts}", ""),
     "verdict": ("{verdict}", ""),
 }
-Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt
+Figure = Callable[[PromptResult, str], float]  # a figure of a method on a prompt; its name names a random stream
 
 
 @dataclass(frozen=True)
@@ -167,20 +169,20 @@ def compare_methods(
     fair = [name for name in shared if all(select_timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
     texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
-    def ratio(value: Value, fair: Sequence[str] = fair) -> MedianInterval:
-        values = [value(after.results[name], arm_after) / value(before.results[name], arm_before) for name in fair]
-        return median_of([before.results[name] for name in fair], values, streams.within(value.__name__))
+    def ratio(figure: Figure, fair: Sequence[str] = fair) -> MedianInterval:
+        values = [figure(after.results[name], arm_after) / figure(before.results[name], arm_before) for name in fair]
+        return median_of([before.results[name] for name in fair], values, streams.within(figure.__name__))
 
     gain = ratio(_speedup, [name for name in fair if not any(map(loop_length, texts[name]))])
     return MethodsCompared(
         pair=pair,
         gain=ratio(_speedup),
         gain_without_loops=gain,
-        loops=share_of_loops([text for both_texts in texts.values() for text in both_texts]),
+        loops=count_loops([text for both_texts in texts.values() for text in both_texts]),
         seconds=ratio(_speed),
         tau=ratio(_tau),
         same_text=sum(first == second for first, second in texts.values()),
-        verdict=verdict(gain, before.busy or after.busy),
+        verdict=judge_speed(gain, before.busy or after.busy),
     )
 
 

@@ -23,17 +23,17 @@ from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.loading.models import make_runtime
 from outrider.inference.loading.target_setup import TargetSetup
 from outrider.inference.measure.prepared import Prepared
-from outrider.inference.measure.results import Measured, PromptResult
-from outrider.inference.measure.statistics import coverage
-from outrider.inference.measure.threads import machine_load
+from outrider.inference.measure.results import MeasuredPrompt, PromptResult
+from outrider.inference.measure.statistics import coverage_by_category
+from outrider.inference.measure.threads import judge_load
 from outrider.inference.report.types import RUN, Conditions, DraftVocabulary, Overlap
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
 CHARACTERS = 8_000_000  # limit on the training text searched, for a search of seconds
 
-Run = tuple[str, ...]
-TrainingText = Mapping[str, object] | None  # of a training text; None: no record
+Run = tuple[str, ...]  # `RUN` consecutive words
+TrainingText = Mapping[str, object] | None  # the settings that name a training text; None: no record
 
 
 def describe_conditions(
@@ -41,7 +41,7 @@ def describe_conditions(
     setup: TargetSetup,
     prepared: Prepared,
     prompts: Sequence[Prompt],
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredPrompt],
     identity: Mapping[str, object],
 ) -> Conditions:
     """The conditions of a run. measured: its prompts, in order; identity: see `identity_of` in `evaluate.planning`."""
@@ -63,7 +63,7 @@ def describe_conditions(
         prompts_given=len(prompts),
         template=setup.chat_template if any(prompt.chat for prompt in prompts) else None,
         peak_memory_bytes=max((prompt.peak_bytes for prompt in measured), default=0),
-        load=machine_load((m.cpu_share for m in measured), (m.load for m in measured), os.cpu_count() or 1),
+        load=judge_load((m.cpu_share for m in measured), (m.load for m in measured), os.cpu_count() or 1),
         minutes=config.minutes,
         trained_seconds={kind: record.seconds for kind, record in records.items() if record.seconds is not None},
         max_new_tokens=config.max_new_tokens,
@@ -76,7 +76,7 @@ def describe_conditions(
         },
         cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
         skipped=tuple(turn for prompt in measured for turn in prompt.skipped),
-        overlap=overlaps(texts, prompts),
+        overlap=find_overlaps(texts, prompts),
         origin=origin_of(config, texts, prompts),
         doctor=prepared.doctor,
         digests=digests(identity),
@@ -91,7 +91,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     for name, where in config.paths.items():
         tokens = config.plugin(KINDS[name]).draft_vocabulary(where)
         if tokens is not None:
-            shares = coverage(tokens, ((result.category, result.answer) for result in results))
+            shares = coverage_by_category(tokens, ((result.category, result.answer) for result in results))
             vocabularies[name] = DraftVocabulary(len(tokens), shares)
     return vocabularies
 
@@ -107,29 +107,29 @@ def digests(identity: Mapping[str, object]) -> dict[str, str]:
     return {name: part if isinstance(part, str) else digest_of(part)[:16] for name, part in parts.items()}
 
 
-def overlaps(texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> dict[str, Overlap]:
-    """By kind of drafter, the overlap of prompts and training text. texts: by kind, the settings that name it."""
+def find_overlaps(texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> dict[str, Overlap]:
+    """By kind of drafter, the overlap of prompts and training text. texts: by kind."""
     by_kind: dict[str, Overlap] = {}
     by_text: dict[str, Overlap] = {}
     for name, text in texts.items():
         key = json.dumps(text, sort_keys=True)  # drafters of the same target often share their training text
-        by_text[key] = by_text.get(key) or overlap(text, prompts)
+        by_text[key] = by_text.get(key) or find_overlap(text, prompts)
         by_kind[name] = by_text[key]
     return by_kind
 
 
 def origin_of(config: EvaluateConfig, texts: Mapping[str, TrainingText], prompts: Sequence[Prompt]) -> str:
-    """What the prompts are to drafters that learned from `texts`, as a sentence; "" where that is not known."""
+    """A sentence on prompts of the kind that drafters are trained on; "" for others. texts: by kind of drafter."""
     categories, path = {prompt.category for prompt in prompts}, Path(str(config.prompts))
     is_heldout = path.name == "heldout.jsonl" and path.with_name("prompts.json").exists()
     is_heldout |= categories == {"python_stdlib"} and "python_stdlib" in str(texts)
-    what = "held out from those that drafters learn from" if is_heldout else ""
-    what = "written by the target itself" if categories == {"own"} else what
-    kind = f"The prompts are {what}, of the kind that drafters are trained on, and gain more than fresh ones"
-    return f"{kind} (docs/results.md)." if what and config.paths else ""
+    origin = "held out from those that drafters learn from" if is_heldout else ""
+    origin = "written by the target itself" if categories == {"own"} else origin
+    sentence = f"The prompts are {origin}, of the kind that drafters are trained on, and gain more than fresh ones"
+    return f"{sentence} (docs/results.md)." if origin and config.paths else ""
 
 
-def overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
+def find_overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
     """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
 
     Runs have `RUN` words. Nothing is downloaded. If the text is not on this machine, `why` says so.
@@ -141,7 +141,7 @@ def overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
         sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
         if "hub" in sources:
             return Overlap(why="its training text lies on the Hub, and nothing is fetched for this")
-        run_sets = [{run for turn in prompt.turns for run in runs(turn)} for prompt in prompts]
+        run_sets = [{run for turn in prompt.turns for run in word_runs(turn)} for prompt in prompts]
         seen, characters, complete = _find_runs(set().union(*run_sets), config)
     except UserError as error:
         return Overlap(why=f"its training text cannot be read here ({error})")
@@ -155,19 +155,20 @@ def overlap(data: TrainingText, prompts: Sequence[Prompt]) -> Overlap:
     )
 
 
-def runs(text: str) -> list[Run]:
+def word_runs(text: str) -> list[Run]:
     """All runs of `RUN` words, separated by whitespace, in a text."""
     words = text.split()
     return list(zip(*(words[start:] for start in range(RUN)), strict=False))
 
 
 def _find_runs(prompt_runs: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
+    """Which of the `prompt_runs` the training text has, the characters searched, and whether that was all of it."""
     seen: set[Run] = set()
     characters = 0
     for record in read_records(config, "train"):
         texts = [record["text"]] if "text" in record else [message["content"] for message in record["messages"]]
         for text in texts:
-            seen |= prompt_runs.intersection(runs(text))
+            seen |= prompt_runs.intersection(word_runs(text))
             characters += len(text)
         if characters >= CHARACTERS:
             return seen, characters, False

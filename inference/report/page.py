@@ -1,6 +1,9 @@
 """report.html: one self-contained file with its styles and script, without external resources.
 
-This module says what is on the page. page.html, a jinja2 template, has the markup and escapes every text.
+This module chooses what is on the page. page.html, a jinja2 template, has the markup and escapes every text.
+
+The page shows some texts round by round (`_texts`). For each round it has the committed tokens as text, the first
+rejected tokens, and for the script the draft's tree: [tokens, parents, accepted nodes, the target's own tokens].
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +19,7 @@ from outrider.inference.report import sentences, served, tables
 from outrider.inference.report.types import NOT_LOSSLESS, TARGET_DIFFERS, MethodReport
 
 HERE = Path(__file__).parent
-ASKED = 3000  # number of a prompt's last characters that are shown
+PROMPT_END = 3000  # characters at the end of a prompt that are shown
 REJECTED = 8  # rejected tokens shown in the text; the tree has all of them
 PARTS = ("draft", "verify", "structure", "other")  # the parts of a round's time (see `parts_of_time`)
 VERDICTS = {name: name for name in ("faster", "slower", "undecided")} | {NOT_LOSSLESS: "wrong", TARGET_DIFFERS: "wrong"}
@@ -43,13 +46,14 @@ def make_page(
         title=f"Outrider: how fast {methods} decode {run.model}",
         style=style, script=script, verdicts=VERDICTS, parts=PARTS, plots=plots,
         busy=run.load.warnings(run.device), conditions=sentences.conditions_text(reports),
-        verdict=sentences.recommendation(reports), sentences=sentences.sentences(reports), gained=speeds, whole=answers,
+        verdict=sentences.write_recommendation(reports), sentences=sentences.write_sentences(reports),
+        gained=speeds, whole=answers,
         counted=tables.counted_table(reports), served=served.served_table(reports), wrong=sentences.wrong_arms(reports),
         engine=next((row.engine for report in reports for row in report.served or ()), ""),
         times=[*map(_times, reports)], categories=tables.category_tables(reports),
         texts=_texts([result for result in results if result.shown], decode),
         lossless=first.lossless, judged=tables.judged_table(reports), first=first, run=run,
-        doctor=[*sentences.doctor_lines(run)], resolution=sentences.resolution(run),
+        doctor=[*sentences.doctor_lines(run)], resolution=sentences.describe_resolution(run),
         same=min(report.lossless.identical for report in reports),
         same_as_plain=min(report.lossless.identical_to_plain for report in reports),
         overlaps=[sentences.overlap_sentence(kind, overlap) for kind, overlap in run.overlap.items()],
@@ -64,27 +68,32 @@ def _times(report: MethodReport) -> tuple[str, list[tuple[str, float, str]]]:
 
 
 class Pieces:
-    """Texts of single tokens. A token that holds part of a character or a space depends on the tokens before it."""
+    """Texts of single tokens.
+
+    The text of a token depends on the tokens before it: it may be a part of a character, or lose a leading space.
+    by_token: the texts that `of` gave.
+    """
 
     def __init__(self, decode: Decode, anchor: int):
+        """anchor: any token; a single token is decoded after it."""
         self._decode, self._anchor = decode, anchor
-        self._before = len(decode([anchor]))
-        self.known: dict[int, str] = {}
+        self._anchor_length = len(decode([anchor]))
+        self.by_token: dict[int, str] = {}
 
     def of(self, token: int) -> str:
-        """The text of one token after the `anchor`, an arbitrary token."""
-        if token not in self.known:
-            self.known[token] = self._decode([self._anchor, token])[self._before :]
-        return self.known[token]
+        """The text of one token after the anchor."""
+        if token not in self.by_token:
+            self.by_token[token] = self._decode([self._anchor, token])[self._anchor_length :]
+        return self.by_token[token]
 
-    def along(self, tokens: Sequence[int]) -> list[str]:
-        """The text split by token; the parts concatenate to the text."""
+    def split(self, tokens: Sequence[int]) -> list[str]:
+        """The text of `tokens` in a part for each token. A part is empty while its last character is incomplete."""
         parts, length = [], 0
         for end in range(1, len(tokens) + 1):
             text = self._decode(tokens[:end])
-            complete = end == len(tokens) or not text.endswith("\ufffd")
-            parts.append(text[length:] if complete else "")
-            length = len(text) if complete else length
+            is_complete = end == len(tokens) or not text.endswith("\ufffd")
+            parts.append(text[length:] if is_complete else "")
+            length = len(text) if is_complete else length
         return parts
 
 
@@ -99,14 +108,14 @@ def _texts(results: Sequence[PromptResult], decode: Decode) -> Mapping[str, obje
         for method, rounds in result.shown.items():
             articles.append((f"{number}/{method}", _rounds(rounds, pieces)))
             trees[f"{number}/{method}"] = [_tree(r, pieces) for r in rounds]
-    prompts = [{"id": r.prompt_id, "category": r.category, "asked": decode(r.prompt)[-ASKED:]} for r in results]
-    data = {"trees": trees, "pieces": {str(token): text for token, text in pieces.known.items()}}
+    prompts = [{"id": r.prompt_id, "category": r.category, "asked": decode(r.prompt)[-PROMPT_END:]} for r in results]
+    data = {"trees": trees, "pieces": {str(token): text for token, text in pieces.by_token.items()}}
     return {"prompts": prompts, "methods": list(results[0].shown), "articles": articles, "data": data}
 
 
 def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, object]]:
     """The rounds of one text, each with its committed tokens and the first rejected ones."""
-    parts, rows = iter(pieces.along([token for r in rounds for token in r.tokens])), list[Mapping[str, object]]()
+    parts, rows = iter(pieces.split([token for r in rounds for token in r.tokens])), list[Mapping[str, object]]()
     for number, r in enumerate(rounds):
         texts = [next(parts) for _ in r.tokens]
         title = f"round {number}: {len(r.drafted)} drafted, {r.accepted} accepted" if number else "the prefill"
@@ -116,7 +125,7 @@ def _rounds(rounds: Sequence[ShownRound], pieces: Pieces) -> list[Mapping[str, o
 
 
 def rejected_tokens(r: ShownRound) -> list[int]:
-    """The drafted tokens after the accepted path, along each node's first child: the rest of a chain."""
+    """The first rejected tokens: from the last accepted node along the first children, at most `REJECTED`."""
     node = r.path[-1] if r.path else ROOT
     tokens: list[int] = []
     while len(tokens) < REJECTED:
@@ -132,5 +141,5 @@ def _tree(r: ShownRound, pieces: Pieces) -> list[object]:
     """Data for the script: tokens, parents and accepted nodes of the draft, and the target's own tokens."""
     corrections = list(r.tokens[r.accepted :])
     for token in (*r.drafted, *corrections):
-        pieces.of(token)
+        pieces.of(token)  # the script shows `by_token`
     return [r.drafted, r.parents, r.path, corrections]

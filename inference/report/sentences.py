@@ -1,4 +1,9 @@
-"""The sentences about a report, for all pages."""
+"""The sentences about a report, for report.md, report.html and the console.
+
+write_recommendation   the verdict in one sentence: which method to use, or why that is undecided
+conditions_text        how it was measured
+write_sentences        plain decoding, each method, the drafters, skipped turns
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +35,7 @@ INT8 = (
 OWN_RUN = "the target's own run differs: plain decoding here gives other texts than transformers"
 
 
-def measure_again(words: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
+def write_repeat_command(words: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
     """The command that repeats the measurement in a new directory. words: the options of the first run."""
     same = {
         word.partition("=")[0]: word for word in [*words, write_option("out_dir", f"{out_dir}-again"), "resume=false"]
@@ -38,7 +43,7 @@ def measure_again(words: Sequence[str], out_dir: Path, command: Sequence[str] = 
     return f"measure the same again: {' '.join(map(quote_word, [*command, *same.values()]))}"
 
 
-def recommendation(reports: Sequence[MethodReport]) -> str:
+def write_recommendation(reports: Sequence[MethodReport]) -> str:
     """The recommendation in one sentence: the fastest method, "nothing pays here", or why it is undecided.
 
     The first word is lower-case, because a label precedes it. A method is named in backticks. Texts that are not the
@@ -113,25 +118,25 @@ def conditions_text(reports: Sequence[MethodReport]) -> str:
     turns = f", {first.figures.turns} turns" if first.figures.turns > first.figures.prompts else ""
     together = f", {run.processes} processes at a time" if run.processes > 1 else ""
     by = f"by groups of {run.texts_at_once} texts at once (generate: one after another)"
-    sentences = [
+    lines = [
         f"{_prompt_count(first)}{turns} × up to {run.max_new_tokens} tokens, {_choice(run)}, "
         f"{numbers} on {first.machine['device']} ({_threads(first)}), arms interleaved "
         f"{by if run.texts_at_once else 'prompt by prompt'}{together}."
     ]
     if run.dtype == "int8":
-        sentences.append(INT8)
+        lines.append(INT8)
     for key, lead in (
         ("taken_over", "Taken over from the target's generation config, in all arms"),
         ("ignored", "Left out of the target's generation config, in all arms"),
     ):
         if isinstance(options := run.generation_config.get(key), Mapping) and options:
             values = (f"{name} {shorten(json.dumps(value), 60, placeholder=' …')}" for name, value in options.items())
-            sentences.append(f"{lead}: {', '.join(values)}.")
+            lines.append(f"{lead}: {', '.join(values)}.")
     if run.cudnn_attention is False:
-        sentences.append("cuDNN's attention is off in all arms, transformers' too.")
+        lines.append("cuDNN's attention is off in all arms, transformers' too.")
     loops = max((report.figures.loops for report in reports), key=lambda share: share.looping)
-    sentences.append(f"{loops}{_LOOPS if loops.looping else ''}.")
-    return " ".join([*sentences, run.origin]).strip()
+    lines.append(f"{loops}{_LOOPS if loops.looping else ''}.")
+    return " ".join([*lines, run.origin]).strip()
 
 
 def _prompt_count(report: MethodReport) -> str:
@@ -151,7 +156,7 @@ def _threads(report: MethodReport) -> str:
 
 
 def _choice(run: Conditions) -> str:
-    """The decoding mode, greedy or sampled, with its settings."""
+    """How tokens are chosen: greedily or sampled, with the settings."""
     settings = {key: value for key, value in run.sampling.items() if value != getattr(SamplingConfig(), key)}
     options = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     if run.temperature:
@@ -159,7 +164,7 @@ def _choice(run: Conditions) -> str:
     return f"greedy ({options})" if options else "greedy"
 
 
-def sentences(reports: Sequence[MethodReport]) -> list[str]:
+def write_sentences(reports: Sequence[MethodReport]) -> list[str]:
     """Sentences on plain decoding, each method, the drafters, and skipped turns."""
     first, run, lines = reports[0], reports[0].conditions, list[str]()
     token, lossless = first.autoregressive, first.lossless
@@ -228,7 +233,7 @@ def doctor_lines(run: Conditions) -> Iterator[str]:
         yield from describe_findings(kind, findings)
 
 
-def resolution(run: Conditions) -> str:
+def describe_resolution(run: Conditions) -> str:
     """The size of faults that a judgement in the run's dtype cannot detect, and the check that can."""
     limit = f"What is below the rounding of {run.computes_in} is not seen"
     if run.computes_in not in HALF_NAMES:
@@ -240,7 +245,7 @@ def resolution(run: Conditions) -> str:
 
 
 def wrong_arms(reports: Sequence[MethodReport]) -> list[str]:
-    """The arms whose text is not the target's."""
+    """The arms whose texts are not the target's, for a warning."""
     if reports[0].verdict == TARGET_DIFFERS:
         return ["the target's own run, plain decoding,"]
     return [report.method for report in reports if report.verdict == NOT_LOSSLESS]

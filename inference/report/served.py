@@ -1,4 +1,11 @@
-"""A serving engine's results with the drafters beside this runtime's, and the draft length that pays there."""
+"""A serving engine's results beside this runtime's, and the draft length that pays there.
+
+    served_row       an `EngineRun`, one method at one concurrency, becomes the figures of a `ServedRow`
+    served_lines     the engine's part of report.md: the table, notes, and `schedule_lines`
+    choose_lengths   which draft length K pays for how many requests at a time
+
+K is the number of tokens of a draft. "Here" means this runtime, or for an n-gram table the table alone.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,17 +20,17 @@ from outrider.base.words import Columns, Table, fill_table, format_figure
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
-from outrider.inference.measure.statistics import MIN_PROMPTS, MachineLoad, decode_statistics, share_of_loops, verdict
+from outrider.inference.measure.statistics import MIN_PROMPTS, MachineLoad, count_loops, decode_statistics, judge_speed
 from outrider.inference.report.tables import METHODS
 from outrider.inference.report.types import DRAFTED, PLAIN, UNREAD, DepthShare, MethodReport, ServedRow
 from outrider.inference.settings.kinds import EAGLE3, KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE
 
 LARGEST_DIFFERENCE = 0.02  # differences of acceptance at a depth up to this are not reported
-_DRAWS = 2000
-_USUAL = 3  # tokens of a draft
-RoundCounts = npt.NDArray[np.int64]
-ServerCounts = Sequence[tuple[Sequence[int] | None, int]]
+_DRAWS = 2000  # of the bootstrap
+_USUAL_LENGTH = 3  # K that engines have by default
+RoundCounts = npt.NDArray[np.int64]  # [n, 1 + K]: see `_depths`
+ServerCounts = Sequence[tuple[Sequence[int] | None, int]]  # (counts or None, number of prompts): see `EngineRun`
 Texts = Sequence[Generation]
 SERVED: Columns = {
     "method": ("{method}", "how drafts were made"),
@@ -56,10 +63,12 @@ SERVED: Columns = {
 class EngineRun:
     """What an engine did with a method's drafts of `drafted` tokens, at one concurrency.
 
-    results: of the engine; here: our own generations of the same prompts; references: the reference's texts, None if
-    they are drawn. totals: by arm of the engine, its seconds for all prompts together. load: of the machine meanwhile.
-    counts: those of a server (see `EngineServer`) for the next prompts, None where rounds are seen, and how many these
-    are.
+    results: of the engine. here: this runtime's generations of the same prompts.
+    references: the reference's texts; None if texts are drawn.
+    totals: by arm of the engine, its seconds for all prompts together.
+    load: of the machine meanwhile.
+    counts: by block of prompts, the counts of a server (see `EngineServer`), None where its rounds are seen, and the
+    number of prompts.
     """
 
     engine: str
@@ -105,11 +114,11 @@ def served_row(run: EngineRun, streams: Streams) -> ServedRow:
         unread=flags.count(UNREAD),
         tokens_per_second={arm: sum(len(g.tokens) for g in texts) / totals[arm] for arm, texts in by_arm.items()},
         seconds_per_token={arm: _seconds_per_token(texts) for arm, texts in by_arm.items()},
-        loops={arm: share_of_loops([g.tokens for g in texts]) for arm, texts in by_arm.items()},
+        loops={arm: count_loops([g.tokens for g in texts]) for arm, texts in by_arm.items()},
         speedup=over_plain,
         speedup_without_loops=loopless,
         load=run.load,
-        verdict=verdict(loopless, run.load.busy),
+        verdict=judge_speed(loopless, run.load.busy),
     )
 
 
@@ -135,12 +144,13 @@ def _without_last(generation: Generation) -> Generation:
 def _acceptance(
     texts: Texts, run: EngineRun, streams: Streams
 ) -> tuple[float | None, int | None, tuple[DepthShare, ...]]:
-    """τ, rounds and acceptance by depth, None for what is unknown.
+    """τ, rounds and acceptance by depth in the engine; None for what is unknown. texts: of the arm that drafts.
 
-    A server's counters include the last rounds of texts, so larger differences are allowed.
+    Where the engine shows rounds, they are counted for each text. A server that shows only counters is compared by
+    block. Its counters include the last rounds of texts, so larger differences are allowed.
     """
     depth, units = run.drafted, [r.unit for r in run.results]
-    there, local = _depths(texts, depth), _depths(run.here, depth)
+    there, local = _depths(texts, depth), _depths(run.here, depth)  # [texts, 1 + K]
     rows = [row for row, _ in run.counts if row is not None]
     if not rows:
         tau = decode_statistics(map(_without_last, texts)).tau
@@ -148,7 +158,7 @@ def _acceptance(
     if any(len(row) != 1 + depth for row in rows):  # a server that does not count by depth
         return None, None, ()
     edges = [*accumulate((prompts for _, prompts in run.counts), initial=0)]
-    there, local = (np.add.reduceat(side, edges[:-1]) for side in (there, local))
+    there, local = (np.add.reduceat(side, edges[:-1]) for side in (there, local))  # [blocks, 1 + K]
     there[[row is not None for row, _ in run.counts]] = rows
     rounds, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
     groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
@@ -157,7 +167,7 @@ def _acceptance(
 
 
 def _depths(generations: Iterable[Generation], depth: int) -> RoundCounts:
-    """[n, 1 + depth]: for each generation the number of whole rounds, and how many of them accepted 1, 2, … tokens."""
+    """[n, 1 + depth]: for each generation the number of whole rounds, then of those that accepted at least 1, 2, …"""
     accepted = [np.array([r.accepted for r in _without_last(g).rounds], np.int64) for g in generations]
     return np.array([(lengths[:, None] >= np.arange(1 + depth)).sum(0) for lengths in accepted])
 
@@ -170,11 +180,11 @@ def _compare_depths(
     there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: additional.
     """
     rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
-    counts = np.zeros((2, len(rows), there.shape[1]), np.int64)
+    counts = np.zeros((2, len(rows), there.shape[1]), np.int64)  # [sides, units, 1 + K]
     for side, side_counts in enumerate((there, here)):
         np.add.at(counts[side], [rows[unit] for unit in units], side_counts)
-    picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))
-    drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
+    picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))  # [draws, units]
+    drawn = counts[:, picks].sum(2)  # [sides, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
     low, high = np.quantile(sampled[0] - sampled[1], (0.025, 0.975), axis=0)
     return tuple(
@@ -197,6 +207,7 @@ def served_table(reports: Sequence[MethodReport]) -> Table:
 
 
 def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
+    """The values of a row's cells by name, see `SERVED`."""
     matches, plain = row.identical_to_reference, row.plain_identical_to_reference
     same = f"({matches}/{row.requests})" if plain is None else f"{row.identical_to_plain}/{row.requests} ({plain})"
     return {
@@ -231,10 +242,10 @@ def _notes(report: MethodReport, rows: Sequence[ServedRow]) -> Iterator[str]:
     if retokenised or unread:
         again = f": {retokenised} texts came without token ids and were tokenised again"
         yield f"{again}; {unread} of them are not tokenised so, and not audited."
-    odd = {share.depth for row in rows for share in row.acceptance if share.differs}
-    if odd and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].served != "ngram":
+    differing = {share.depth for row in rows for share in row.acceptance if share.differs}
+    if differing and not rows[0].options.get("speculative_config") and KINDS[source_of(report)].served != "ngram":
         yield (
-            f": the engine accepts otherwise than this runtime at depth {min(odd)}. "
+            f": the engine accepts otherwise than this runtime at depth {min(differing)}. "
             "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
             "drafted tokens in another way, as engines may where tokens are drawn."
         )
@@ -252,8 +263,8 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
         rows = [row for report in reports if source_of(report) == kind for row in report.served or ()]
         if any(row.load.busy or row.speedup_without_loops.prompts < MIN_PROMPTS for row in rows):
             continue  # then nothing can be faster
-        steps, lengths = schedule(rows), sorted({row.draft_tokens for row in rows})
-        usual = _USUAL if _USUAL in lengths else lengths[len(lengths) // 2]
+        steps, lengths = choose_lengths(rows), sorted({row.draft_tokens for row in rows})
+        usual = _USUAL_LENGTH if _USUAL_LENGTH in lengths else lengths[len(lengths) // 2]
         medians = {(row.concurrency, row.draft_tokens): row.speedup_without_loops.median or 0 for row in rows}
         ranges = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
         gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
@@ -266,7 +277,7 @@ def schedule_lines(reports: Sequence[MethodReport]) -> list[str]:
 
 
 def _engine_option(kind: str, engine: str, steps: Sequence[tuple[int, int, int]]) -> Mapping[str, object] | None:
-    """The option by which an engine drafts by `schedule`; None if it has none."""
+    """The option by which an engine drafts by `choose_lengths`; None if it has none."""
     if kind == EAGLE3.name and engine.startswith("sglang"):  # --speculative-adaptive-config
         return {str(first): {"candidate_steps": [k]} for first, _, k in steps}
     if not engine.startswith("vllm"):
@@ -275,10 +286,11 @@ def _engine_option(kind: str, engine: str, steps: Sequence[tuple[int, int, int]]
 
 
 def _expected_speedups(rows: Sequence[ServedRow]) -> Iterator[str]:
-    """By requests at a time: the speed-up to expect of each draft length from the shortest to the longest measured one.
+    """For each concurrency a line: the expected speed-up of each draft length between the measured ones.
 
-    A step of K drafted tokens emits 1 + Σ a_d tokens, d ≤ K, where a_d is the share of rounds that accepted d tokens.
-    Its time is τ times that of a token, in steps without a drafter; interpolated between measured lengths.
+    A step with K drafted tokens emits 1 + Σ a_d tokens, d ≤ K. a_d is the share of rounds that accepted d tokens. The
+    time of a step is τ times the time of a token; between measured lengths it is interpolated. Example: a = (0.8, 0.6)
+    and a step of 1.2 plain steps at K = 2 give (1 + 0.8 + 0.6) / 1.2 = 2.00×.
     """
     lengths = sorted({row.draft_tokens for row in rows})
     if len(lengths) < 2 or not all(row.rounds and len(row.acceptance) == row.draft_tokens for row in rows):
@@ -297,7 +309,7 @@ def _expected_speedups(rows: Sequence[ServedRow]) -> Iterator[str]:
 
 
 def _cost(row: ServedRow) -> float:
-    """The seconds of a step with a draft, in steps without one."""
+    """The seconds of a step with a draft, in steps without a draft."""
     return (row.tau or 0) * row.seconds_per_token[DRAFTED] / row.seconds_per_token[PLAIN]
 
 
@@ -308,10 +320,10 @@ def _share(rows: Sequence[ServedRow], index: int) -> float:
     return accepted / sum(row.rounds or 0 for row in long)
 
 
-def schedule(rows: Sequence[ServedRow]) -> list[tuple[int, int, int]]:
-    """(first, last, K) by ranges of requests at a time: the K of the largest speed-up, 0 where none is faster.
+def choose_lengths(rows: Sequence[ServedRow]) -> list[tuple[int, int, int]]:
+    """(first, last, K) by ranges of requests at a time: the K of the largest speed-up, 0 where no K is faster.
 
-    A range ends with a measured concurrency. Beyond the largest one nothing is known.
+    A range ends with a measured concurrency: with 1 and 8 measured, [(1, 1, 5), (2, 8, 2)]. Beyond 8 nothing is known.
     """
     steps, first = [], 1
     for count in sorted({row.concurrency for row in rows}):

@@ -1,4 +1,4 @@
-"""The tables of all pages. A figure's title, form and meaning are stated once, in a list of columns."""
+"""The tables of all pages. The columns of a table (`Columns`) state title, template and meaning of each figure once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -88,7 +88,7 @@ def identical_text(report: MethodReport, same: int, ties: int = 0) -> str:
 
 
 def arms_and_methods(reports: Sequence[MethodReport]) -> list[Row]:
-    """The cells of plain decoding and, if it was run, of transformers' generate; then those of `reports`."""
+    """The cells of plain decoding, of transformers' generate if it was run, and of each of `reports`."""
     first, stock = reports[0], reports[0].transformers_generate
     reference, lossless = "sampled" if first.conditions.temperature else "reference", first.lossless
     same = identical_text(first, lossless.autoregressive_identical, lossless.autoregressive_excused_ties)

@@ -1,6 +1,8 @@
-"""The report of a method as a type: it is built from measurements, written by `to_json`, and read by `read_reports`.
+"""The report of a method as a type: built from measurements, written by `to_json`, read by `read_reports`.
 
-The fields stand in the order of report.json, and have its names. `FLAT` fields put theirs among those of the report.
+The fields have the names and the order of report.json. The fields of a `FLAT` field stand beside those of the report:
+
+    MethodReport(method="eesd", conditions=Conditions(target="m", …), …)   →   {"method": "eesd", "target": "m", …}
 """
 
 from collections.abc import Mapping
@@ -27,12 +29,12 @@ from outrider.inference.measure.statistics import (
     PlainToken,
 )
 
-FLAT = {"flat": True}
+FLAT = {"flat": True}  # metadata of a field whose own fields stand beside it
 HALF_NAMES = ("bfloat16", "float16")
 TARGET_DIFFERS, NOT_LOSSLESS = "target differs", "not lossless"  # verdicts on texts, beside those on speeds
 PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
-UNREAD = "unread"  # in a generation's totals: its text has another tokenisation, so the ids it was sent as are unknown
-RUN = 8  # consecutive words; a run this long rarely occurs twice by chance
+UNREAD = "unread"  # in a generation's totals: the text does not tokenise to the ids that were sent, which are unknown
+RUN = 8  # words of a run of consecutive words; so long a run rarely occurs twice by chance
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ from outrider.inference.measure.results import REPORT_FILE, PromptResult
 from outrider.inference.measure.speed import conversations, speedup, tokens_per_second
 from outrider.inference.measure.statistics import loop_length
 from outrider.inference.report.plots import save_plots
-from outrider.inference.report.sentences import conditions_text, doctor_lines, recommendation, resolution, sentences
+from outrider.inference.report.sentences import (
+    conditions_text,
+    describe_resolution,
+    doctor_lines,
+    write_recommendation,
+    write_sentences,
+)
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.tables import identical_text, judged_table, methods_tables
 from outrider.inference.report.types import MethodReport, to_json
@@ -22,21 +28,21 @@ from outrider.inference.settings.method import AUTOREGRESSIVE
 COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
 
 
-def markdown(reports: Sequence[MethodReport]) -> str:
+def write_markdown(reports: Sequence[MethodReport]) -> str:
     """report.md: the tables of the methods, and sentences on each method."""
     run, judged = reports[0].conditions, judged_table(reports)
     doctor = [*doctor_lines(run)]
     lines = [
         f"# {run.drafter} on {run.model}",
         *(f"**{busy}**" for busy in run.load.warnings(run.device)),
-        f"**Verdict:** {recommendation(reports)}",
+        f"**Verdict:** {write_recommendation(reports)}",
         conditions_text(reports),
         *("\n".join(table.markdown()) for table in methods_tables(reports)),
-        "\n".join(sentences(reports)),
+        "\n".join(write_sentences(reports)),
     ]
     if judged.rows:
         heading = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-        lines += [heading, "\n".join(judged.markdown()), resolution(run)]
+        lines += [heading, "\n".join(judged.markdown()), describe_resolution(run)]
     lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
     return "\n\n".join(lines) + "\n"
 
@@ -68,7 +74,7 @@ def write_reports(
     (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it never accompanies another run's files
     write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
     write_atomically(out_dir / "report.html", page(save_plots(out_dir, reports)).encode())
-    write_atomically(out_dir / "report.md", markdown(reports).encode())
+    write_atomically(out_dir / "report.md", write_markdown(reports).encode())
     write_json(out_dir / REPORT_FILE, rows[0] if len(rows) == 1 else {"reports": rows})
 
 
@@ -86,7 +92,7 @@ def log_reports(
     options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
     run = wandb.init(project=config.project, **options)
     (out_dir / ID_FILE).write_text(run.id, "utf-8")
-    rows = [headline(report) for report in reports]
+    rows = [headline_figures(report) for report in reports]
     for figures in rows:
         run.summary.update({f"{figures['method']}/{key}": value for key, value in figures.items() if key != "method"})
     table = wandb.Table(columns=list(COLUMNS), data=[[*figures.values()] for figures in rows])
@@ -108,8 +114,8 @@ def result_lines(results: Sequence[PromptResult], config: EvaluateConfig) -> lis
     return lines
 
 
-def headline(report: MethodReport) -> dict[str, object]:
-    """The figures of one method, by `COLUMNS`."""
+def headline_figures(report: MethodReport) -> dict[str, object]:
+    """The figures of one method for W&B, by `COLUMNS`."""
     gain, same = report.figures.speedup, identical_text(report, report.lossless.identical)
     counts = (report.method, report.figures.prompts, same, report.figures.tau)
     speed = report.tokens_per_second["speculative"]

@@ -21,7 +21,7 @@ DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
 
-def why_not(engine: str, method: MethodConfig) -> str | None:
+def refusal_of(engine: str, method: MethodConfig) -> str | None:
     """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
     kind = KINDS[method.source]
     if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
@@ -48,7 +48,7 @@ def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequ
     """`methods`. Each one that `engine` can run is repeated for each of `lengths`, as NAME_kLENGTH."""
     by_name: dict[str, MethodConfig] = {}
     for name, method in methods.items():
-        runs = why_not(engine, _with_length(method, 1)) is None
+        runs = refusal_of(engine, _with_length(method, 1)) is None
         by_name |= {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs} or {name: method}
     return by_name
 
@@ -104,7 +104,7 @@ class EngineConfig(EvaluateConfig):
             ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
         ):
             require(fits, key, getattr(self, key), expected)
-        reasons = {name: why_not(engine, method) for name, method in self.all_methods.items()}
+        reasons = {name: refusal_of(engine, method) for name, method in self.all_methods.items()}
         refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         runs = [reason for reason in reasons.values() if reason is None]
         require(bool(runs), "engine", engine, f"a method that it can run ({refusals})")

@@ -49,7 +49,7 @@ Runtime = Literal["auto", "eager", "graphed"]
 
 
 class Drafting:
-    """What the settings of all commands with methods say of drafters. The options stand in each class of settings."""
+    """What the settings of all commands with methods share. The options stand in each class, in its order of --help."""
 
     drafters: dict[str, AnyDrafter]
     methods: dict[str, MethodConfig]
@@ -63,10 +63,10 @@ class Drafting:
             if key is not None and using:
                 option = key if hasattr(self, key) else f"+drafters.{key}"
                 path = getattr(self, key, None) if key == EARLY_EXIT.option else where
-                needed = f"{kind.needs} for {using}{self._instead()}"
+                expected = f"{kind.needs} for {using}{self._instead()}"
                 if path is None and where is None:
-                    raise missing_error(option, needed)
-                require(where is not None, option, path, needed)
+                    raise missing_error(option, expected)
+                require(where is not None, option, path, expected)
         options = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
         for name, where in self.drafters.items():
             expected = ", ".join(options) or "none here: no kind of drafter needs it"
@@ -94,7 +94,7 @@ class Drafting:
         """Raise `UserError` if the command cannot run the methods."""
 
     def _instead(self) -> str:
-        """The options that were given instead of a missing model, for an error."""
+        """A hint for an error about a missing model: what was given instead; empty if nothing was."""
         return ""
 
 
@@ -132,25 +132,25 @@ class DecodingConfig(Drafting, Settings):
         super().__post_init__()
         self.check_drafters()
         for kind in KINDS.values():
-            once = kind != self.held or super().where(kind) in (None, self.checkpoint)
+            once = kind != self.checkpoint_kind or super().where(kind) in (None, self.checkpoint)
             expected = f"null where checkpoint={self.checkpoint} is one of its kind"
             require(once, str(kind.option), super().where(kind), expected)
         if self.target is None and self.early_exit is None:
             raise missing_error("target", f"the model that is to decode{self._instead()}")
 
     def where(self, kind: Kind) -> str | None:
-        if self.checkpoint is not None and kind == (self.held or EARLY_EXIT):
+        if self.checkpoint is not None and kind == (self.checkpoint_kind or EARLY_EXIT):
             return self.checkpoint
         return None if kind == EARLY_EXIT else super().where(kind)
 
     @cached_property
-    def held(self) -> Kind | None:
-        """The kind of drafter in `checkpoint`; None where that is null, no directory, or holds none."""
+    def checkpoint_kind(self) -> Kind | None:
+        """The kind of drafter in `checkpoint`; None if `checkpoint` is null, no directory, or holds no drafter."""
         return None if self.checkpoint is None else kind_in(self.checkpoint)
 
     @property
     def early_exit(self) -> str | None:
-        """Where an early-exit drafter lies, which knows its target."""
+        """The path of an early-exit drafter, which records its target."""
         return self.where(EARLY_EXIT)
 
     @property
@@ -160,10 +160,11 @@ class DecodingConfig(Drafting, Settings):
         return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
 
     def _instead(self) -> str:
-        """The contents of `checkpoint`, for an error about a missing model."""
-        if self.held is None:
+        """The hint: what `checkpoint` holds."""
+        if self.checkpoint_kind is None:
             return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
-        return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"
+        kind = self.checkpoint_kind
+        return f"; checkpoint={self.checkpoint} holds {kind.name}, for method={kind.preset}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,10 @@ def presets_of(paths: Mapping[str, str | None], *, fixed: bool = False) -> list[
     """The default methods for the drafters in `paths`, by option, if no method is chosen.
 
     `checkpoint` may hold any kind. If it holds none, the method is the early exit's, whose loading reports the error.
-    fixed: models draft chains of fixed length. Raises `UserError` if it cannot be read.
+    fixed: models draft chains of fixed length. Raises `UserError` if `checkpoint` cannot be read.
     """
     kinds = [kind for kind in KINDS.values() if kind.option is not None and paths.get(kind.option)]
-    held = [(kind_in(str(paths["checkpoint"])) if kind.option == "checkpoint" else None) or kind for kind in kinds]
-    presets = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in held)
+    in_checkpoint = kind_in(str(paths["checkpoint"])) if paths.get("checkpoint") else None
+    kinds = [in_checkpoint or kind if kind.option == "checkpoint" else kind for kind in kinds]
+    presets = (f"{kind.name}/fixed" if fixed and kind.shaped else kind.preset for kind in kinds)
     return [*dict.fromkeys(name for name in presets if name is not None)]

@@ -30,7 +30,7 @@ CONF_DIR = (Path(__file__).parents[2] / "conf").resolve()
 PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in the order of the name
 
 
-def number(value: int | str) -> int:
+def known_size(value: int | str) -> int:
     """A size that was given as a number; it must not be "auto"."""
     if isinstance(value, str):
         raise ValueError(f"a size is {value!r} where it must be known by now")
@@ -102,7 +102,7 @@ class StopConfig(Settings):
             return levels
         if self.max_draft == AUTO or (self.max_draft is None and self.by_costs):
             return LONGEST_CHAIN
-        return CHAIN_TOKENS if self.max_draft is None else number(self.max_draft)
+        return CHAIN_TOKENS if self.max_draft is None else known_size(self.max_draft)
 
 
 Draw = Literal["with_replacement", "without_replacement", "top_k"]
@@ -153,7 +153,7 @@ class StructureConfig(Settings):
         require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
         if self.max_depth == AUTO:
             self.require("delta", self.delta is None, "null with max_depth=auto, which decides when to stop")
-            bounded = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
+            bounded = self.nodes == AUTO or known_size(self.nodes) <= MOST_NODES
             self.require("nodes", bounded, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
 
 

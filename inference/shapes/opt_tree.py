@@ -12,7 +12,7 @@ from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.core.ops import likeliest_children
 from outrider.inference.core.sampling import top_k_chunked
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
-from outrider.inference.settings.method import AUTO, StructureConfig, number
+from outrider.inference.settings.method import AUTO, StructureConfig, known_size
 from outrider.inference.shapes.structure import Tree, cat_levels, softmax_probs
 from outrider.inference.sizing.policy import TreeSizes, Trials, Tuning, trials_by_band
 from outrider.inference.stopping.interface import Source, ToProbs, require_value
@@ -43,7 +43,7 @@ class OptTree(Tree):
     sizes: TreeSizes | None
 
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
-        nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
+        nodes, depth = (None if size == AUTO else known_size(size) for size in (settings.nodes, settings.max_depth))
         if settings.delta is None and depth is not None:
             raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
         if nodes is not None and depth is not None:
@@ -56,7 +56,7 @@ class OptTree(Tree):
     def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
         settings, steps, to_probs = self.settings, self.steps(limit), self.ranking(source)
         growth = None if self.sizes is None else self.sizes.begin()
-        nodes = number(settings.nodes) if growth is None else growth.nodes
+        nodes = known_size(settings.nodes) if growth is None else growth.nodes
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
         levels: list[_Level] = []
         best: list[tuple[float, int]] = []  # (−p̂, level) of the nodes of the best tree, ascending

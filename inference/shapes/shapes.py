@@ -38,7 +38,7 @@ from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from outrider.inference.core.ops import row_maxima
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
-from outrider.inference.settings.method import Draw, StructureConfig, number
+from outrider.inference.settings.method import Draw, StructureConfig, known_size
 from outrider.inference.shapes.structure import Structure, Tree, cat_levels, softmax_probs
 from outrider.inference.sizing.policy import Trials, Tuning, trials_in_chain
 from outrider.inference.stopping.by_costs import BestLength
@@ -222,7 +222,7 @@ class Static(Ranked):
     """A tree of fixed shape, named by the settings."""
 
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
-        self.shape = find_shape(settings.shape, number(settings.nodes))
+        self.shape = find_shape(settings.shape, known_size(settings.nodes))
         super().__init__(settings, len(self.shape), len(self.shape[-1]))
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.settings.method import StructureConfig, number
+from outrider.inference.settings.method import StructureConfig, known_size
 from outrider.inference.shapes.structure import Tree, softmax_probs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Source, ToProbs
@@ -108,7 +108,7 @@ class Graph(Tree):
     reads_root = True
 
     def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
-        super().__init__(settings, number(settings.nodes), number(settings.max_depth))
+        super().__init__(settings, known_size(settings.nodes), known_size(settings.max_depth))
 
     def ranking(self, source: Source) -> ToProbs:
         temperature = self.settings.temperature
@@ -119,7 +119,7 @@ class Graph(Tree):
             return GraphTree(root[:0], (), ())
         graph = self.grow(source, root, limit)
         drafted = len(graph.tokens)
-        unmerge(graph, number(self.settings.nodes), limit if self.settings.deep_copies else 0)
+        unmerge(graph, known_size(self.settings.nodes), limit if self.settings.deep_copies else 0)
         return GraphTree(
             torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
             tuple(graph.parents),
@@ -142,7 +142,7 @@ class Graph(Tree):
         as sharing is free. tau=0 merges nothing. A level that exceeds the node budget keeps its nodes with the largest
         p̂.
         """
-        to_probs, budget = self.ranking(source), number(self.settings.nodes)
+        to_probs, budget = self.ranking(source), known_size(self.settings.nodes)
         graph = TokenGraph(0, self.steps(limit))
         first_nodes: dict[tuple[int, ...], int] = {}  # the first extended node that ends each τ-gram
         fed_nodes, tokens, parent_rows, rows = [ROOT], root, [ROOT], range(0)

@@ -13,7 +13,7 @@ from outrider.base.errors import UserError
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.inference.loading.memory_plan import Memory
-from outrider.inference.report.sentences import recommendation
+from outrider.inference.report.sentences import write_recommendation
 from outrider.inference.report.types import read_reports
 from outrider.train import auto_run
 from outrider.train.auto import make_drafter
@@ -156,7 +156,7 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     folder = tmp_path / "out"
     assert "not tried: early_exit: all prompts make" in said
     assert "give more prompts" in said
-    sentence = recommendation(read_reports(folder / "report/report.json", ""))
+    sentence = write_recommendation(read_reports(folder / "report/report.json", ""))
     assert sentence in said
     assert sentence in (folder / "README.md").read_text()
     assert (folder / "export/trigrams/README.md").exists()

@@ -24,7 +24,7 @@ from outrider.inference.drafters.ngrams import KIND
 from outrider.inference.drafters.ngrams.mixture import Mixture
 from outrider.inference.drafters.ngrams.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from outrider.inference.drafters.plugin import DrafterPlugin, ModelOptions, TrainingRecord
-from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, number
+from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, known_size
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from outrider.inference.sizing.policy import Tuning
 
@@ -41,7 +41,7 @@ class _OverText(Drafter):
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        sizes = SEARCH_SIZES if config.nodes == AUTO else (number(config.nodes),)
+        sizes = SEARCH_SIZES if config.nodes == AUTO else (known_size(config.nodes),)
         self._nodes = {size: new_nodes(size) for size in sizes}
         self.max_rows = sizes[-1]
         self._draft = _NOTHING

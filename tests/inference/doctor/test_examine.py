@@ -14,6 +14,7 @@ from outrider.draft_models.small_lm.model import TRAINING_FILE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import examine, find_examinees
+from outrider.inference.doctor.scores import Findings
 from outrider.inference.evaluate.evaluation import evaluate
 from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.loading.models import Models, load_models
@@ -49,7 +50,7 @@ def practice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def findings(practice: Path, prompts: list[Prompt], **options: Any) -> dict[str, dict[str, Any]]:
+def findings(practice: Path, prompts: list[Prompt], **options: Any) -> dict[str, Findings]:
     given: dict[str, Any] = {"max_new_tokens": 20, "device": "cpu", "threads": 1, **options}
     config = EvaluateConfig(
         target=str(practice / "target"), doctor=True, methods={"m": MethodConfig("prompt_lookup")}, **given
@@ -72,12 +73,12 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
     )
     assert list(found) == ["early_exit", "small_lm"]
     for one in found.values():
-        assert one["ways"][0]["agree"] == [1.0]
-        assert one["lengths"] == {"256": 1.0}
-        assert one["better"] is None
-    [fact] = found["small_lm"]["facts"]
-    assert "not this target (weights: drafter 'others'" in fact["said"]
-    assert fact["suspect"]
+        assert one.ways[0].agree == (1.0,)
+        assert one.lengths == {"256": 1.0}
+        assert one.better is None
+    [fact] = found["small_lm"].facts
+    assert "not this target (weights: drafter 'others'" in fact.said
+    assert fact.suspect
 
 
 def test_only_heads_of_others_are_examined_unasked(practice: Path, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.inference.doctor.examine import compare_variants, score_variants
 from outrider.inference.doctor.examinees import Examinee, draft_by_head, examine_head
-from outrider.inference.doctor.scores import describe_findings, join_scores, refuse_reading, score_logits
+from outrider.inference.doctor.scores import (
+    Findings,
+    ReadingScores,
+    describe_findings,
+    join_scores,
+    refuse_reading,
+    score_logits,
+)
 from outrider.inference.drafters.eagle3.drafter import Eagle3Plugin
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
@@ -27,12 +34,12 @@ def examinee_in(clinic: Clinic, where: str) -> Examinee:
     return examine_head(head, where, clinic.target, clinic.stack, ReadingChanges())
 
 
-def examined(clinic: Clinic, where: str) -> dict[str, Any]:
+def examined(clinic: Clinic, where: str) -> Findings:
     examinee = examinee_in(clinic, where)
     return compare_variants(examinee, score_variants(clinic.texts, {"eagle3": examinee})["eagle3"])
 
 
-def shown(found: dict[str, Any]) -> str:
+def shown(found: Findings) -> str:
     return "\n".join(describe_findings("eagle3", found))
 
 
@@ -89,8 +96,9 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
     edit, option = MISREAD[fault]
     where = write(tmp_path / "head", clinic.other if fault in OF_THE_OTHER else clinic.head, clinic.stack, edit)
     found = examined(clinic, where)
-    assert found["better"]["name"] == option
-    assert f"{found['better']['name']} is better: {found['better']['meaning']}" in shown(found)
+    assert found.better is not None
+    assert found.better.name == option
+    assert f"{found.better.name} is better: {found.better.meaning}" in shown(found)
     with pytest.raises(UserError, match=r"doctor=false to take it as declared") as refused:
         refuse_reading("eagle3", where, found)
     assert f"Give {option} to read it so" in str(refused.value)
@@ -102,16 +110,16 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
     scores = join_scores(
         [score_logits(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)]
     )
-    assert scores.agree.mean(1).tolist() == found["better"]["agree"]
-    assert scores.agreement > 0.9 > found["ways"][0]["agreement"]
+    assert (*scores.agree.mean(1).tolist(),) == found.better.agree
+    assert scores.agreement > 0.9 > found.ways[0].agreement
 
 
 def test_a_head_that_is_read_rightly_is_left_alone(clinic: Clinic, tmp_path: Path) -> None:
     """Although other readings are equally good: those of tensors that its file copies from the target."""
     found = examined(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
-    assert found["better"] is None
-    assert found["ways"][0]["agreement"] > 0.9
-    assert len(found["ways"]) > 10
+    assert found.better is None
+    assert found.ways[0].agreement > 0.9
+    assert len(found.ways) > 10
     refuse_reading("eagle3", "somewhere", found)
 
 
@@ -135,7 +143,8 @@ def test_constant_positions_in_training_are_found(clinic: Clinic, tmp_path: Path
     """This runtime cannot draft that way, so the head is reported and not refused."""
     where = write(tmp_path / "head", clinic.other, clinic.stack)
     found = examined(clinic, where)
-    assert found["better"]["name"] == "drafted positions stand still"
+    assert found.better is not None
+    assert found.better.name == "drafted positions stand still"
     assert "train it again" in shown(found)
     refuse_reading("eagle3", where, found)
 
@@ -158,10 +167,9 @@ def test_drafts_along_a_text_equal_those_of_decoding(clinic: Clinic, window: int
 
 def test_a_reading_to_be_had_is_not_hidden_by_a_better_one_that_is_not() -> None:
     """The best reading may not be available by an option; then the best of the others is named."""
-    row = {"agreement": 0.3, "agree": (0.3, 0.2), "wins": False, "option": "", "name": "as declared", "meaning": "m",
-           "chance": 1e-9}  # fmt: skip
-    still = {**row, "name": "drafted positions stand still", "agreement": 0.8, "wins": True}
-    later = {**row, "name": "reading.taps=[2,5,8]", "agreement": 0.6, "wins": True, "option": "reading.taps=[2,5,8]"}
-    refuse_reading("eagle3", "there", {"places": 9, "ways": [row, still], "better": still})
+    row = ReadingScores("as declared", "", "m", 0.3, (0.3, 0.2), (1.0, 1.0), 1e-9, wins=False)
+    still = replace(row, name="drafted positions stand still", agreement=0.8, wins=True)
+    later = replace(row, name="reading.taps=[2,5,8]", agreement=0.6, wins=True, option="reading.taps=[2,5,8]")
+    refuse_reading("eagle3", "there", Findings(9, 1, (row, still), still))
     with pytest.raises(UserError, match=r"Give reading\.taps=\[2,5,8\]"):
-        refuse_reading("eagle3", "there", {"places": 9, "ways": [row, still, later], "better": still})
+        refuse_reading("eagle3", "there", Findings(9, 1, (row, still, later), still))

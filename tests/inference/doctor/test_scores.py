@@ -11,8 +11,8 @@ from outrider.inference.doctor.scores import (
     FEWEST,
     AgreementScores,
     Recording,
-    chance_of,
     is_better,
+    lead_chance,
     score_logits,
 )
 
@@ -36,7 +36,7 @@ def test_the_chance_of_a_lead_is_counted_over_all_signs() -> None:
     for seed in range(3):
         leads = np.random.default_rng(seed).integers(-1, 3, FEWEST * BLOCK)
         sums = leads.reshape(FEWEST, BLOCK).sum(1)
-        assert chance_of(leads, np.arange(len(leads)) // BLOCK) == (signs @ sums >= sums.sum()).mean()
+        assert lead_chance(leads, np.arange(len(leads)) // BLOCK) == (signs @ sums >= sums.sum()).mean()
 
 
 def test_readings_that_are_as_good_are_seldom_called_better() -> None:
@@ -45,8 +45,8 @@ def test_readings_that_are_as_good_are_seldom_called_better() -> None:
     for _ in range(100):
         runs = draw.random((2, 2 * FEWEST)) < 0.5  # whole blocks agree or do not
         one, other = (scores_of(np.repeat(run, BLOCK)) for run in runs)
-        wrong += chance_of(one.agree[0].astype(int) - other.agree[0], one.blocks) < 0.05
-        single += chance_of(one.agree[0].astype(int) - other.agree[0], np.arange(len(one.blocks))) < 0.05
+        wrong += lead_chance(one.agree[0].astype(int) - other.agree[0], one.blocks) < 0.05
+        single += lead_chance(one.agree[0].astype(int) - other.agree[0], np.arange(len(one.blocks))) < 0.05
         assert not is_better(one, other, tried=15)[0]
     assert wrong / 100 < 0.12 < single / 100
 

@@ -18,7 +18,7 @@ from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.evaluate import evaluation
 from outrider.inference.loading.generation_config import TextSettings
-from outrider.inference.measure.arms import Asked, make_arms, rerun_on_capture, run_arms, transformers_generate
+from outrider.inference.measure.arms import Turn, make_arms, rerun_on_capture, run_arms, transformers_generate
 from outrider.inference.measure.results import Arm
 from outrider.inference.measure.threads import CpuWatch, warn_if_busy
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -61,7 +61,7 @@ def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE, [3, 1, 2]), "m": arm("m", [5, 6, 4])}
     profilers = {"m": lambda *_: Generation((9,), 0, 0)}
-    (result,) = run_arms(arms, [Asked("p", "c", [1])], repeats=3, turn=1, profilers=profilers)
+    (result,) = run_arms(arms, [Turn("p", "c", [1])], repeats=3, turn=1, profilers=profilers)
     assert calls == ["m", AUTOREGRESSIVE, AUTOREGRESSIVE, "m", "m", AUTOREGRESSIVE]
     assert result.generations[AUTOREGRESSIVE].decode_seconds == 2
     assert result.generations["m"].decode_seconds == 5
@@ -81,7 +81,7 @@ def test_every_repeat_has_its_streams() -> None:
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE), "m": arm("m")}
     options = {"repeats": 3, "turn": 1, "seed": 5, "profilers": {"m": arm("profile")}}
-    (result,) = run_arms(arms, [Asked("p", "c", [1])], **options)
+    (result,) = run_arms(arms, [Turn("p", "c", [1])], **options)
     assert sorted(given, key=lambda pair: (pair[0], pair[1].repeat)) == [
         *((AUTOREGRESSIVE, Streams(5, "p", repeat)) for repeat in range(3)),
         *(("m", Streams(5, "p", repeat)) for repeat in range(3)),
@@ -137,7 +137,7 @@ def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "number", noted)
     arms = sampled_arms(*METHODS)
     for turn, prompt in enumerate(("a", "b")):
-        run_arms(arms, [Asked(prompt, "", [0])], repeats=2, turn=turn)
+        run_arms(arms, [Turn(prompt, "", [0])], repeats=2, turn=turn)
     assert len(set(given)) == len(given)
     drawn = 1 + len(METHODS)  # those that verify, and
     drawn += 6 + 1 + 1 + 2 + 1  # chains and trees that draw from q, those with Beta's coins, and a search

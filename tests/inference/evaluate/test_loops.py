@@ -17,7 +17,7 @@ from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup
 from outrider.inference.measure.statistics import LEAST, Loops, MedianInterval, loop_length
 from outrider.inference.report.page import make_page
-from outrider.inference.report.sentences import recommendation
+from outrider.inference.report.sentences import write_recommendation
 from outrider.inference.report.types import MethodReport, read_reports, to_json
 from outrider.inference.report.writing import write_reports
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
@@ -115,7 +115,7 @@ def test_loops_are_counted_alike_everywhere_and_decide_nothing(tmp_path: Path) -
     assert "1.00× [1.00, 1.00]" in table
     assert "1.00× [1.00, 1.00]" in page
     assert report.verdict == "undecided"
-    assert "fastest" not in recommendation([report])
+    assert "fastest" not in write_recommendation([report])
 
 
 def test_nothing_is_recommended_from_loops_alone(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_nothing_is_recommended_from_loops_alone(tmp_path: Path) -> None:
     assert report.verdict == "undecided"
     assert report.figures.speedup.median == pytest.approx(5.8)
     assert report.figures.speedup_without_loops.median is None
-    for said in (table, page, recommendation([report])):
+    for said in (table, page, write_recommendation([report])):
         assert "undecided: 5 of 5 texts repeat themselves" in said
         assert "base model" in said
         assert "template=none" in said
     left, *_ = reported(results([5.0] * 7, loops=(0, 1, 2)), tmp_path / "more")
-    assert recommendation([left]).startswith("undecided: 3 of 7 texts")
+    assert write_recommendation([left]).startswith("undecided: 3 of 7 texts")
 
 
 def test_prompts_of_one_id_are_two_prompts() -> None:

@@ -23,9 +23,9 @@ from outrider.draft_models.targets.settings import EARLY_EXIT
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import Noting, PromptResult, ShownRound, read_results
 from outrider.inference.measure.statistics import MedianInterval
-from outrider.inference.measure.threads import machine_load
+from outrider.inference.measure.threads import judge_load
 from outrider.inference.report.comparison import compare_reports
-from outrider.inference.report.conditions import RUN, origin_of, overlap
+from outrider.inference.report.conditions import RUN, find_overlap, origin_of
 from outrider.inference.report.page import make_page, rejected_tokens
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.sentences import overlap_sentence
@@ -182,12 +182,12 @@ def test_overlap_of_training_text_and_prompts_by_hand(tmp_path: Path) -> None:
         Prompt("half", "x", ("other " + " ".join(words[: RUN - 1]),), False),
         Prompt("short", "x", ("w0 w1",), False),
     ]
-    found = overlap(data, prompts)
+    found = find_overlap(data, prompts)
     assert (found.prompts_seen, found.prompts, found.runs_seen, found.runs, found.complete) == (1, 3, 2, 3, True)
     for training, why in (({**data, "source": "hub"}, "Hub"), (None, "no record"),
                           ({**data, "path": [str(tmp_path / "gone")]}, "cannot be read")):  # fmt: skip
-        assert why in overlap(training, prompts).why
-    assert "or take newer prompts" in overlap_sentence("small_lm", overlap(None, prompts))
+        assert why in find_overlap(training, prompts).why
+    assert "or take newer prompts" in overlap_sentence("small_lm", find_overlap(None, prompts))
 
 
 def test_what_the_prompts_are_to_the_drafters_is_said_where_it_is_known(alone: EvaluateConfig, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_window_shows_the_verdict_first_and_never_scrolls_sideways(
 ) -> None:
     """Twelve methods, a long name, a busy machine, and every table unfolded."""
     reports, results = kept(alone)
-    busy = machine_load([0.34], [4.0], cores=2)
+    busy = judge_load([0.34], [4.0], cores=2)
     names = {"target": "/a/long/name/" * 9, "model": "a-long-name" * 9, "load": busy}
     many = [
         replace(report, conditions=replace(report.conditions, **names), figures=replace(report.figures, speedup=WIDE))

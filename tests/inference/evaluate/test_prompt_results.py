@@ -17,14 +17,14 @@ from outrider.inference.sizing.policy import Tuning
 from tests.refusals import refusal
 
 
-def measured(position: int, processes: int = 1) -> results.Measured:
+def measured(position: int, processes: int = 1) -> results.MeasuredPrompt:
     rounds = (Round((5, 6), 4, 1, 3, 0.1 + position, 1 / 3, 1e-17, 0.2), Round((7,), 0, 0, 0, 3.0))
     generation = Generation((4, 5, 6, 7), 0.1, 2 / 3, rounds, {"expected_tau": 1.7})
     arms = {"autoregressive": replace(generation, rounds=(), totals={}), "m": generation}
     judged = {"m": Deviation(3, (0.5, -0.25), 2.5, 1, 4, (0.5,), 1, 0.75)}
     result = results.PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, judged)
     talk = (result, replace(result, prompt_id="p/turn2", profiles={}, conversation="p"))
-    return results.Measured(position, processes, talk, (results.Skipped("p/turn3", "too long"),))
+    return results.MeasuredPrompt(position, processes, talk, (results.Skipped("p/turn3", "too long"),))
 
 
 def test_what_was_kept_is_what_was_measured(tmp_path: Path) -> None:

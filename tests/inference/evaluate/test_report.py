@@ -29,16 +29,16 @@ from outrider.inference.measure.statistics import (
     bootstrap_median,
     chosen_sizes,
     decode_statistics,
+    judge_speed,
     structure_statistics,
-    verdict,
 )
-from outrider.inference.measure.threads import MachineLoad, machine_load
+from outrider.inference.measure.threads import MachineLoad, judge_load
 from outrider.inference.report.page import make_page
 from outrider.inference.report.plots import plot_acceptance, plot_speedups
-from outrider.inference.report.sentences import recommendation
+from outrider.inference.report.sentences import write_recommendation
 from outrider.inference.report.tables import methods_tables
 from outrider.inference.report.types import GenerateSpeed, MethodReport, reports_in, to_json
-from outrider.inference.report.writing import markdown, write_reports
+from outrider.inference.report.writing import write_markdown, write_reports
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 from tests.inference.evaluate.reports import report_of
 from tests.tiers import as_many
@@ -108,11 +108,11 @@ def test_turns_are_no_prompts() -> None:
     for both in ((report.figures, alone.figures), (report.by_category["code"], alone.by_category["code"])):
         assert both[0].speedup == both[1].speedup
     assert (report.end_to_end, report.prefill_seconds) == (alone.end_to_end, alone.prefill_seconds)
-    assert "6 prompts, 18 turns × up to 9 tokens" in markdown([report])
-    assert "6 prompts × up to 9 tokens" in markdown([alone])
+    assert "6 prompts, 18 turns × up to 9 tokens" in write_markdown([report])
+    assert "6 prompts × up to 9 tokens" in write_markdown([alone])
     few = report_of(talks[:12])  # 12 turns, all of them faster, of 4 prompts
     assert (few.verdict, alone.verdict) == ("undecided", "faster")
-    assert "undecided: a verdict needs 5 timed prompts, here: 4." in markdown([few])
+    assert "undecided: a verdict needs 5 timed prompts, here: 4." in write_markdown([few])
 
 
 @pytest.mark.parametrize("ended", [AUTOREGRESSIVE, TRANSFORMERS, "m"])
@@ -202,7 +202,7 @@ def test_what_the_baseline_spends_outside_of_the_model() -> None:
     made = [replace(r, generations={**r.generations, AUTOREGRESSIVE: plain(1.0, 0.24)}) for r in results()]
     report = report_of(made)
     assert astuple(report.autoregressive) == pytest.approx(astuple(PlainToken(250_000, 240_000, 10_000, 0.04)))
-    assert "plain decoding: 250000 µs a token, of which 10000 µs (4.0 %)" in markdown([report])
+    assert "plain decoding: 250000 µs a token, of which 10000 µs (4.0 %)" in write_markdown([report])
     profiled = [replace(r, profiles={AUTOREGRESSIVE: plain(2.0, 0.25)}) for r in made]
     assert report_of(profiled).autoregressive.host_share == pytest.approx(0.5)
     nothing = [replace(r, generations={**r.generations, AUTOREGRESSIVE: Generation((7,), 0.1, 0.0)}) for r in made]
@@ -255,7 +255,7 @@ def test_mismatches_are_excused_where_the_arm_was_judged_to_round_only() -> None
     assert report.verdict == "faster"
     rows = [row[-2:] for row in methods_tables([report])[0].rows]
     assert rows == [["reference", "4/6 (+2 ties)"], ["4/6 (+2 ties)", "reference"], ["3/6", "5/6 (+1 ties)"]]
-    for text in (markdown([report]), make_page([report], made, str)):
+    for text in (write_markdown([report]), make_page([report], made, str)):
         assert "Without a drafter 2 of 6 texts part" in text
         assert "0 of 48 (transformers: 12)" in text
 
@@ -274,12 +274,12 @@ def test_what_is_not_lossless_is_never_faster(change: dict) -> None:
         report = report_of(made)
         assert report.verdict == "not lossless"
         assert report.lossless.excused_ties == 0
-        assert "m: not lossless" in markdown([report])
+        assert "m: not lossless" in write_markdown([report])
     for arms in (("m", AUTOREGRESSIVE), (AUTOREGRESSIVE,)):  # plain decoding, too: no method is to blame
         made = differing(differing(fast, arms[0], 3), arms[-1], 3)
         report = report_of(judged(made, AUTOREGRESSIVE, **change))
         assert report.verdict == "target differs"
-        assert "the target's own run differs" in markdown([report])
+        assert "the target's own run differs" in write_markdown([report])
     assert report_of(differing(fast, "m", 3), temperature=1.0).verdict == "faster"
     assert report_of(judged(fast, "m", **change), temperature=1.0).verdict == "not lossless"
 
@@ -297,7 +297,7 @@ def test_verdict(seconds: list[float], prompts: int, verdict: str) -> None:
         r.generations["m"] = generation([(4, 4), (4, 1), (4, 0)], taken)
     report = report_of(made)
     assert report.verdict == verdict
-    assert ("a verdict needs 5 timed prompts" in markdown([report])) == (prompts < 5)
+    assert ("a verdict needs 5 timed prompts" in write_markdown([report])) == (prompts < 5)
 
 
 def test_what_a_whole_run_has_in_common_makes_no_verdict() -> None:
@@ -306,28 +306,28 @@ def test_what_a_whole_run_has_in_common_makes_no_verdict() -> None:
     for _ in range(300):
         speedups = (1 + 0.01 * rng.standard_normal()) * (1 + 0.02 * rng.standard_t(4, 12))
         median, interval = bootstrap_median(speedups.tolist(), rng, 500)
-        verdicts.append(verdict(MedianInterval(median, interval, 12)))
+        verdicts.append(judge_speed(MedianInterval(median, interval, 12)))
     assert verdicts.count("undecided") >= 0.95 * len(verdicts)
     margins = [((1.021, 1.1), "faster"), ((1.01, 1.1), "undecided"), ((0.9, 0.979), "slower")]
     for interval, expected in margins:
-        assert verdict(MedianInterval(1.0, interval, 5)) == expected
+        assert judge_speed(MedianInterval(1.0, interval, 5)) == expected
 
 
 def test_on_a_busy_machine_no_speed_is_judged_and_the_report_begins_with_it() -> None:
-    load = machine_load([0.5, None, 0.7], [4.0, 4.5], cores=2)
+    load = judge_load([0.5, None, 0.7], [4.0, 4.5], cores=2)
     assert (load.cpu_share, load.load_average) == (pytest.approx(0.6), 4.25)
     report = report_of(results(), load=load, cudnn_attention=False)
     assert report.verdict == "undecided"
-    assert "cuDNN" in markdown([report])
+    assert "cuDNN" in write_markdown([report])
     page = make_page([report], results(), str)
-    for text in (markdown([report]), re.sub("<style>.*?</style>", "", page, flags=re.DOTALL)):
+    for text in (write_markdown([report]), re.sub("<style>.*?</style>", "", page, flags=re.DOTALL)):
         assert text.index("The machine was busy") < text.index("6 prompts")
-    quiet = machine_load([0.97, 1.0], [2.2, 1.0], cores=2)
-    unknown = machine_load([None], [None], cores=2)
+    quiet = judge_load([0.97, 1.0], [2.2, 1.0], cores=2)
+    unknown = judge_load([None], [None], cores=2)
     assert quiet.busy is unknown.busy is None
     assert report_of(results(), load=quiet).verdict == "faster"
     for signs in ([[0.5], [None]], [[None], [4.0]], [[0.5], [1.0]], [[1.0], [4.0]]):
-        assert machine_load(*signs, cores=2).busy
+        assert judge_load(*signs, cores=2).busy
 
 
 def test_plots_of_a_method_that_drafted_nothing() -> None:
@@ -375,8 +375,8 @@ def one_report(
     speed = MedianInterval() if median is None else MedianInterval(median, (low, high), prompts)
     made = report_of(results(), load=MachineLoad(busy=busy))
     figures = replace(made.figures, speedup=speed, speedup_without_loops=speed, acceptance_rate=0.41)
-    facts = {"break_even_acceptance": 0.62, "transformers_generate": None, "verdict": verdict(speed, busy), **changes}
-    return replace(made, method=method, figures=figures, **facts)
+    facts = {"break_even_acceptance": 0.62, "transformers_generate": None, "verdict": judge_speed(speed, busy)}
+    return replace(made, method=method, figures=figures, **(facts | changes))
 
 
 NGRAMS, CHAIN = one_report("ngrams", 1.95, 1.85, 2.23), one_report("chain", 0.9, 0.85, 0.95)
@@ -400,7 +400,7 @@ FASTEST, SLOW = ("fastest", "`ngrams`", "1.95", "[1.85, 2.23]"), ("nothing pays"
      ("tree", "ngrams", "do not use")),
 ])  # fmt: skip
 def test_what_is_recommended(reports: list[MethodReport], facts: Sequence[str], silent: Sequence[str]) -> None:
-    said = recommendation(reports)
+    said = write_recommendation(reports)
     assert [fact for fact in facts if fact not in said] == []
     assert [word for word in silent if word in said] == []
 

@@ -25,7 +25,7 @@ from outrider.inference.engines.graphs.attention_kernels import attention_shape
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import measuring
 from outrider.inference.loading import target_setup
-from outrider.inference.measure.results import Measured, append_result, read_results, seal_record, unseal_record
+from outrider.inference.measure.results import MeasuredPrompt, append_result, read_results, seal_record, unseal_record
 from outrider.inference.report import building
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
@@ -261,7 +261,7 @@ def test_no_process_waits_for_one_that_failed(config: Callable[..., EvaluateConf
     """What goes wrong on the main process is the same failure on all; one that is not lossless is everybody's."""
     used = config("used")
     Path(used.out_dir).mkdir()
-    append_result(Path(used.out_dir), 0, Measured(0, 1, ()))
+    append_result(Path(used.out_dir), 0, MeasuredPrompt(0, 1, ()))
     assert together(used, 2) == [2, 2]
 
     def one_device(rank: int) -> None:  # in a fork

@@ -25,10 +25,10 @@ from outrider.inference.evaluate.engine_blocks import FILE, FOLDER, block_keys, 
 from outrider.inference.measure.results import PromptResult, read_results
 from outrider.inference.measure.statistics import MedianInterval, acceptance_by_position
 from outrider.inference.measure.threads import MachineLoad
-from outrider.inference.report.served import EngineRun, schedule, schedule_lines, served_lines, served_row
+from outrider.inference.report.served import EngineRun, choose_lengths, schedule_lines, served_lines, served_row
 from outrider.inference.report.types import DRAFTED, PLAIN, DepthShare, MethodReport, ServedRow, reports_in
 from outrider.inference.serving.proposer import NgramProposer
-from outrider.inference.settings.engine import DRAFTS, EngineConfig, draft_length, why_not, with_lengths
+from outrider.inference.settings.engine import DRAFTS, EngineConfig, draft_length, refusal_of, with_lengths
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig
@@ -287,8 +287,8 @@ def test_the_words_on_a_difference() -> None:
 
     assert "doctor=true" in words("early_exit")
     assert "doctor=true" not in words("prompt_lookup")
-    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}
-    assert "doctor=true" not in words("early_exit", options={"speculative_config": schedule})
+    option = {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}
+    assert "doctor=true" not in words("early_exit", options={"speculative_config": option})
     assert "Draft lengths that pay for early_exit" in words("early_exit")
     looping = replace(row.speedup, prompts=4)
     for unsure in ({"load": MachineLoad(busy="The machine was busy.")}, {"speedup_without_loops": looping}):
@@ -358,7 +358,7 @@ def test_the_draft_length_that_pays() -> None:
         return replace(made, concurrency=requests, draft_tokens=k, speedup_without_loops=speed, verdict=verdict)
 
     rows = [row(1, 2, 1.5), row(1, 4, 1.8), row(4, 2, 1.2), row(4, 4, 1.3, "undecided"), row(8, 2, 0.9, "slower")]
-    assert schedule(rows) == [(1, 1, 4), (2, 4, 2), (5, 8, 0)]
+    assert choose_lengths(rows) == [(1, 1, 4), (2, 4, 2), (5, 8, 0)]
 
 
 def engine_rows(source: str, engine: str) -> list[MethodReport]:
@@ -412,7 +412,7 @@ def test_the_table_as_the_engine_reads_it(source: str, engine: str, option: dict
 
 def test_what_an_engine_cannot_run_is_said() -> None:
     chain, tree = METHODS["chain"], METHODS["tree"]
-    assert why_not("vllm", chain) is None
+    assert refusal_of("vllm", chain) is None
     for method, reason in (
         (tree, "chains of fixed length"),
         (replace(chain, stop=StopConfig(rule="confidence")), "chains of fixed length"),
@@ -423,7 +423,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         (MethodConfig("small_lm", verify="naive"), "exactly"),
         (MethodConfig("small_lm", copy=3), "not by both"),
     ):
-        assert reason in str(why_not("vllm", method))
+        assert reason in str(refusal_of("vllm", method))
     assert {name for name, kind in KINDS.items() if kind.served not in DRAFTS["openvino"]} >= {"eagle3", "ngrams"}
     methods = {"chain": chain, "tree": tree, "ngrams": MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed"))}
     many = with_lengths("vllm", methods, (1, 5))

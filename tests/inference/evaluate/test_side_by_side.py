@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure.results import Measured, PromptResult, append_result
+from outrider.inference.measure.results import MeasuredPrompt, PromptResult, append_result
 from outrider.inference.measure.statistics import MedianInterval
 from outrider.inference.measure.threads import MachineLoad
 from outrider.inference.report.comparison import Comparison, compare_reports
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
         folder.mkdir()
         for position, one in enumerate(results):
             arms = {method if arm == "m" else arm: g for arm, g in one.generations.items()}
-            append_result(folder, 0, Measured(position, 1, (replace(one, generations=arms),)))
+            append_result(folder, 0, MeasuredPrompt(position, 1, (replace(one, generations=arms),)))
         report = replace(
             report_of(results, digests={"tokenizer": "t"} | facts.pop("digests", {}), **facts), method=method
         )

@@ -10,7 +10,7 @@ from outrider.data_prep.settings import FetchConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.settings import DataConfig
 from outrider.inference.evaluate.engine import measure_engine
-from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, why_not
+from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, refusal_of
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
 from outrider.train.eagle3 import train_eagle3
@@ -46,7 +46,7 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
     config = EngineConfig(
         target=str(tmp_path / "target"), checkpoint=str(DRAFTERS / "eesd"), small_lm=str(DRAFTERS / "small_lm"),
         table=str(DRAFTERS / "trigrams"), template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu",
-        methods={name: one for name, one in METHODS.items() if why_not(engine, one) is None},
+        methods={name: one for name, one in METHODS.items() if refusal_of(engine, one) is None},
         engine=engine, engine_python=None if engine == "transformers" else str(place), out_dir=str(tmp_path / "out"),
         concurrency=(1, 4) if engine == "vllm" else (1,),
     )  # fmt: skip

@@ -27,10 +27,10 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSessio
 from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
-from outrider.inference.measure.probe import SIZES, probes, tune
+from outrider.inference.measure.probe import SIZES, probes_of, tune
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import chosen_sizes
-from outrider.inference.report.writing import markdown
+from outrider.inference.report.writing import write_markdown
 from outrider.inference.settings.method import (
     AUTO,
     AUTOREGRESSIVE,
@@ -107,7 +107,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
 @pytest.mark.slow
 def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
     stack, drafters, _ = models
-    clock = WorkClock(monkeypatch, free=len(probes(METHODS[name])))  # the first cycle warms up and does not count
+    clock = WorkClock(monkeypatch, free=len(probes_of(METHODS[name])))  # the first cycle warms up and does not count
     methods = {"m": replace(METHODS[name], source=source)}
     _, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
     costs, tuning = tunings["m"].costs, tunings["m"]
@@ -137,7 +137,7 @@ def test_a_pass_for_all_tokens_costs_once(
     method = replace(METHODS[name], source="small_lm")
     if levels is not None:  # a null δ is measured too
         method = replace(method, structure=replace(method.structure, max_depth=levels, delta=None))
-    clock = WorkClock(monkeypatch, free=len(probes(method)))
+    clock = WorkClock(monkeypatch, free=len(probes_of(method)))
     methods = {"m": method}
     ready, tunings = tune(methods, stack, drafters, PROMPT, clock=clock)
     assert tunings["m"].costs.step[:5] == pytest.approx((0.0,) * 5)
@@ -285,5 +285,5 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
     chain, tree = (reports[name].auto.chosen for name in ("chain", "opt_tree"))
     assert 1 <= chain["max_draft"].mean <= LONGEST_CHAIN
     assert 0 < tree["nodes"].share <= 1
-    assert tree["nodes"].mode in markdown([*reports.values()])
+    assert tree["nodes"].mode in write_markdown([*reports.values()])
     assert report_of(results, "chain").auto is None
