@@ -88,12 +88,12 @@ class Finding:
 class AuditArm:
     """The target's reading of a file of answers.
 
-    odd: greedy tokens that are not the best, and sampled tokens that top_k, top_p or min_p exclude. sampled, draws: all
-    other sampled tokens, and their statistics. simulated: by fault, draws of a server with this fault.
+    outliers: greedy tokens that are not the best, and sampled tokens that top_k, top_p or min_p exclude. sampled,
+    draws: all other sampled tokens, and their statistics. simulated: by fault, draws of a server with this fault.
     """
 
     deviations: list[Deviation] = field(default_factory=list)
-    odd: list[JudgedToken] = field(default_factory=list)
+    outliers: list[JudgedToken] = field(default_factory=list)
     sampled: list[JudgedToken] = field(default_factory=list)
     draws: list[Draws] = field(default_factory=list)
     simulated: dict[str, list[Draws]] = field(default_factory=dict)
@@ -115,25 +115,33 @@ def audit(config: AuditConfig) -> None:
         answers = {arm: read_answers(file, target) for arm, file in files.items()}
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
-        model, streams = load_reference(target, dtype, device), Streams(config.seed).within("audit")
-        arms = {
-            arm: score_answers(model, answers[arm], streams.within(arm), simulate=arm == "answers") for arm in files
-        }
-        findings = {arm: judge_arm(arms[arm], answers[arm], config.level) for arm in files}
-        coins = torch.Generator().manual_seed(streams.number("power", bits=64))
-        simulated = {fault: join_draws(parts) for fault, parts in arms["answers"].simulated.items()}
-        needed = {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
+        findings, token_counts = judge_answers(config, load_reference(target, dtype, device), answers)
         findings["answers"] = replace(findings["answers"], numbers={**counts, **findings["answers"].numbers})
         question = f"Is {config.server or config.answers} what {config.target} says, decoded in {dtype}?"
-        page = write_page(question, findings, needed, target.tokenizer)
+        page = write_page(question, findings, token_counts, target.tokenizer)
         write_atomically(out_dir / "report.md", page.encode())
         verdicts = {arm: asdict(finding) | {"verdict": finding.verdict} for arm, finding in findings.items()}
         settings = config.deciding() | {"dtype": str(dtype), "target": config.target}
-        write_json(out_dir / REPORT, {"settings": settings, "arms": verdicts, "tokens_needed": needed})
+        write_json(out_dir / REPORT, {"settings": settings, "arms": verdicts, "tokens_needed": token_counts})
     print(page, flush=True)
     if findings["answers"].faults:
         print(f"error: not lossless: {findings['answers'].verdict}; see {out_dir}/report.md", file=sys.stderr)
         sys.exit(1)
+
+
+def judge_answers(
+    config: AuditConfig, model: PreTrainedModel, answers: Mapping[str, Mapping[int, ServedAnswer]]
+) -> tuple[dict[str, Finding], dict[str, int | None]]:
+    """By arm ("answers", "control") the finding; and by fault, how many sampled tokens reveal it (`tokens_needed`)."""
+    streams = Streams(config.seed).within("audit")
+    arms = {
+        arm: score_answers(model, lines, streams.within(arm), simulate=arm == "answers")
+        for arm, lines in answers.items()
+    }
+    findings = {arm: judge_arm(arms[arm], lines, config.level) for arm, lines in answers.items()}
+    coins = torch.Generator().manual_seed(streams.number("power", bits=64))
+    simulated = {fault: join_draws(parts) for fault, parts in arms["answers"].simulated.items()}
+    return findings, {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
 
 
 @torch.inference_mode()
@@ -197,7 +205,7 @@ def _take_greedy(arm: AuditArm, part: AnswerPart) -> None:
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
     off = part.off(lambda noise: measure_regrets(scores, part.tokens, noise))[rows]
-    arm.odd += part.tokens_at(rows, best, off)
+    arm.outliers += part.tokens_at(rows, best, off)
     arm.deviations.append(_deviation(len(best), off, int((rounded_scores.argmax(-1) != best).sum())))
 
 
@@ -225,7 +233,7 @@ def _take_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, si
     off = part.off(
         lambda noise: measure_excess(part.answer, uncut, tokens[rows], noise[rows] / part.answer.temperature)
     )
-    arm.odd += part.tokens_at(rows, best, off)
+    arm.outliers += part.tokens_at(rows, best, off)
     arm.deviations.append(_deviation(len(tokens), off, own_outside))
 
 
@@ -263,9 +271,9 @@ def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) 
     first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
     chances = p_values(draws, first) if draws else {}
     against = refute(chances, level)
-    odd = sorted(arm.odd, key=lambda token: -token.off)
+    outliers = sorted(arm.outliers, key=lambda token: -token.off)
     unlikely = sorted(arm.sampled, key=lambda token: token.off)
-    at = [token for token in odd if token.off > GAP]
+    at = [token for token in outliers if token.off > GAP]
     if "unlikeliest" in against:
         at += [token for token in unlikely if token.off * len(unlikely) <= level]
     tests = (f"the drawn tokens fail the test `{name}` (p = {chances[name]:.1g})" for name in against)
@@ -280,30 +288,35 @@ def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) 
         "surprise": draws.surprise if draws else None,
         **{f"p_of_{test}": chance for test, chance in chances.items()},
     }
-    return Finding((*choices.faults, *tests), tuple(sorted(at)), numbers, tuple(odd[:SHOWN]), tuple(unlikely[:SHOWN]))
+    return Finding(
+        (*choices.faults, *tests), tuple(sorted(at)), numbers, tuple(outliers[:SHOWN]), tuple(unlikely[:SHOWN])
+    )
 
 
 def write_page(
-    question: str, arms: Mapping[str, Finding], needed: Mapping[str, int | None], tokenizer: PreTrainedTokenizerBase
+    question: str,
+    arms: Mapping[str, Finding],
+    counts: Mapping[str, int | None],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """The page on the findings by arm. needed: by fault, the number of sampled tokens that reveal it."""
+    """The page on the findings by arm. counts: by fault, the number of sampled tokens that reveal it."""
 
     def label(token: int) -> str:
         return f"{token} {tokenizer.decode([token])!r}".replace("|", "\\|")
 
     answers = arms["answers"]
     rows = [[key.replace("_", " "), *(_cell(arm.numbers.get(key)) for arm in arms.values())] for key in answers.numbers]
-    odd = [
+    oddest = [
         [name, str(token.line), str(token.position), label(token.token), label(token.likeliest), unit.format(token.off)]
         for name, arm in arms.items()
         for tokens, unit in ((arm.oddest, "{:.1f} rounding errors"), (arm.unlikeliest, "a chance of {:.1g}"))
         for token in tokens
     ]
     tried = min(MOST, LARGER * int(answers.numbers["sampled_tokens"] or 0))
-    power = [[fault, f"more than {tried:,}" if count is None else f"{count:,}"] for fault, count in needed.items()]
+    power = [[fault, f"more than {tried:,}" if count is None else f"{count:,}"] for fault, count in counts.items()]
     tables = (
         ("Numbers", ("", *arms), rows),
-        ("The oddest tokens", ("arm", "line", "position", "token", "likeliest", "off by"), odd),
+        ("The oddest tokens", ("arm", "line", "position", "token", "likeliest", "off by"), oddest),
         ("How many sampled tokens show a fault", ("fault", "tokens"), power),
     )
     if again := answers.numbers["retokenised"]:

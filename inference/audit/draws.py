@@ -95,7 +95,7 @@ def draws_of(
 
     variance = (p * scores.square()).sum(-1).cpu()
     shift = (rounded.exp().gather(-1, order) * scores).sum(-1).cpu()
-    moments = (variance, _cumulants(p, entropy).cpu(), shift)
+    moments = [variance, _cumulants(p, entropy).cpu(), shift]
     ranks = (order == tokens[:, None]).int().argmax(-1, keepdim=True)  # [n, 1]
     drawn = Draws(*(column[:, 0] for column in columns_of(ranks)), *moments)
     if not simulate:

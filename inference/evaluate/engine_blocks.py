@@ -114,14 +114,14 @@ def measure_served(
     begin = partial(_open_engine, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     blocks = []
     with ExitStack() as open_engines:
-        plain: Arm | None = None
+        plain_engine: Arm | None = None
         for name, method in methods.items():
             todo = [*block_keys(config, name, positions)]
             missing = [key for key in todo if key not in by_key]
             if missing:
-                plain = plain or open_engines.enter_context(begin("plain", None))
+                plain_engine = plain_engine or open_engines.enter_context(begin("plain", None))
                 with begin(name, method) as drafting:
-                    engines = {PLAIN: (plain, 0), DRAFTED: (drafting, draft_length(method))}
+                    engines = {PLAIN: (plain_engine, 0), DRAFTED: (drafting, draft_length(method))}
                     arms = {arm: (engine, length) for arm, (engine, length) in engines.items() if engine is not None}
                     for key in track_progress(missing, f"measuring {name} in {config.engine}", "blocks"):
                         by_key[key] = _measure_block(arms, key, rendered, request, streams)

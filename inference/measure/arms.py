@@ -1,4 +1,8 @@
-"""The arms of a measurement: decoding methods run in turn on the same prompts, and compared token by token."""
+"""The arms of a measurement: ways of decoding that run in turn on the same prompts, so that they can be compared.
+
+An `Arm` is a function from a prompt's ids and random streams to a generation. `make_arms` makes them, `run_arms` runs
+them on prompts, `measure_deviations` and `show_rounds` run them again with selectors that record.
+"""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -294,7 +298,7 @@ def show_rounds(
     streams: Sequence[Streams],
     batch: Batch | None = None,
 ) -> list[dict[str, tuple[ShownRound, ...]]]:
-    """The rounds of every method on each prompt, by name: an extra untimed run that records the trees."""
+    """The rounds of every method on each prompt, by name: an extra, untimed run that records the trees."""
     selectors: list[Noting] = []
 
     def note(selector: TokenSelector) -> TokenSelector:

@@ -1,4 +1,9 @@
-"""The bench of an evaluation: warmed-up arms with chosen sizes, and the measurement of a prompt by all of them."""
+"""The bench of an evaluation: warmed-up arms with chosen sizes, and the measurement of a prompt by all arms.
+
+prepare_methods   once for all processes: attention kernels, and "auto" sizes
+make_bench        in each process: the arms, after a few tokens that warm them up
+measure_talks     a group of prompts, turn by turn, by every arm
+"""
 
 import itertools
 import sys
@@ -30,13 +35,13 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 WARM_UP_TOKENS = 8
-JUDGED = 12  # evenly spread prompts that are judged if texts alone do not decide; so is every mismatch
+JUDGED = 12  # evenly spread prompts that are judged if texts alone do not decide; every mismatch is judged too
 
 
 def prepare_methods(
     config: EvaluateConfig, setup: TargetSetup, models: Models, prompt: Sequence[int], positions: int
 ) -> Prepared:
-    """The methods of `config`, with "auto" choices measured on `prompt`; texts have up to `positions` tokens."""
+    """The methods of `config`, with "auto" sizes measured on `prompt`. positions: the length of the longest text."""
     stack = models.stack
     drafter_models = [KINDS[name].load_plugin().causal_lms(model) for name, model in models.drafters.items()]
     kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(drafter_models)], positions)
@@ -58,7 +63,7 @@ class Bench:
     judge: makes the arms for judging; None if only equal texts count.
     display_positions: indices of the prompts whose first turn is decoded again by the arms of `show`, for display.
     watch: measures the CPU time of plain decoding.
-    batch: decodes the prompts of a group together, for all arms but those in `alone`; None: each is a group.
+    batch: decodes the prompts of a group together, for all arms but those in `alone`; None: a group is one prompt.
     """
 
     arms: dict[str, Arm]
@@ -145,7 +150,7 @@ class Talk:
     texts: list[str] = field(default_factory=list)
 
     def ask(self, number: int, config: EvaluateConfig, setup: TargetSetup, context: int) -> Turn | None:
-        """Turn `number`, after the target's own answers to the earlier ones.
+        """Turn `number`, after the target's own answers to the earlier turns.
 
         None if there is no such turn, or if it is skipped; later turns are then skipped too. context: of the models.
         """

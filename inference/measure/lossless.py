@@ -10,10 +10,13 @@ every position are then compared with the target's in twice the precision (`doub
 transformers' own pass in the arm's precision. A correct runtime has about the same rounding error; a fault adds to it.
 Two ratios near 1 show that a row, for example a layer's keys, is right:
 
-    bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even one below the rounding
-           noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first layer's
-           keys wrong by 12 times their rounding
-    peak   the largest at any position. It shows a fault somewhere: a cache row kept wrongly, a position not seen
+    bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even a fault below the
+           rounding noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first
+           layer's keys wrong by 12 times their rounding
+    peak   the largest ratio at any position. It shows a fault somewhere: a wrong row of a cache, a position not seen
+
+`make_reference` computes the precise states and the units, `Forced` records an arm's errors, `Forced.deviation` makes
+the ratios of one text, and `judge_deviations` the judgement over all texts.
 
 At a few positions rounding has larger effects: the last bit of an attention score changes a layer's keys ten times as
 much as elsewhere. Which pass this happens in is chance, in transformers too. So if a peak exceeds its limit,
@@ -94,7 +97,7 @@ class Judgement:
 def judge_deviations(deviations: Sequence[Deviation]) -> Judgement:
     """The judgement of an arm, from its deviations on all texts (at least one)."""
     positions = sum(d.positions for d in deviations)
-    rows = [
+    rows = [  # by row, the logarithm of the bulk over all texts
         math.fsum(terms) / positions
         for terms in zip(*([x * d.positions for x in d.bulk] for d in deviations), strict=True)
     ]
@@ -198,10 +201,10 @@ def double_precision(model: PreTrainedModel) -> Iterator[None]:
     The weights of a module are converted while it runs, so that no second copy of the model is needed.
     """
     dtype = torch.float32 if model.dtype in HALF else torch.float64
-    changed = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    with_weights = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
     def run_upcast(module: nn.Module) -> Callable[..., object]:
-        def forward(*args: object, **kwargs: Any) -> object:
+        def forward(*args: object, **kwargs: object) -> object:
             weights = {name: weight.to(dtype) for name, weight in module.named_parameters(recurse=False)}
             module.__dict__.pop("forward")  # restore the module's own forward for this call
             try:
@@ -211,12 +214,12 @@ def double_precision(model: PreTrainedModel) -> Iterator[None]:
 
         return forward
 
-    for module in changed:
+    for module in with_weights:
         module.__dict__["forward"] = run_upcast(module)
     try:
         yield
     finally:
-        for module in changed:
+        for module in with_weights:
             module.__dict__.pop("forward")
 
 

@@ -1,4 +1,4 @@
-"""What is known before prompts are measured: their tokens, the room that texts need, and the choices of all arms."""
+"""What is decided before prompts are measured: their tokens, the length of texts, and the choices of all arms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,12 @@
-"""Start-up measurement of the costs of a round on this device, and of the drafts' acceptance."""
+"""Start-up measurement of the costs of a round on this device, and of the drafts' acceptance.
+
+`tune` measures each method with "auto" sizes by decoding after a prompt (`measure_costs`). First plain decoding runs.
+Then the method decodes, and each round drafts in another size: by a `_Probe` of several structures (`probes_of`) if a
+structure shapes the drafts, else by `_SizesInTurn`. `_cycle` measures the seconds of draft steps and of the target's
+passes by their width. `curve` makes costs of them:
+
+    draft steps (1, 2.1 ms), (3, 2.2 ms), (7, 2.6 ms) …   →   seconds of a step of 1, 2, 3, … nodes
+"""
 
 import itertools
 import time
@@ -36,13 +44,13 @@ from outrider.inference.stopping.interface import Source
 
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
 CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed
-# Seconds of a first cycle after which it ends, is timed and is the only one, and its fewest sizes: warming up is little
-# beside such passes, and a curve goes on beyond its last size as it rose before. Plain decoding ends after as many.
+# A first cycle that takes longer than SLOW seconds ends after FEWEST sizes, is timed and is the only one: warming up is
+# little beside such passes, and a curve goes on beyond its last size as it rose before. Plain decoding ends likewise.
 SLOW, FEWEST = 0.3, 5
 PLAIN_TOKENS = 12  # maximum length of a measured generation without a drafter
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
-SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
+SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; a round without a draft has a cost too
 
 
 def probes_of(method: MethodConfig) -> list[MethodConfig]:
@@ -53,8 +61,8 @@ def probes_of(method: MethodConfig) -> list[MethodConfig]:
     sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
     levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
     shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
-    plain = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
-    return [replace(plain, structure=shape) for shape in shapes]  # no stop rule: all levels are drafted
+    without_rule = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
+    return [replace(without_rule, structure=shape) for shape in shapes]  # no stop rule: all levels are drafted
 
 
 def tune(
@@ -125,24 +133,27 @@ def measure_costs(
         options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
-    plain = _plain_seconds(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))
-    beside = plain - typical(passes.laps or [0.0])  # seconds that are no pass
+    plain_seconds = _plain_seconds(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))
+    outside_pass = plain_seconds - typical(passes.laps or [0.0])  # seconds of a plain round
     shaped = KINDS[method.source].shaped
-    explicit = probes_of(method) if shaped else [method]
-    drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(explicit))
+    sized_methods = probes_of(method) if shaped else [method]
+    drafters_of_probes = (make(config, streams.within("probe", i)) for i, config in enumerate(sized_methods))
     structures = (cast(ModelDrafter, drafter).structure for drafter in drafters_of_probes)
     probe = _Probe([*structures]) if shaped else _SizesInTurn()
 
     def generate() -> Iterator[Round]:
-        return decode(speculative, probe.into(make(explicit[-1], streams)), tokens=new_tokens)
+        return decode(speculative, probe.into(make(sized_methods[-1], streams)), tokens=new_tokens)
 
-    verified, rests = _cycle(_rounds_of(generate, probe, f"{method.source} drafter", new_tokens), probe, clock)
+    rounds = _rounds_of(generate, probe, f"{method.source} drafter", new_tokens)
+    target_passes, other_seconds = _cycle(rounds, probe, clock)
     padded = runtime.name == "graphed"
     laps = probe.laps or [(1, 0.0)]  # one pass drafted every level that there is
-    step, verify = curve(laps, padded=padded and shaped), curve(verified, padded=padded)
-    unshared = (min(step[1], beside) if shaped else step[1], beside, beside) if runtime is passes else (0.0, 0.0, 0.0)
-    once = typical(probe.once) - step[1] if probe.once else 0.0
-    costs = Costs(step, verify, typical(rests) + max(0.0, once), plain, unshared)
+    step, verify = curve(laps, padded=padded and shaped), curve(target_passes, padded=padded)
+    unshared = (0.0, 0.0, 0.0)
+    if runtime is passes:  # texts could share the passes, but not what is outside
+        unshared = (min(step[1], outside_pass) if shaped else step[1], outside_pass, outside_pass)
+    first_step_extra = typical(probe.once) - step[1] if probe.once else 0.0
+    costs = Costs(step, verify, typical(other_seconds) + max(0.0, first_step_extra), plain_seconds, unshared)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
 
@@ -177,14 +188,14 @@ def _cycle(
     rounds: Iterator[Round], probe: "_Probe | _SizesInTurn", clock: Clock
 ) -> tuple[list[tuple[int, float]], list[float]]:
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
-    verified: list[tuple[int, float]] = []
-    rests: list[float] = []
+    target_passes: list[tuple[int, float]] = []
+    other_seconds: list[float] = []
     started, round_seconds = clock(), 0.0
     for count, r in enumerate(rounds, start=1):
         if probe.counts_empty:  # it runs no model
             probe.laps.append((max(1, r.drafted), r.structure_seconds))
-        verified.append((r.drafted + 1, r.verify_seconds))
-        rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
+        target_passes.append((r.drafted + 1, r.verify_seconds))
+        other_seconds.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         cycles, within = divmod(count, probe.turns)
         seconds, round_seconds = clock() - started, round_seconds + r.seconds
         if FEWEST <= count <= probe.turns and round_seconds > SLOW:
@@ -192,13 +203,13 @@ def _cycle(
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and seconds > SECONDS)):
             break
         if count == probe.turns:
-            for values in (verified, rests, probe.laps, probe.once):
+            for values in (target_passes, other_seconds, probe.laps, probe.once):  # the first cycle warmed up
                 cast(list[object], values).clear()
-    return verified, rests
+    return target_passes, other_seconds
 
 
 class _Passes(Runtime):
-    """Runs each pass that texts could share. laps: its seconds."""
+    """An eager runtime that times each pass that several texts could share. laps: the seconds of each."""
 
     def __init__(self, clock: Clock):
         self._clock, self.laps = clock, list[float]()
@@ -216,8 +227,8 @@ class _Passes(Runtime):
 class _Probe(Structure):
     """Cycles through several structures by round; records the time of a step by width, and the outcomes of trials.
 
-    laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
-    once: seconds of the first step of a draft that needs no further pass; it is in no lap.
+    laps: (width, seconds) of every draft step, from one forward pass to the next pass or to the end of the draft.
+    once: seconds of the first step of a `OnePass` drafter, which needs no further pass; this step is in no lap.
     """
 
     counts_empty = False  # whether a round without a draft is measured

@@ -10,6 +10,9 @@ The prompt format is Vicuna's. The system's text (the prompt's, if it has one) a
 tokenised as one text, which the answer continues after a space. The end token follows, and the next question is a new
 text, as Hugging Face tokenizers split at special tokens. An answer is tokenised alone if its space would merge with the
 text before.
+
+The command `replay_answers` has the phases of an evaluation, without a target: `recordings` (plan), `replay_turns`
+(measure), `replay_report` (judge) and `write_replay` (write).
 """
 
 import os
@@ -90,9 +93,9 @@ class RecordedTurn:
 
 
 class RecordedSession(WholeSession):
-    """The session of a drafter that shares nothing with the target: it records rows and runs no layer.
+    """The session of a drafter that shares nothing with the target: it counts rows and runs no layer.
 
-    Logits have no columns [n, 0], since `RecordedSelector` reads none. The target's last hidden state is 0 [1, width].
+    Logits [n, 0] have no columns, since `RecordedSelector` reads none. The target's last hidden state [1, width] is 0.
     """
 
     dtype = torch.float32
@@ -121,7 +124,7 @@ class RecordedSession(WholeSession):
 
 
 class FirstLayersSession(TargetSession):
-    """The session of a drafter that shares the target's first layers: these run, and the target needs no others."""
+    """The session of a drafter that shares the target's first layers. Only these layers run."""
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.finished = range(self.rows) if rows is None else rows

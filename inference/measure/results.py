@@ -51,7 +51,7 @@ class ShownRound:
 
 
 class Noting(TokenSelector):
-    """Chooses as `like` does, and records every tree that is verified."""
+    """Chooses as the selector `like` does, and records every tree that is verified."""
 
     def __init__(self, like: TokenSelector):
         self.__dict__.update(like.__dict__)
@@ -59,7 +59,7 @@ class Noting(TokenSelector):
 
     def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
         tokens, nodes, following, bonus = super().verify(tree, logits)
-        if 0 <= bonus < logits.shape[-1]:  # else the root is verified again, alone
+        if 0 <= bonus < logits.shape[-1]:  # otherwise the root is verified again, alone
             self.verified.append((tuple(tokens), tuple(tree.parents), tuple(nodes)))
         return tokens, nodes, following, bonus
 
@@ -98,10 +98,7 @@ class PromptResult:
 
     @property
     def talk(self) -> str:
-        """Its conversation.
-
-        Results of several runs may have the same ids for different prompts, which are then different ones.
-        """
+        """The name of its conversation, or else of its prompt, with the tokens: runs may reuse the ids of prompts."""
         talk = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
         return f"{self.category}/{talk}"
 
@@ -134,11 +131,11 @@ _FILE = re.compile(r"results-(\d{5,})\.jsonl")
 
 @dataclass(frozen=True)
 class MeasuredPrompt:
-    """A measured prompt: its turns, the skipped ones separately, and the number of processes that were running.
+    """A measured prompt: its turns, the skipped turns, and the number of processes that were running.
 
     position: the prompt's index in the run, the key of its results. threads: CPU threads used; 0: not recorded. spent:
     seconds of all runs until it was done. peak_bytes: its process's peak memory until then, on the GPU if it used one;
-    0: not recorded. cpu_share, load: for `machine_load`; None: not recorded.
+    0: not recorded. cpu_share, load: for `judge_load`; None: not recorded.
     """
 
     position: int

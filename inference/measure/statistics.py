@@ -276,7 +276,7 @@ MARGIN = 0.02
 def judge_speed(speedup: MedianInterval, busy: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
-    busy: why speeds of that run are unreliable (see `machine_load`).
+    busy: why speeds of that run are unreliable (see `judge_load`).
     """
     if busy or speedup.ci95 is None or speedup.prompts < MIN_PROMPTS:
         return "undecided"

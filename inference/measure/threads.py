@@ -37,26 +37,26 @@ class CpuWatch:
         clock: Callable[[], float] = time.perf_counter,
         cores: Callable[[], int] = usable_cores,
     ) -> None:
-        """used: seconds of CPU time of all threads so far. cores: how many of them can run at once."""
+        """used: seconds of CPU time of all threads so far. cores: how many threads can run at once."""
         self._used, self._clock, self._cores = used, clock, cores
-        self._got = self._due = 0.0
+        self._spent = self._possible = 0.0  # seconds of CPU time
 
     def around(self, arm: Arm) -> Arm:
         """`arm`, with its CPU time measured."""
 
-        def watched(prompt: Sequence[int], streams: Streams) -> Generation:
+        def run_watched(prompt: Sequence[int], streams: Streams) -> Generation:
             used, started = self._used(), self._clock()
             generation = arm(prompt, streams)
-            self._got += self._used() - used
-            self._due += (self._clock() - started) * min(torch.get_num_threads(), self._cores())
+            self._spent += self._used() - used
+            self._possible += (self._clock() - started) * min(torch.get_num_threads(), self._cores())
             return generation
 
-        return watched
+        return run_watched
 
     def take(self) -> float | None:
         """The share since the last call; None if nothing ran."""
-        share = self._got / self._due if self._due else None
-        self._got = self._due = 0.0
+        share = self._spent / self._possible if self._possible else None
+        self._spent = self._possible = 0.0
         return share
 
 
@@ -70,7 +70,7 @@ def load_average() -> float | None:
 
 @functools.cache
 def warn_if_busy() -> None:
-    """Warn, once, that the machine is busy before a command begins. The steps of a command leave it to the command."""
+    """Warn, once, that the machine is busy before a command begins. The steps of a pipeline do not warn."""
     load, cores = load_average(), os.cpu_count() or 1
     if load is not None and load > cores + MOST_LOAD and not progress.is_step:
         effects = "minutes= hold less, and speeds measured now get no verdict; end other programs, or run this later"

@@ -1,4 +1,4 @@
-"""A time limit: the order in which an evaluation takes its prompts, and when a command stops."""
+"""A time limit: when a command stops, and the order of an evaluation's prompts that suits an early stop."""
 
 import math
 import time

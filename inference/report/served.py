@@ -208,8 +208,10 @@ def served_table(reports: Sequence[MethodReport]) -> Table:
 
 def _served_cells(method: str, row: ServedRow) -> Mapping[str, object]:
     """The values of a row's cells by name, see `SERVED`."""
-    matches, plain = row.identical_to_reference, row.plain_identical_to_reference
-    same = f"({matches}/{row.requests})" if plain is None else f"{row.identical_to_plain}/{row.requests} ({plain})"
+    matches, plain_matches = row.identical_to_reference, row.plain_identical_to_reference
+    same = f"({matches}/{row.requests})"
+    if plain_matches is not None:
+        same = f"{row.identical_to_plain}/{row.requests} ({plain_matches})"
     return {
         **vars(row),
         "method": method,

@@ -1,4 +1,4 @@
-"""Settings of measure-engine, and which methods a serving engine can run, in which lengths of drafts."""
+"""Settings of measure-engine, which methods a serving engine can run (`refusal_of`), and their draft lengths."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -96,11 +96,11 @@ class EngineConfig(EvaluateConfig):
         for name in ("stop_strings", "debug", "batch", *of_urls, *of_many):
             require_default(self, name, f"engine={engine} does not read it")
         chosen = isinstance(drafting, Mapping) and not drafting.keys() & {"method", "model", "num_speculative_tokens"}
-        plain = not any(map(SECRET_NAME.search, self.engine_options))
+        has_no_key = not any(map(SECRET_NAME.search, self.engine_options))
         for key, fits, expected in (
             ("dtype", self.dtype != "int8", f"another one with engine={engine}"),
             ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
-            ("engine_options", plain, "no key, as reports have them: set HF_TOKEN or the engine's own variable"),
+            ("engine_options", has_no_key, "no key, as reports have them: set HF_TOKEN or the engine's own variable"),
             ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
         ):
             require(fits, key, getattr(self, key), expected)

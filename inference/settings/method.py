@@ -31,13 +31,13 @@ PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in th
 
 
 def known_size(value: int | str) -> int:
-    """A size that was given as a number; it must not be "auto"."""
+    """A size that is a number. Raises `ValueError` for "auto", which its caller has replaced by now."""
     if isinstance(value, str):
         raise ValueError(f"a size is {value!r} where it must be known by now")
     return value
 
 
-_THOMPSON = ("calibrated", "posterior_mean")
+_THOMPSON = ("calibrated", "posterior_mean")  # rules with a posterior of the head and the observed acceptance
 _WITH_HEAD = ", ".join(name for name, entry in RULES.items() if entry.needs_head)
 _BOUNDS = ", ".join(f"{RULES[name].bounds} ({name}; null: {bound})" for name, bound in THRESHOLDS.items())
 
@@ -97,7 +97,7 @@ class StopConfig(Settings):
         return THRESHOLDS[self.rule] if self.threshold is None else self.threshold
 
     def longest(self, levels: int | None = None) -> int:
-        """The most tokens of a chain, or levels of a tree, which has `levels` by itself."""
+        """The most tokens of a chain, or levels of a tree. levels: of the structure; `max_draft` replaces them."""
         if self.max_draft is None and levels is not None:
             return levels
         if self.max_draft == AUTO or (self.max_draft is None and self.by_costs):
@@ -108,7 +108,7 @@ class StopConfig(Settings):
 Draw = Literal["with_replacement", "without_replacement", "top_k"]
 DRAWS = get_args(Draw)
 StructureKind = Literal["chain", "k_config", "opt_tree", "token_graph", "static"]
-_GROWN: tuple[StructureKind, ...] = ("opt_tree", "token_graph")  # they grow where q is large
+_GROWN: tuple[StructureKind, ...] = ("opt_tree", "token_graph")  # their trees grow where q is large
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class MethodConfig(Settings):
         self.require("verify", self.verify != "block" or shape == "chain", "auto, exact or naive for a tree")
 
     def _refuse_unread(self, kind: Kind) -> None:
-        """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
+        """Raise `UserError` for a part that belongs to other kinds, or to drafts that a structure shapes."""
         why = f"source={self.source} does not read it"
         unread = {name for entry in KINDS.values() for name in entry.keys if "." not in name} - {*kind.keys}
         for part in fields(self.stop) if not kind.shaped else ():  # first: a stop rule may be what makes it copy
@@ -253,7 +253,7 @@ class MethodConfig(Settings):
 
     @property
     def verification(self) -> Verification:
-        """`verify`; for auto, what it stands for."""
+        """The rule of verification; auto stands for block with a chain, and for exact with a tree."""
         best: Verification = "block" if self.structure.kind == "chain" else "exact"
         return best if self.verify == AUTO else self.verify
 
@@ -265,7 +265,7 @@ class MethodConfig(Settings):
 
     @property
     def lacks_delta(self) -> bool:
-        """Whether it is an OPT-Tree whose δ is to be measured here."""
+        """Whether the structure is an OPT-Tree whose δ is to be measured here."""
         tree = self.structure
         return tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
 
@@ -308,9 +308,9 @@ def no_such_method(name: str) -> str:
     presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
     parts = name.split("/")[1:]
     choices = [*shapes, *stops] if parts else presets
-    odd = next((part for part in parts or [name] if part not in choices), "")
+    unknown = next((part for part in parts or [name] if part not in choices), "")
     return (
-        f"method={name}: no such method{did_you_mean(odd, choices) or '.'} There are {', '.join(presets)}, and "
+        f"method={name}: no such method{did_you_mean(unknown, choices) or '.'} There are {', '.join(presets)}, and "
         "SOURCE/SHAPE/STOP, SOURCE/SHAPE and SOURCE/STOP with "
         f"a shape of {', '.join(shapes)}, a stop of {', '.join(stops)}"
     )

@@ -1,5 +1,6 @@
-"""The only list of the stop rules. The options, their help, conf/stop and the table in docs/when-to-stop.md follow it
-(`python docs/make_options.py`). The rules themselves are in inference/stopping.
+"""The only list of the stop rules. inference/stopping has the rules themselves.
+
+`python docs/make_options.py` makes the help of the options, conf/stop and the table in docs/when-to-stop.md from it.
 """
 
 from dataclasses import dataclass

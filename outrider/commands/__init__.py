@@ -26,14 +26,7 @@ from outrider.base.progress import show_command, shows_progress
 from outrider.base.run_dirs import rehearsal_folder, remove_if_unused, require_free, require_usable
 from outrider.base.settings import RunConfig, Settings, construct, field_types, gives
 from outrider.cli import COMMANDS, USER_ERROR_STATUS, print_anything, print_text, report_crash, usage
-from outrider.commands.composing import (
-    build,
-    check_words,
-    compose_config,
-    explain,
-    store_defaults,
-    typed_keys_of,
-)
+from outrider.commands.composing import build, check_words, compose_config, explain, store_defaults, typed_keys_of
 from outrider.commands.ending import end_on_sigterm, report_errors, write_resume_line
 from outrider.commands.options import help_text
 from outrider.draft_models.targets.settings import Rehearsed
