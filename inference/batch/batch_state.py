@@ -18,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.targets.attention import grouped_attention
 from outrider.inference.engines.graphs.fixed_shapes import GraphPool, can_capture
 
-_ROOM = 256  # maximum number of cache slots added at a time; masked slots cost compute too
+_SPARE_SLOTS = 256  # most cache slots that are added at a time; masked slots cost compute too
 _GROUPED = "outrider_grouped"  # transformers' name of `_attention`
 _FEW = 32  # a step with this many rows takes about as long as with one
 
@@ -59,7 +59,7 @@ def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> "tu
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = forward(ids, mask, positions, cache)
     if can_be_fixed(forward, cache):
-        return FixedBatch(forward, cache, mask, positions[:, -1:], min(budget, _ROOM)), logits
+        return FixedBatch(forward, cache, mask, positions[:, -1:], min(budget, _SPARE_SLOTS)), logits
     return GrowingBatch(forward, cache, mask, positions[:, -1:]), logits
 
 
@@ -108,8 +108,8 @@ class FixedBatch:
     may be run repeatedly.
     """
 
-    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor, room: int):
-        self._forward, self._cache, self._room = forward, cache, room
+    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor, spare_slots: int):
+        self._forward, self._cache, self._spare_slots = forward, cache, spare_slots
         self._length = mask.shape[1]  # tokens in the cache
         self._mask = mask[:, None, None].bool()  # [B, 1, 1, slots]
         self._positions = positions.clone()
@@ -119,11 +119,11 @@ class FixedBatch:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._layers = [_SlotLayer(layer.keys, layer.values, self._slot) for layer in cache.layers]  # type: ignore
         cache.layers = [*self._layers]
-        self._make_room()
+        self._add_slots()
 
     def feed(self, tokens: Tensor) -> Tensor:
         if self._length == self._mask.shape[-1]:
-            self._make_room()
+            self._add_slots()
         self._mask[..., self._length] = True
         self._slot.fill_(self._length)
         self._positions += 1
@@ -147,14 +147,14 @@ class FixedBatch:
         self._mask, self._positions, self._tokens = self._mask[rows], self._positions[rows], self._tokens[rows]
         self._graph = None
 
-    def _make_room(self) -> None:
+    def _add_slots(self) -> None:
         """Add slots, filled with zeros: a masked value is multiplied by 0, and 0 · NaN is NaN."""
         for layer in self._layers:
             layer.keys, layer.values = (
-                torch.nn.functional.pad(states[:, :, : self._length], (0, 0, 0, self._room))
+                torch.nn.functional.pad(states[:, :, : self._length], (0, 0, 0, self._spare_slots))
                 for states in (layer.keys, layer.values)
             )
-        self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, self._room))
+        self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, self._spare_slots))
         self._graph = None
 
     def _step(self) -> None:

@@ -120,16 +120,11 @@ def generate(
     context = context_limit(target.config)
     arguments = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
     server = TargetServer(*arguments) if config.server else None
-    # Other kernels round differently. Those here are determined by the machine, not by timing.
-    packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
-    kernels = "a server's" if server else packed
-    identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
-    if (first := identity["kernels"]) != kernels:
-        raise UserError(f"one process multiplies by kernels {first!r}, another by {kernels!r}: use like machines")
+    identity = _agree_on_identity(config, target, dtype, server, state)
     check_run(folder, identity, config.resume)
     identity["code"] = code_version()
     ids, first, spent = from_main(state, lambda: (answered_ids(folder), next_number(folder), seconds_spent(folder)))
-    first += state.process_index
+    shard_numbers = range(first + state.process_index, 10**9, state.num_processes)
     state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
         open_run(folder, identity)
@@ -144,17 +139,35 @@ def generate(
         todo.tasks.clear()
     with memory_plan.explain_out_of_memory(lambda: memory_of(config, target.config, context)):
         responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
-        rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
+        rate = Answering(config, responder, todo, folder, shard_numbers, limit, state.is_main_process).run()
     state.wait_for_everyone()
     if state.is_main_process:
-        summary: Facts = {**todo.counts, **summarise(folder)}
-        write_json(folder / SUMMARY_FILE, summary)
-        flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
-        words = " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))
-        print(f"responses out_dir={folder} {words} tokens_per_second_a_process={rate:.0f}", flush=True)
-        if summary["skipped"]:
-            print(f"skipped prompts are listed in {folder}/skipped-*.jsonl", flush=True)
+        _write_summary(folder, todo, rate)
     state.wait_for_everyone()
+
+
+def _agree_on_identity(
+    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None, state: PartialState
+) -> Facts:
+    """The identity of the run, with its kernels. Raises `UserError` if those of another process are others."""
+    # Other kernels round differently. Those here are determined by the machine, not by timing.
+    packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
+    kernels = "a server's" if server else packed
+    identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
+    if (of_main := identity["kernels"]) != kernels:
+        raise UserError(f"one process multiplies by kernels {of_main!r}, another by {kernels!r}: use like machines")
+    return identity
+
+
+def _write_summary(folder: Path, todo: Todo, rate: float) -> None:
+    """Write and print the counts over all shards. rate: tokens per second of this process."""
+    summary: Facts = {**todo.counts, **summarise(folder)}
+    write_json(folder / SUMMARY_FILE, summary)
+    flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
+    words = " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))
+    print(f"responses out_dir={folder} {words} tokens_per_second_a_process={rate:.0f}", flush=True)
+    if summary["skipped"]:
+        print(f"skipped prompts are listed in {folder}/skipped-*.jsonl", flush=True)
 
 
 def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
@@ -168,74 +181,111 @@ def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task
     return groups if config.minutes is None else sorted(groups, key=lambda batch: batch[0].id)
 
 
-def respond(
-    config: GenerateConfig,
-    responder: Responder | None,
-    todo: Todo,
-    folder: Path,
-    numbers: Iterable[int],
-    state: PartialState,
-    limit: TimeLimit,
-) -> float:
-    """Answer the tasks of this process and write its shards, numbered by `numbers`; returns tokens per second.
+class Answering:
+    """Answers the tasks of this process in batches, and writes its shards.
 
-    If `limit` has no time for a batch, none begins; the collected responses become the last shard.
+    shard_numbers: of the shards that this process may write. If `limit` has no time for a batch, none begins; the
+    collected responses become the last shard.
     """
-    free, limit, is_main = iter(numbers), replace(limit, started=limit.clock()), state.is_main_process
-    shard, answered, unanswered, tokens, warning = Shard(skipped=list(todo.skipped)), 0, 0, 0, ""
 
-    def seconds() -> float:
+    def __init__(
+        self,
+        config: GenerateConfig,
+        responder: Responder | None,
+        todo: Todo,
+        folder: Path,
+        shard_numbers: Iterable[int],
+        limit: TimeLimit,
+        is_main: bool,
+    ):
+        self.config, self.responder, self.todo, self.folder = config, responder, todo, folder
+        self.shard_numbers, self.is_main = iter(shard_numbers), is_main
+        self.limit = replace(limit, started=limit.clock())
+        self.shard = Shard(skipped=list(todo.skipped))
+        self.answered = self.unanswered = self.tokens = 0  # prompts, prompts, tokens of answers
+        self._has_warned = False
+
+    def run(self) -> float:
+        """Answer as many tasks as the limit allows; returns tokens per second."""
+        groups, begun = batch_tasks(self.todo.tasks, self.config), 0
+        with Stage("answering", len(self.todo.tasks), "prompts", estimate=self._estimate) as stage:
+            while begun < len(groups):
+                end = begun + self._groups_together(begun)
+                batch = [task for group in groups[begun:end] for task in group]
+                begun = min(end, len(groups))
+                self._answer(batch)
+                stage.advance(len(batch))
+                self._print_progress(batch, is_first=begun == 1)
+                if len(self.shard) >= self.config.shard_size:
+                    self._save()
+                if not self.limit.holds(self.limit.spent(), self._seconds() / begun):
+                    self._print_end(is_first=begun == 1)
+                    break
+        if len(self.shard):
+            self._save()
+        if self.unanswered:
+            why = "of a server that failed or a batch too slow for minutes="
+            print(f"unanswered={self.unanswered} prompts, {why}; resume=true asks for them again", flush=True)
+        return self.tokens / max(self._seconds(), 1e-9)
+
+    def _groups_together(self, begun: int) -> int:
+        """How many batches to answer together after `begun` ones: at most a shard, and half of the remaining time."""
+        assert self.responder is not None
+        if not begun or self.responder.by_layers is None:
+            return 1
+        most = min(_TOGETHER, (self.config.shard_size - len(self.shard)) // self.config.batch_size)
+        return max(1, int(min(most, self._seconds_left() / max(2 * self._seconds() / begun, 1e-9))))
+
+    def _answer(self, batch: list[Task]) -> None:
+        """Answer a batch and collect its responses."""
+        assert self.responder is not None
+        self.responder.answer(batch, self._seconds_left)
+        closed_tasks = [task for task in batch if task.problem != UNANSWERED]
+        self.shard.responses += [self.responder.response(task) for task in closed_tasks if task.answers]
+        self.shard.skipped += [task.skip_record for task in closed_tasks if not task.answers]
+        self.answered += len(closed_tasks)
+        self.unanswered += len(batch) - len(closed_tasks)
+        self.tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
+
+    def _save(self) -> None:
+        """Write the collected responses as a shard."""
+        self.shard.save(self.folder, next(self.shard_numbers))
+        if self.is_main:
+            write_json(self.folder / SECONDS_FILE, {"seconds": self.limit.spent()})
+        self.shard = Shard()
+
+    def _seconds(self) -> float:
         """Seconds of this run alone."""
-        return limit.spent() - limit.earlier
+        return self.limit.spent() - self.limit.earlier
 
-    def seconds_left() -> float | None:
+    def _seconds_left(self) -> float:
+        return self.limit.left(self.limit.spent())
+
+    def _estimate(self) -> float | None:
         """Seconds until all prompts are answered, or the time is over; None before the first batch."""
-        if not answered:
+        if not self.answered:
             return None
-        estimate = seconds() / answered * (len(todo.tasks) - answered)
-        return estimate if limit.minutes is None else max(0.0, min(estimate, 60 * limit.minutes - limit.spent()))
+        seconds = self._seconds() / self.answered * (len(self.todo.tasks) - self.answered)
+        return max(0.0, min(seconds, self._seconds_left()))
 
-    def save() -> None:
-        shard.save(folder, next(free))
-        if is_main:
-            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
+    def _print_progress(self, batch: list[Task], *, is_first: bool) -> None:
+        """Print a warning if texts of the batch differ, once, and an estimate after the first batch."""
+        if not self.is_main:
+            return
+        if not self._has_warned and (warning := describe_texts(batch, self.answered)):
+            self._has_warned = True
+            print(warning, flush=True)
+        total = len(self.todo.tasks)
+        if is_first and 0 < self.answered < total:
+            print(describe_first(self.config, self.answered, total, self.tokens, self._seconds()), flush=True)
 
-    with Stage("answering", len(todo.tasks), "prompts", estimate=seconds_left) as stage:
-        groups, number = batch_tasks(todo.tasks, config), 0
-        while number < len(groups):
-            assert responder is not None
-            group_count = 1
-            if number and responder.by_layers is not None:  # at most a shard, and half of the remaining time
-                most = min(_TOGETHER, (config.shard_size - len(shard)) // config.batch_size)
-                group_count = max(1, int(min(most, limit.left(limit.spent()) / max(2 * seconds() / number, 1e-9))))
-            batch = [task for group in groups[number : number + group_count] for task in group]
-            number = min(number + group_count, len(groups))
-            responder.answer(batch, lambda: limit.left(limit.spent()))
-            closed_tasks = [task for task in batch if task.problem != UNANSWERED]
-            shard.responses += [responder.response(task) for task in closed_tasks if task.answers]
-            shard.skipped += [task.skip_record for task in closed_tasks if not task.answers]
-            answered, unanswered = answered + len(closed_tasks), unanswered + len(batch) - len(closed_tasks)
-            tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
-            stage.advance(len(batch))
-            if is_main and not warning and (warning := describe_texts(batch, answered)):
-                print(warning, flush=True)
-            if is_main and number == 1 and 0 < answered < len(todo.tasks):
-                print(describe_first(config, answered, len(todo.tasks), tokens, seconds()), flush=True)
-            if len(shard) >= config.shard_size:
-                save()
-                shard = Shard()
-            if not limit.holds(limit.spent(), seconds() / number):
-                if is_main and answered < len(todo.tasks):
-                    alone = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
-                    print(f"{limit.minutes:.3g} minutes hold no further batch: {answered} of {len(todo.tasks)} prompts "
-                          f"are answered{alone if number == 1 else ''}", flush=True)  # fmt: skip
-                break
-    if len(shard):
-        save()
-    if unanswered:
-        why = "of a server that failed or a batch too slow for minutes="
-        print(f"unanswered={unanswered} prompts, {why}; resume=true asks for them again", flush=True)
-    return tokens / max(seconds(), 1e-9)
+    def _print_end(self, *, is_first: bool) -> None:
+        """Print that the time limit holds no further batch, if prompts remain."""
+        total = len(self.todo.tasks)
+        if self.is_main and self.answered < total:
+            alone = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter" if is_first else ""
+            facts = f"{self.answered} of {total} prompts are answered{alone}"
+            print(f"{self.limit.minutes:.3g} minutes hold no further batch: {facts}", flush=True)
 
 
 def run_identity(

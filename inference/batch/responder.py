@@ -68,22 +68,27 @@ class Responder:
         if not isinstance(self.generator, TargetServer):
             self.generator.seconds_left = seconds_left
         if self.by_layers is not None:
-            in_work, queue = waiting[: self.config.batch_size], iter(waiting[self.config.batch_size :])
-
-            def take(index: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
-                for late in queue if answer.failure == UNANSWERED else ():
-                    late.problem = UNANSWERED
-                if not self._take(in_work[index], answer):
-                    if (task := next(queue, None)) is None:
-                        return None
-                    in_work[index] = task
-                return in_work[index].prompt, self._draws(in_work[index])
-
-            self.by_layers.converse([task.prompt for task in in_work], [*map(self._draws, in_work)], take)
+            self._converse(self.by_layers, waiting)
             return
         while waiting:
             answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
             waiting = [task for task, answer in zip(waiting, answers, strict=True) if self._take(task, answer)]
+
+    def _converse(self, generator: Generator, tasks: Sequence[Task]) -> None:
+        """`answer` over layers."""
+        in_work, queue = list(tasks[: self.config.batch_size]), iter(tasks[self.config.batch_size :])
+
+        def take(index: int, answer: Answer) -> tuple[Sequence[int], torch.Tensor] | None:
+            """Take the answer of the task at an index; the next prompt there and its numbers, if there is one."""
+            for late in queue if answer.failure == UNANSWERED else ():
+                late.problem = UNANSWERED
+            if not self._take(in_work[index], answer):
+                if (task := next(queue, None)) is None:
+                    return None
+                in_work[index] = task
+            return in_work[index].prompt, self._draws(in_work[index])
+
+        generator.converse([task.prompt for task in in_work], [*map(self._draws, in_work)], take)
 
     def response(self, task: Task) -> Response:
         """The record of a task with an answer, and the target's distributions at the answers' tokens."""
@@ -100,8 +105,8 @@ class Responder:
         return Response(record, task.top)
 
     def _draws(self, task: Task) -> torch.Tensor:
-        room = min(self.config.max_new_tokens, self.context - len(task.prompt))
-        return uniforms(self.config.seed, task.id, len(task.answers), room)
+        budget = min(self.config.max_new_tokens, self.context - len(task.prompt))
+        return uniforms(self.config.seed, task.id, len(task.answers), budget)
 
     def _take(self, task: Task, answer: Answer) -> bool:
         """Add an answer to its task; returns whether to answer the user's next turn."""

@@ -97,23 +97,15 @@ class TargetServer:
         return [answer for _, answer in answers]
 
     def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
-        """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request. Without
-        token ids there are two steps, the first chunk and the rest, or the rounds that llama.cpp tells. Raises
-        `UserError`."""
+        """At most `count` tokens after the prompt, by one request, as it is timed. more: fields of the request.
+
+        A step is a chunk of the stream, or a round that llama.cpp tells. Without token ids there are two steps, the
+        first chunk and the rest. Raises `UserError`.
+        """
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
-
-        def read(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json, Answer]:
-            chunks, reply = read_stream(response)
-            try:
-                return chunks, reply, self._read(reply, prompt, count, greedy=False)
-            except ReplyError as error:
-                if error.failure != RETOKENISED:
-                    raise
-                tokens = self._tokenise(reply["choices"][0]["text"])
-                return chunks, reply, Answer(tuple(tokens), retokenised=True, failure=RETOKENISED)
-
         begun = time.perf_counter()
         try:
+            read = partial(self._read_stream, prompt=prompt, count=count)
             chunks, reply, answer = self.client.fetch("/v1/completions", body, read)
             if not answer.tokens:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
@@ -122,10 +114,26 @@ class TargetServer:
         rounds = rounds_of_timings(reply["timings"], count, self.setting)
         if answer.retokenised:
             chunks = [chunks[0], *chunks[1:][-1:]]
-        sizes = (len(choice.get("token_ids") or self._tokenise(choice["text"])) or 1 for _, choice in chunks[:-1])
-        ends = [end for _, end in rounds[:-1]] if rounds else accumulate(sizes)
+        if rounds:
+            times, ends = [when for when, _ in rounds], [end for _, end in rounds[:-1]]
+        else:
+            sizes = (len(choice.get("token_ids") or self._tokenise(choice["text"])) or 1 for _, choice in chunks[:-1])
+            times, ends = [when for when, _ in chunks], [*accumulate(sizes)]
         steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
-        return answer, steps, [begun, *(when for when, _ in rounds or chunks)][: 1 + len(steps)], reply
+        return answer, steps, [begun, *times][: 1 + len(steps)], reply
+
+    def _read_stream(
+        self, response: httpx.Response, prompt: list[int], count: int
+    ) -> tuple[list[tuple[float, Json]], Json, Answer]:
+        """The chunks and the reply of a stream (see `read_stream`), and its answer, retokenised in any length."""
+        chunks, reply = read_stream(response)
+        try:
+            return chunks, reply, self._read(reply, prompt, count, greedy=False)
+        except ReplyError as error:
+            if error.failure != RETOKENISED:
+                raise
+            tokens = self._tokenise(reply["choices"][0]["text"])
+            return chunks, reply, Answer(tuple(tokens), retokenised=True, failure=RETOKENISED)
 
     # ------------------------------------------------------------------------------------------- before the run
 
@@ -162,13 +170,13 @@ class TargetServer:
 
     def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
         """(error or None, answer): a greedy request, then a sampled one that continues it."""
-        room, seed = len(draws), int(draws[0] * 2**31)
-        greedy = room if self.config.temperature == 0 else min(self.config.greedy_tokens, room)
+        budget, seed = len(draws), int(draws[0] * 2**31)
+        greedy = budget if self.config.temperature == 0 else min(self.config.greedy_tokens, budget)
         try:
             first = self._ask(prompt, greedy, seed, greedy=True) if greedy else Answer()
-            if first.ended or greedy == room:
+            if first.ended or greedy == budget:
                 return None, first
-            second = self._ask([*prompt, *first.tokens], room - greedy, seed, greedy=False)
+            second = self._ask([*prompt, *first.tokens], budget - greedy, seed, greedy=False)
         except ReplyError as error:
             return error, Answer(failure=error.failure)
         top = second.top if first.top is None or second.top is None else first.top.then(second.top)

@@ -3,6 +3,14 @@
 A text runs in a greenlet until it asks for a pass. Once every text waits, the passes of one kind run together over the
 rows of all these texts: weights are read once, and each row attends to keys of its own text. So a row's result is what
 its engine computes for the same row without company.
+
+`Batch.step` is one turn of all texts. Example: texts A and B draft two tokens, one by one, and text C drafts one.
+
+    step 1    drafter over 3 rows    A drafts, B drafts, C drafts and waits for the target
+    step 2    drafter over 2 rows    A drafts, B drafts; both wait for the target
+    step 3    target over 8 rows     the roots and drafts of A (3 rows), B (3) and C (2) are verified; all rounds end
+
+`Worker` runs such steps in a thread, for texts that other threads read.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -86,8 +94,10 @@ class JointView:
         return Rotary(self.positions, tuple((cos, sin) for cos, sin in tables))
 
     def masks(self) -> Masks:
-        texts, of = [request.view.masks() for request in self.requests], self.cache
-        return {key: TextMasks(of.rows, tuple(masks[key] for masks in texts), of.caches, of.shown) for key in texts[0]}
+        masks_of_texts = [request.view.masks() for request in self.requests]
+        rows, caches, shown = self.cache.rows, self.cache.caches, self.cache.shown
+        by_window = {window: tuple(masks[window] for masks in masks_of_texts) for window in masks_of_texts[0]}
+        return {window: TextMasks(rows, masks, caches, shown) for window, masks in by_window.items()}
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
         if all(request.rows == request.view.last for request in self.requests):
@@ -281,8 +291,10 @@ def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, vi
 
 
 class Worker:
-    """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do. Further texts
-    wait until one ends. Any thread may call the methods."""
+    """Runs a batch of up to `most` texts in a thread of its own, which ends when there is nothing to do.
+
+    Further texts wait until a text ends. Any thread may call the methods.
+    """
 
     def __init__(self, batch: Batch, most: int):
         self.batch, self.most = batch, most
@@ -304,9 +316,11 @@ class Worker:
         return future.result()
 
     def rounds(self, rounds: Iterator[Round], prompt: int = 0) -> Iterator[Round]:
-        """`rounds`, which use sessions of this batch, each as soon as it is decoded. The text starts when the first
-        round is requested, and is decoded whether or not anybody reads; closing this iterator drops it. prompt: the
-        number of its tokens."""
+        """`rounds`, which use sessions of this batch, each as soon as it is decoded.
+
+        The text starts when the first round is requested, and is decoded whether or not anybody reads. Closing this
+        iterator drops the text. prompt: the number of its tokens.
+        """
         results: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = BatchText(rounds, results.put, results.put, prompt)
         del rounds  # only the text holds them, so that the batch's thread closes them

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from outrider.draft_models.targets.attention import KernelChoice
     from outrider.draft_models.targets.stack import LayerStack
 
+REST = "rest"  # the beginning of the names of `finish`'s passes
+
 
 def eager_session(
     target: Target, split: int | None, capacity: int, context: int | None = None, together: "Together | None" = None
@@ -240,9 +242,6 @@ class TextView:
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
         return hidden[:, hidden.shape[1] - self.last :]
-
-
-REST = "rest"  # the beginning of the names of `finish`'s passes
 
 
 # Runs a pass of a kind over rows x [1, n, …] or [n], possibly as one with those of other texts: (kind, pass, x, view).

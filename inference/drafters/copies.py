@@ -1,6 +1,8 @@
 """Copies: the draft is what followed an earlier occurrence of the text's last tokens.
 
-A method drafts by copies alone (`prompt_lookup`), or by a model where there is none to copy (`copy`).
+A method drafts by copies alone (`prompt_lookup`), or by a model where there is nothing to copy (`copy`). Example with
+max_ngram=3 and max_draft=4: the text is "a b c d e a b" and the last token, the root, is "c". The suffix "a b c" stands
+at the beginning, too, and "d e a b" followed there. So these four tokens are the draft.
 """
 
 from collections.abc import Sequence
@@ -21,8 +23,8 @@ from outrider.inference.sizing.policy import OWN, Tuning
 _FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band
 _FURTHER = 0.8
 _FILLING = 1e-6  # path probability of padding tokens, which fill a draft up to a length to be timed
-_PARENTS = np.arange(-1, MOST_NODES - 1)
-_PATHS = [first * _FURTHER ** np.arange(MOST_NODES) for first in _FIRST]  # path probabilities
+_PARENTS = np.arange(-1, MOST_NODES - 1)  # of a chain
+_PATH_PROBS = [first * _FURTHER ** np.arange(MOST_NODES) for first in _FIRST]  # by the length of the matched n-gram
 _LOSS = 0.01  # see `Allowance`; generations are short, and each one starts with the full allowance
 
 
@@ -45,7 +47,7 @@ class PromptLookup(Drafter):
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._text: list[int] = []
-        self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → the start of its latest continuation
+        self._continuation_of: dict[tuple[int, ...], int] = {}  # n-gram → the index of the token after its last one
         self._append(session.tokens.tolist())
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
@@ -56,31 +58,31 @@ class PromptLookup(Drafter):
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
         if self.sizes is not None:
-            count = len(self._paths)  # 0 for the draft of another drafter
-            self.sizes.observe(_PARENTS[:count], self._paths, nodes[:count])
+            count = len(self._path_probs)  # 0 for the draft of another drafter
+            self.sizes.observe(_PARENTS[:count], self._path_probs, nodes[:count])
 
     def _choose_tokens(self, last: int, most: int) -> list[int]:
         """The tokens to submit after the token `last`, at most `most`."""
         if self.sizes is None:
-            return self._continuation(last, most)[0]
+            return self._find_continuation(last, most)[0]
         most = min(most, self.sizes.search_size())
-        tokens, size = self._continuation(last, most) if most else ([], 0)
-        self._paths = _PATHS[min(size, len(_FIRST)) - 1][: len(tokens)]
+        tokens, size = self._find_continuation(last, most) if most else ([], 0)
+        path_probs = _PATH_PROBS[min(size, len(_FIRST)) - 1][: len(tokens)]
         if len(tokens) < most and not isinstance(self.sizes, BestNodes):  # the costs of lengths are being measured
             missing = most - len(tokens)
-            self._paths = np.append(self._paths, _FILLING ** np.arange(1, missing + 1))
+            path_probs = np.append(path_probs, _FILLING ** np.arange(1, missing + 1))
             tokens += [last] * missing
-        count = self.sizes.count(_PARENTS[: len(tokens)], self._paths)
-        self._paths = self._paths[:count]
+        count = self.sizes.count(_PARENTS[: len(tokens)], path_probs)
+        self._path_probs = path_probs[:count]
         return tokens[:count]
 
-    def _continuation(self, last: int, most: int) -> tuple[list[int], int]:
+    def _find_continuation(self, last: int, most: int) -> tuple[list[int], int]:
         """At most `most` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
         suffix = [*self._text[-self.max_ngram :], last]
         for size in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
-            at = self._followed_at.get(tuple(suffix[-size:]))
-            if at is not None:
-                return [*self._text[at : at + most], last][:most], size
+            start = self._continuation_of.get(tuple(suffix[-size:]))
+            if start is not None:
+                return [*self._text[start : start + most], last][:most], size
         return [], 0
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -88,4 +90,4 @@ class PromptLookup(Drafter):
         for end, token in enumerate(tokens, start=len(self._text) + 1):
             self._text.append(token)
             for size in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._followed_at[tuple(self._text[end - size :])] = end
+                self._continuation_of[tuple(self._text[end - size :])] = end

@@ -7,7 +7,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def compare_panels(linear: CodedLinear) -> None:
 
 
 def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
-    """The `fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`).
+    """The `find_fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`).
 
     panels: whether to try "panels" too. This layout is for few rows, for which decoder layers have other kernels.
     """
@@ -156,26 +156,26 @@ def choose_layout(linears: Sequence[Linear], device: torch.device, *, panels: bo
     if isinstance(first, CodedLinear):  # PyTorch has no product with codes
         return "panels"
     dtype = dtype_of_linear(first)
-    able = ["plain"]
+    layouts = ["plain"]
     if can_pack(device, dtype):
-        able = [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(first))]
+        layouts = [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(first))]
     kind = "int8 " if isinstance(first, Int8Linear) else ""
     question = f"{first.out_features}×{first.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
     question += "" if panels else " (in layers)"
-    return settle(question, able, lambda: able[0] if len(able) == 1 else fastest_layout(linears, able))
+    return settle(question, layouts, lambda: layouts[0] if len(layouts) == 1 else find_fastest_layout(linears, layouts))
 
 
 @torch.inference_mode()
-def fastest_layout(
+def find_fastest_layout(
     linears: Sequence[Linear],
-    able: Sequence[str],
+    layouts: Sequence[str],
     clock: Callable[[], float] = time.perf_counter,
     *,
     small: int = SMALL,
 ) -> str:
-    """Measure which of the `LAYOUTS` `able` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
+    """Measure which of `layouts` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
-    small: layers of fewer bytes of weights are not measured.
+    layouts: names of `LAYOUTS`. small: layers of fewer bytes of weights are not measured.
 
     Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
     to `FEWEST` in total. So no weight is in a cache, as in decoding. The mean of the logarithms decides. This takes at
@@ -189,20 +189,27 @@ def fastest_layout(
     count = math.ceil(COLD / size)
     sample = list(linears[:count])
     sample += [copy.deepcopy(sample[index % len(sample)]) for index in range(len(sample), min(count, FEWEST))]
-    tried = {name: [LAYOUTS[name](linear) for linear in sample] for name in able}
-    logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
+    by_layout = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts}
+    logarithms: dict[str, float] = dict.fromkeys(by_layout, 0.0)
     for rows in TIMED_ROWS:
         x = torch.ones(rows, first.in_features, dtype=dtype)
-        seconds: dict[str, list[float]] = {name: [] for name in tried}
-        for _ in range(1 + REPEATS):
-            for name, layers in tried.items():
-                started = clock()
-                for layer in layers:
-                    layer(x)
-                seconds[name].append(clock() - started)
-        for name, times in seconds.items():
-            logarithms[name] += math.log(statistics.median(times[1:]))
+        for name, seconds in _time_in_turn(by_layout, x, clock).items():
+            logarithms[name] += math.log(statistics.median(seconds))
     return min(logarithms, key=lambda name: logarithms[name])
+
+
+def _time_in_turn(
+    by_layout: Mapping[str, Sequence[nn.Module]], x: Tensor, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """The seconds that all layers of a layout take for x [rows, in], `REPEATS` times after a warm-up, by layout."""
+    seconds: dict[str, list[float]] = {name: [] for name in by_layout}
+    for _ in range(1 + REPEATS):
+        for name, layers in by_layout.items():
+            started = clock()
+            for layer in layers:
+                layer(x)
+            seconds[name].append(clock() - started)
+    return {name: times[1:] for name, times in seconds.items()}
 
 
 def lay_out(model: nn.Module, device: torch.device) -> None:
@@ -226,7 +233,7 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)
     for holder, layers in together:
-        if holder.at_once.chosen(layers) == ONE_BY_ONE:
+        if holder.at_once.choose_way(layers) == ONE_BY_ONE:
             holder.at_once = None  # frees its copy of the weights
     # If the layers compute a row bit for bit independently of other rows, the head must do so, too.
     if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):

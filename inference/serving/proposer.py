@@ -35,11 +35,11 @@ class ServedText:
 
     learning = Mixture
 
-    def __init__(self, table: TrigramTable, room: int, prompt: np.ndarray):
-        """room: the most ids of text and draft together. prompt: int [P]."""
+    def __init__(self, table: TrigramTable, capacity: int, prompt: np.ndarray):
+        """capacity: the most ids of text and draft together. prompt: int [P]."""
         self.mixture = self.learning(table, _CONFIG)
         self.mixture.reset()
-        self._ids, self.length = np.zeros(room, np.int64), len(prompt)
+        self._ids, self.length = np.zeros(capacity, np.int64), len(prompt)
         self._ids[: self.length] = prompt
         self.mixture.learn_prompt(self._ids, self.length)
         self._best = new_nodes(1)

@@ -92,7 +92,7 @@ class OptTree(Tree):
         self.totals["expected_tau"] += tree.expected_tau
         if self.sizes is not None and len(tree):
             self.sizes.observe(tree, accepted)
-            for name in self.sizes.chosen(tree):
+            for name in self.sizes.describe(tree):
                 self.totals[CHOSEN + name] += 1
 
     def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:

@@ -159,7 +159,7 @@ class TreeSizes:
         self._evidence.add(trials_by_band(tree.parents, tree.branch_probs, accepted))
         self._submitted.append(len(tree))
 
-    def chosen(self, tree: OptimalTree) -> list[str]:
+    def describe(self, tree: OptimalTree) -> list[str]:
         """The sizes chosen for `tree`, for the report."""
         nodes = [f"nodes={len(tree)}"] if self.nodes is None else []
         return nodes + ([f"max_depth={len(tree.masses)}"] if self.depth is None else [])

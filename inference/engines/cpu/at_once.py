@@ -119,17 +119,17 @@ class PanelLinear(nn.Module):
 
 
 class _Part(NamedTuple):
-    """Consecutive rows of a text for one call; see `passes.BEGIN`. mask [1, 1, rows, past + rows]."""
+    """Consecutive rows of a text for one call; see `passes.BEGIN`."""
 
     rows: int
-    past: int
-    keys: int
-    apart: int
-    slots: int
-    mask: Tensor | None
+    past: int  # positions of the text before them
+    keys: int  # the address of the first layer's keys
+    value_offset: int  # bytes from a layer's keys to its values
+    slots: int  # of the cache
+    mask: Tensor | None  # [1, 1, rows, past + rows]
 
 
-def _together(parts: Sequence[_Part]) -> list[list[_Part]]:
+def _group_parts(parts: Sequence[_Part]) -> list[list[_Part]]:
     """`parts` in order, as many in each call as `SEEN` allows."""
     calls: list[list[_Part]] = []
     rows = seen = 0
@@ -184,7 +184,7 @@ class LayersAtOnce:
         self._table = table  # addresses are filled in at each use: a copy of this object has others
         self._workspace_sizes: dict[tuple[int, int, int], int] = {}
 
-    def chosen(self, layers: Sequence[Any]) -> str:
+    def choose_way(self, layers: Sequence[Any]) -> str:
         """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
 
         The two round differently, so the chosen one runs all passes, of few rows or many.
@@ -230,8 +230,8 @@ class LayersAtOnce:
     @classmethod
     def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
         """For `layers`, `inference.engines.fused_layers.FusedLayer`s; None if the kernels cannot run them."""
-        able = layers and all(layer.gates_by_silu for layer in layers)
-        if not able or not all(fits_panels(part) for layer in layers for part in layer.products):
+        is_supported = layers and all(layer.gates_by_silu for layer in layers)
+        if not is_supported or not all(fits_panels(part) for layer in layers for part in layer.products):
             return None
         kinds = {
             (
@@ -264,7 +264,9 @@ class LayersAtOnce:
         outputs, begin = [], 0
         if not all(parts):
             return None
-        for group in _together([part for text in parts for part in text]):  # later calls see the keys of earlier ones
+        for group in _group_parts(
+            [part for text in parts for part in text]
+        ):  # later calls see the keys of earlier ones
             rows = slice(begin, begin := begin + sum(part.rows for part in group))
             turned = (rotary[0][:, rows], rotary[1][:, rows])
             outputs.append(self._call(hidden[:, rows], start, stop, turned, group))
@@ -280,14 +282,14 @@ class LayersAtOnce:
         buffer = cache.buffer(rows, self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
         if buffer is None:
             return []
-        apart, past = buffer.stride(1) * buffer.itemsize, cache.length
-        keys = buffer.data_ptr() - 2 * apart * (cache.layers.start - self._first)
+        value_offset, past = buffer.stride(1) * buffer.itemsize, cache.length
+        keys = buffer.data_ptr() - 2 * value_offset * (cache.layers.start - self._first)
         most = max(1, SEEN // (past + rows))
         parts = []
         for begin in range(0, rows, most):
             end = min(rows, begin + most)
             part_mask = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
-            parts.append(_Part(end - begin, past + begin, keys, apart, cache.slots, part_mask))
+            parts.append(_Part(end - begin, past + begin, keys, value_offset, cache.slots, part_mask))
         return parts
 
     def _call(
@@ -301,7 +303,7 @@ class LayersAtOnce:
         columns, begin = [], 0
         for part in parts:
             mask = 0 if part.mask is None else part.mask.data_ptr()
-            columns.append((begin, part.rows, part.keys, part.apart, part.slots, part.past, mask))
+            columns.append((begin, part.rows, part.keys, part.value_offset, part.slots, part.past, mask))
             begin += part.rows
         texts = torch.tensor(columns)
         positions = max(part.past + part.rows for part in parts)

@@ -28,8 +28,8 @@ def likeliest(logits: Tensor) -> Tensor | None:
 
 
 def _has_many(scores: Tensor) -> bool:
-    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
-    return able and scores.shape[-1] >= MANY and not scores.requires_grad
+    is_supported = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
+    return is_supported and scores.shape[-1] >= MANY and not scores.requires_grad
 
 
 def _columns_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
@@ -49,8 +49,8 @@ def likeliest_children(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """See `ops.likeliest_children`."""
     rows, size = logits.shape
-    able = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
-    if not able or size < LANES or logits.requires_grad:
+    is_supported = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    if not is_supported or size < LANES or logits.requires_grad:
         return None
     logits, count = logits.contiguous(), min(count, rows * size)
     values, indices, work = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)

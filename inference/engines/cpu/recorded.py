@@ -51,13 +51,13 @@ def decide_by_rule() -> Iterator[None]:
         _ruled.reset(token)
 
 
-def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
+def settle(question: str, possible: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
     """The recorded answer to `question`; without one, the answer of `choose`, which is then recorded.
 
-    able: the answers that are possible here. They may differ between machines, but not between callers.
+    possible: the answers that are possible here. They may differ between machines, but not between callers.
     """
     if _ruled.get():
-        return min(able, key=lambda answer: (*_RULE, answer).index(answer))
+        return min(possible, key=lambda answer: (*_RULE, answer).index(answer))
     answers = _current.get()
     if answers is None:
         return choose()
@@ -65,11 +65,11 @@ def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) 
         if _imposed.get():
             raise UserError(f"resume=true: the run does not record by what kernel it multiplied {question}; {_REMEDY}")
         answers[question] = choose()
-    choice = next((answer for answer in able if answer == answers[question]), None)
+    choice = next((answer for answer in possible if answer == answers[question]), None)
     if choice is None:
         raise UserError(
             f"resume=true: the run multiplied {question} by the kernel {answers[question]!r}, which this machine does "
-            f"not have (expected one of {list_words(able)}); {_REMEDY}"
+            f"not have (expected one of {list_words(possible)}); {_REMEDY}"
         )
     return choice
 

@@ -12,7 +12,7 @@ from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.recorded import can_pack, record_choices, settle
 from outrider.inference.engines.cpu.vectors import PANEL
-from outrider.inference.engines.packing import LAYOUTS, TIMED_ROWS, PackedLinear, fastest_layout, pack_linears
+from outrider.inference.engines.packing import LAYOUTS, TIMED_ROWS, PackedLinear, find_fastest_layout, pack_linears
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
@@ -94,13 +94,13 @@ def layers_of(count: int, outputs: int = PANEL) -> Sequence[nn.Linear]:
     (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "panels" else 1, "plain"),
 ])  # fmt: skip
 def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fastest_layout(layers_of(3), [*LAYOUTS], machine(cost, monkeypatch), small=0) == fastest
+    assert find_fastest_layout(layers_of(3), [*LAYOUTS], machine(cost, monkeypatch), small=0) == fastest
     assert set(TIMED_ROWS) == {1, 4, 16}
 
 
 @needs_onednn
 def test_panels_are_no_choice_for_layers_that_do_not_fit_or_run_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "fastest_layout", lambda _, able: able[-1])
+    monkeypatch.setattr(packing, "find_fastest_layout", lambda _, able: able[-1])
     assert packing.choose_layout(layers_of(3), CPU) == "panels"
     assert packing.choose_layout(layers_of(3), CPU, panels=False) == "blocked"
     assert packing.choose_layout(layers_of(3, outputs=PANEL + 1), CPU) == "blocked"

@@ -212,7 +212,7 @@ def test_a_kernel_that_is_not_here_is_refused(
     """A run that multiplied by blocked weights, resumed where these cannot be multiplied by."""
     methods = {"lookup": MethodConfig(source="prompt_lookup")}
     made = config("blocked", checkpoint=None, target=str(models / "target"), methods=methods)
-    monkeypatch.setattr(packing, "fastest_layout", lambda linears, able: "blocked")
+    monkeypatch.setattr(packing, "find_fastest_layout", lambda linears, able: "blocked")
     evaluate(made, QUESTIONS[:1])
     (results,) = Path(made.out_dir).glob("results-*.jsonl")
     results.unlink()

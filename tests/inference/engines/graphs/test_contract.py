@@ -207,7 +207,7 @@ def test_steps_of_answers_keep_it(
         plant(monkeypatch, batch_state.FixedBatch, "feed", "if self._length ==", f"{anew}    if self._length ==")
     watch.allowed = 1
     monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
-    monkeypatch.setattr(batch_state, "_ROOM", 6)
+    monkeypatch.setattr(batch_state, "_SPARE_SLOTS", 6)
     path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
     generator = Generator(model.requires_grad_(False), Sampler(SamplingConfig()), (), greedy_tokens=9)
