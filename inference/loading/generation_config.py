@@ -91,8 +91,8 @@ def inherit(
     if strings := config.stop_strings:
         fields["stop_strings"] = [strings] if isinstance(strings, str) else list(strings)
     if ignore:
-        plain = json.loads(config.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
-        return Inherited(GenerationConfig(), {}, {name: plain[name] for name in fields | refused})
+        values = json.loads(config.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
+        return Inherited(GenerationConfig(), {}, {name: values[name] for name in fields | refused})
     for name, value in refused.items():
         raise _make_error(source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
@@ -100,18 +100,23 @@ def inherit(
     if stops:
         fields.pop("stop_strings", None)
     for name, value in fields.items():
-        alone = TextSettings(1, eos).for_generate()
-        setattr(alone, name, value)
         try:
-            if name == "exponential_decay_length_penalty" and not eos:
-                raise ValueError("there is no end token that it could favour")
-            if name == "encoder_no_repeat_ngram_size" and value > _LONGEST:
-                raise ValueError(f"expected {_LONGEST} at most: it makes a copy of the prompt for each")
-            for step in make_processors(alone, [0], torch.device("cpu")):
-                step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
+            _try_field(name, value, eos, vocabulary)
         except Exception as error:  # any error of a processor for an unexpected value
             raise _make_error(source, name, value, f"which transformers cannot use ({reason(error)})") from None
     return Inherited(config, fields, {})
+
+
+def _try_field(name: str, value: Any, eos: Collection[int], vocabulary: int) -> None:
+    """Process logits by a config with this field only; raises any error for an unusable value."""
+    if name == "exponential_decay_length_penalty" and not eos:
+        raise ValueError("there is no end token that it could favour")
+    if name == "encoder_no_repeat_ngram_size" and value > _LONGEST:
+        raise ValueError(f"expected {_LONGEST} at most: it makes a copy of the prompt for each")
+    settings = TextSettings(1, eos).for_generate()
+    setattr(settings, name, value)
+    for step in make_processors(settings, [0], torch.device("cpu")):
+        step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
 
 
 def _make_error(source: str, name: str, value: object, why: str) -> UserError:

@@ -120,14 +120,16 @@ class NgramProposer:
             text = texts[slot, : int(num_tokens_no_spec[slot])]
             if count and text.min(initial=0) >= 0:
                 fresh[slot] = text
-        self._find(fresh, counts)
+        self._assign_texts(fresh, counts)
         limits = {slot: min(self._most, self._longest - len(text)) for slot, text in fresh.items()}
         drafts = {slot: self._texts[slot].draft(text, limits[slot]) for slot, text in fresh.items()}
         return [drafts.get(slot, []) for slot in range(len(counts))]
 
-    def _find(self, fresh: dict[int, np.ndarray], counts: Sequence[int]) -> None:
-        """Assign texts to the slots in `fresh`: its own, else a moved one, else a new one. counts: tokens of this
-        step."""
+    def _assign_texts(self, fresh: dict[int, np.ndarray], counts: Sequence[int]) -> None:
+        """Assign a text to each slot in `fresh`: the slot's last one if it continues, else a moved one, else a new one.
+
+        fresh: the ids of each slot's text now. counts: the tokens of this step, by slot.
+        """
         before = self._texts
         self._texts = {slot: before.pop(slot) for slot in fresh if slot in before and before[slot].begins(fresh[slot])}
         for slot in [slot for slot in fresh if slot not in self._texts]:

@@ -69,13 +69,13 @@ class Eagle3DraftModel(BesideTarget):
         """Run pairs of tokens [n] and aux hidden states [1, n, k · H_t]; returns logits [1, K] after the last pair."""
         head = self.head
 
-        def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        def pairs_pass(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, aux = x.tensor_split([head.reading.hidden], dim=-1)
             out = head.run(embedding, head.features(aux), view.masks(), view.rotary, view.cache)
             return out, head.draft_logits(view.logit_rows(out))
 
         x = torch.cat([head.embed(tokens[None]), aux], dim=-1)
-        out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)), logit_count=1)
+        out, logits = self.session.run_rows("pairs", pairs_pass, x, chain_parents(0, len(tokens)), logit_count=1)
         self._pairs = len(tokens)
         self.hidden = self._outputs = out[0, -1:].clone()  # of the root and drafted tokens; passes reuse `out`
         return logits[0, -1:]
@@ -84,7 +84,7 @@ class Eagle3DraftModel(BesideTarget):
         """Run drafted tokens [n] under the draft's rows `parents`, whose outputs are their features; logits [n, K]."""
         head = self.head
 
-        def drafted(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        def drafted_pass(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, features = x.chunk(2, dim=-1)
             out = head.run(embedding, features, view.masks(), view.rotary, view.cache)
             return out, head.draft_logits(out)
@@ -92,7 +92,7 @@ class Eagle3DraftModel(BesideTarget):
         features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]
         x = torch.cat([head.embed(tokens), features], dim=-1)[None]
         before = self._pairs - 1  # rows of the session before the draft's row 0, the root
-        out, logits = self.session.run_rows("drafted", drafted, x, [parent + before for parent in parents])
+        out, logits = self.session.run_rows("drafted", drafted_pass, x, [parent + before for parent in parents])
         self.hidden = out[0]
         self._outputs = torch.cat([self._outputs, self.hidden])
         return logits[0]

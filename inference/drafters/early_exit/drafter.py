@@ -104,11 +104,11 @@ class EarlyExitPasses(EarlyExitDraftModel):
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         drafter, stack = self.drafter, self.session.stack
 
-        def masked(tokens: Tensor, view: View) -> tuple[Tensor]:
+        def masked_pass(tokens: Tensor, view: View) -> tuple[Tensor]:
             hidden = drafter.embed(stack, tokens[None], view.positions)
             return (stack.run(hidden, 0, drafter.exit_layer, view.rotary, view.masks(), view.cache),)
 
-        (hidden,) = self.session.run_rows(f"masks of exit {id(drafter)}", masked, tokens, parents)
+        (hidden,) = self.session.run_rows(f"masks of exit {id(drafter)}", masked_pass, tokens, parents)
         return hidden
 
 
