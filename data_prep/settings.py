@@ -126,5 +126,5 @@ class TrigramConfig(Rehearsed, RunConfig):
     def corpus(self) -> dict[str, object]:
         """The settings that determine the counted text, JSON-able."""
         silent = ("template", "chat_template_kwargs", "mix", "streaming")
-        fields = {key: value for key, value in self.data.deciding().items() if key not in silent}
+        fields = {key: value for key, value in self.data.decisions().items() if key not in silent}
         return {**fields, "path": list(self.data.path), "text": self.text}

@@ -99,7 +99,7 @@ def fetch_target(config: FetchConfig) -> None:
 
 def _fetch_model(config: FetchConfig, folder: Path) -> None:
     source, origin = folder / SOURCE_FOLDER, None if config.model == "tiny" else SMOLLM2
-    identity = config.deciding() | {"from": origin}
+    identity = config.decisions() | {"from": origin}
     shutil.rmtree(source, ignore_errors=True)  # of a killed run
     if is_finished(folder / FETCHED_FILE, identity, config.resume):
         print(f"{folder}: finished already")

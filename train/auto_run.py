@@ -155,7 +155,7 @@ def _find_start(
     config_for: ConfigFor,
 ) -> Start:  # fmt: skip
     """The facts with which a stopped run began; for a new run, those of the target's first answers."""
-    path, made_of = folder / RECORD, config.deciding()
+    path, made_of = folder / RECORD, config.decisions()
     if path.exists():
         require_free(folder, config.leaves, config.resume)
         start = read_as(Start, path, "record of a run", _REMEDY)

@@ -106,7 +106,7 @@ def calibrate(config: CalibrateConfig) -> None:
             draft_model = partial(plugin.draft_model, drafter, MethodConfig(kind.name))
             return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
 
-        settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
+        settings = {name: value for name, value in config.decisions().items() if name not in ("fit", "l2", "odds")}
         settings |= {"drafter": digest, "target": digest_of(record)[:16], "dtype": str(dtype), "ends": sorted(ends)}
         texts = load_texts(config, target, position_limits({kind.name: drafter}))
         limit = TimeLimit(config.minutes)
@@ -184,7 +184,7 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
 def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:
     """Warn if conversations are rendered by another template here than in the training of the drafter."""
     of_drafter = templates_of(trained_on, target.tokenizer)
-    templates = templates_of(config.data.deciding(), target.tokenizer) - of_drafter
+    templates = templates_of(config.data.decisions(), target.tokenizer) - of_drafter
     if of_drafter and templates:
         names = " and ".join(sorted(of_drafter))
         warn(f"data.template={' and '.join(sorted(templates))}: the drafter in {config.checkpoint} learned by {names}")

@@ -87,7 +87,7 @@ def train_eagle3(config: Eagle3Config) -> None:
             f"objective={config.objective}")  # fmt: skip
 
         start = None if stored is None else run.from_main(lambda: model_identity(stored.files))
-        identity = {**config.deciding(), **origin, "start_model": start}
+        identity = {**config.decisions(), **origin, "start_model": start}
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
         evaluate = make_evaluation(config, target, heldout, student) if run.is_main else None
         result = run.fit(

@@ -84,7 +84,7 @@ def train_early_exit(config: EesdConfig) -> None:
             f"frozen_parameters={frozen} processes={run.state.num_processes} objective={config.objective} "
             f"tau_analytic={name_of_tau(config)}")  # fmt: skip
 
-        settings = config.deciding() | {"exit_layer": config.exit_layer, "data_key": rows.key}
+        settings = config.decisions() | {"exit_layer": config.exit_layer, "data_key": rows.key}
         settings |= {} if start is None else {"start": read_meta(start).weights_sha256}
         record = asdict(fingerprint)
         if not reads_all:  # the local copy of a target on the Hub may have more files later

@@ -98,7 +98,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
 
         path, fingerprint = config.drafter.path, run.from_main(lambda: target.fingerprint)
         start = None if path is None else model_identity(open_tensors(path, config.drafter.revision))
-        identity = {**config.deciding(), "target": asdict(fingerprint), "drafter_model": start, "data_key": rows.key}
+        identity = {**config.decisions(), "target": asdict(fingerprint), "drafter_model": start, "data_key": rows.key}
         # The evaluation is made before the fit: DeepSpeed shards every module that is constructed after its start.
         evaluate = make_evaluation(config, target, heldout, student, stack) if stack and run.is_main else None
         result = run.fit(

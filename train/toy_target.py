@@ -57,7 +57,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
         def evaluate(step: int) -> Metrics:
             return {"bits_per_byte": bits_per_byte(student, heldout, sizes)}
 
-        identity = config.deciding() | {"data_key": rows.key}
+        identity = config.decisions() | {"data_key": rows.key}
         result = run.fit(
             student, rows, config.fit, identity=identity, evaluate=evaluate, last_file=TOY_REPORT,
             minutes=config.minutes,
@@ -177,6 +177,6 @@ def save_target(
     report |= {"steps": result.step, "training_seconds": result.seconds}
     export_model(lm, tokenizer, out_dir)
     write_name(out_dir, f"toy-{parameters / 1e6:.0f}M")
-    write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.deciding()})
+    write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.decisions()})
     print(f"toy target: {result.metrics['bits_per_byte']:.3f} bits per byte held out, "
           f"{parameters / 1e6:.1f} M parameters, {result.step} steps, {seconds:.0f} s → {out_dir}")  # fmt: skip

@@ -218,6 +218,6 @@ def _require_same_settings(
         "max_mb": table.facts.get("max_mb"),
         "suffixes": table.suffixes is not None,
     }
-    settings = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
+    settings = {key: value for key, value in config.decisions().items() if key != "data"} | config.corpus()
     settings |= {"orders": sorted(config.orders), "merge": [addend.facts for addend in addends]}
     check_identity({key: record[key] for key in settings if key in record}, settings, Path(config.out_dir))

@@ -299,7 +299,7 @@ def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
 def _cached_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
     """The cache folder with the rows of one source, built if missing; prints its counts."""
     tokenizer = bind_arguments(tokenizer, config.chat_template_kwargs, config.template, f"data.{KWARGS}")
-    parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
+    parts = {key: value for key, value in config.decisions().items() if key not in _IN_THE_CONTENT}
     parts |= {
         "format": FORMAT,
         "content": content_digest(config),

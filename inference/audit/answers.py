@@ -90,7 +90,7 @@ def request_answers(
     )  # fmt: skip
     context, vocabulary = context_limit(target.config), target.config.vocab_size
     server = TargetServer(settings, target.tokenizer, eos, context, vocabulary, checked=False)
-    like, identity = ServedAnswer(**asdict(settings.sampling)), settings.deciding() | {"served": server.model}
+    like, identity = ServedAnswer(**asdict(settings.sampling)), settings.decisions() | {"served": server.model}
     identity |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
     answers: list[ServedAnswer] = []
     if file.exists():

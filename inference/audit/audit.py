@@ -121,7 +121,7 @@ def audit(config: AuditConfig) -> None:
         page = write_page(question, findings, token_counts, target.tokenizer)
         write_atomically(out_dir / "report.md", page.encode())
         verdicts = {arm: asdict(finding) | {"verdict": finding.verdict} for arm, finding in findings.items()}
-        settings = config.deciding() | {"dtype": str(dtype), "target": config.target}
+        settings = config.decisions() | {"dtype": str(dtype), "target": config.target}
         write_json(out_dir / REPORT, {"settings": settings, "arms": verdicts, "tokens_needed": token_counts})
     print(page, flush=True)
     if findings["answers"].faults:

@@ -142,11 +142,11 @@ def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
         "independent": min(1.0, ORDERS * math.erfc(correlation / math.sqrt(2))),
         "surprise": math.exp(min(0.0, math.log(len(LAMBDAS)) - float(growth.logsumexp(0)))),
         "unlikeliest": min(1.0, n * float(draws.tail.min())),
-        "beginning": beginning(draws.u[[*first], 0]),
+        "beginning": combine_u(draws.u[[*first], 0]),
     }
 
 
-def beginning(u: Tensor) -> float:
+def combine_u(u: Tensor) -> float:
     """The probability of first tokens as unlikely as those with u [answers] by likelihood."""
     score = -(1 - u).clamp(min=torch.finfo(u.dtype).eps).log().sum()
     return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0

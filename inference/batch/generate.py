@@ -299,7 +299,7 @@ def run_identity(
         facts = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
-        **config.deciding(),
+        **config.decisions(),
         **facts,
         "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],

@@ -41,7 +41,7 @@ def write_prompts(config: PromptsConfig) -> None:
     """
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "prompts", config.resume):
-        file, identity = None if config.file is None else prompt_file(config.file, "file"), config.deciding()
+        file, identity = None if config.file is None else prompt_file(config.file, "file"), config.decisions()
         if file is not None:
             identity["file"] = hashlib.sha256(file.read_bytes()).hexdigest()
         else:

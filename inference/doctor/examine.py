@@ -85,7 +85,7 @@ def score_variants(recordings: Iterable[Recording], examinees: Examinees) -> dic
     texts: dict[str, list[list[AgreementScores]]] = {name: [] for name in examinees}
     for number, recording in enumerate(recordings):
         for name, examinee in examinees.items():
-            drafts = (variant.drafting(recording) for variant in examinee.variants)
+            drafts = (variant.draft(recording) for variant in examinee.variants)
             texts[name].append([score_logits(logits, recording, number) for logits in drafts])
     return {name: [join_scores(parts) for parts in zip(*rows, strict=True)] for name, rows in texts.items()}
 

@@ -51,13 +51,13 @@ _STILL = "it was trained with drafted tokens at the position of the token before
 class Variant(NamedTuple):
     """A variant of reading a drafter's checkpoint.
 
-    name, option, meaning: see `ReadingScores`. drafting: the drafter's logits [steps, positions, V] on a recording; in
+    name, option, meaning: see `ReadingScores`. draft: the drafter's logits [steps, positions, V] on a recording; in
     step s the last s tokens before a position were drafted, correctly. boundaries: the layer boundaries at which it
     needs the target's hidden states.
     """
 
     name: str
-    drafting: Callable[[Recording], Tensor]
+    draft: Callable[[Recording], Tensor]
     boundaries: tuple[int, ...] = ()
     option: str = ""
     meaning: str = ""
@@ -110,25 +110,23 @@ def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target
     drafter, layers = without_head(model), require_layers(stack)
 
     @torch.inference_mode()
-    def drafting(recording: Recording) -> Tensor:
+    def draft(recording: Recording) -> Tensor:
         hidden = recording.aux_hidden[drafter.exit_layer]
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         mask = None if drafter.window is None else Band.sliding(positions, drafter.window)
         out = drafter.run(hidden, mask, layers.rotary(positions[None]))
         return drafter.logits(out[:, recording.start - 1 : -1])
 
-    return Examinee([Variant(DECLARED, drafting, (drafter.exit_layer,))])
+    return Examinee([Variant(DECLARED, draft, (drafter.exit_layer,))])
 
 
 def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     lm = cast("SmallLM", without_head(model))
 
-    def drafting(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
+    def draft(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
         return read_states(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
 
-    return Examinee(
-        [Variant(DECLARED, drafting)], [compare_training_target(read_record(where, LM_TRAINING_FILE), target)]
-    )
+    return Examinee([Variant(DECLARED, draft)], [compare_training_target(read_record(where, LM_TRAINING_FILE), target)])
 
 
 def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
@@ -157,12 +155,12 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
             reading = apply_changes(stored.reading, change, target.config)
             if reading in seen:
                 continue
-            drafting = partial(draft_by_head, make(reading))
+            draft = partial(draft_by_head, make(reading))
         except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
         option, meaning = str(change), _FAULTS.get(next(iter(change.overrides)), _UNLIKE)
-        variants.append(Variant(option, drafting, reading.taps, option, meaning))
+        variants.append(Variant(option, draft, reading.taps, option, meaning))
     still = partial(draft_by_head, declared, still=True)
     variants.append(Variant("drafted positions stand still", still, taps, meaning=_STILL))
     return Examinee(variants, list(_head_facts(stored, tensors, target)))

@@ -115,7 +115,7 @@ def identity_of(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Pr
     for kind in KINDS.values():
         drafters |= kind.load_plugin().identity(config.where(kind))
     return {
-        **config.deciding(),
+        **config.decisions(),
         "target": {key: value for key, value in fingerprint if key not in ("target", "revision")},
         **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},

@@ -117,14 +117,14 @@ def _advance_stage(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:
 def rerun_on_capture(arm: Arm, runtime: Runtime) -> Arm:
     """`arm`, run again if it captured graphs, since capture time is not decode time."""
 
-    def settled(prompt: Sequence[int], streams: Streams) -> Generation:
+    def decode_without_captures(prompt: Sequence[int], streams: Streams) -> Generation:
         while True:
             before = runtime.captures
             generation = arm(prompt, streams)
             if runtime.captures == before:
                 return generation
 
-    return settled
+    return decode_without_captures
 
 
 class _FirstToken(BaseStreamer):

@@ -102,11 +102,11 @@ def refuse_unknown_options(call: Callable[_Parameters, _Return]) -> Callable[_Pa
     """`call`, which raises `UserError` for unknown options."""
 
     @functools.wraps(call)
-    def checked(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Return:
+    def call_with_known_options(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Return:
         require_known_options(call.__name__, options, option_names(call))
         return call(*args, **options)
 
-    return checked
+    return call_with_known_options
 
 
 def option_names(call: Callable[..., object]) -> list[str]:

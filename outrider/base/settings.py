@@ -49,9 +49,9 @@ class Named:
     form: str = ""
 
     def __get_pydantic_core_schema__(self, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(kind))
+        return core_schema.no_info_after_validator_function(self._check, handler(kind))
 
-    def _checked(self, value: str) -> str:
+    def _check(self, value: str) -> str:
         if not value or (self.form and not re.fullmatch(self.form, value)):
             raise PydanticCustomError("named", "Input should be {what}", {"what": self.what})
         return value
@@ -67,12 +67,12 @@ class KeyOf:
     table: Mapping[str, object]
 
     def __get_pydantic_core_schema__(self, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(kind))
+        return core_schema.no_info_after_validator_function(self._check, handler(kind))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "enum": [*self.table]}
 
-    def _checked(self, value: str) -> str:
+    def _check(self, value: str) -> str:
         if value not in self.table:
             raise PydanticCustomError("key", "Input should be one of {keys}", {"keys": ", ".join(self.table)})
         return value
@@ -222,7 +222,7 @@ class Settings:
                 for input_path in paths:
                     constraint.require(key, input_path)
 
-    def deciding(self) -> dict[str, object]:
+    def decisions(self) -> dict[str, object]:
         """The fields that affect results, as plain containers; a resumed run must agree on them."""
         content = {}
         for field in dataclasses.fields(self):
@@ -367,7 +367,7 @@ def _value_at(parts: Sequence[int | str], value: object, path: str) -> tuple[str
 def _to_plain(value: object) -> object:
     """`value` with its settings as plain containers of their deciding fields."""
     if isinstance(value, Settings):
-        return value.deciding()
+        return value.decisions()
     if isinstance(value, Mapping):
         return {key: _to_plain(member) for key, member in value.items()}
     return type(value)(map(_to_plain, value)) if isinstance(value, list | tuple) else value

@@ -102,9 +102,9 @@ def another(config: Any, key: str) -> Any:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_decides_unless_it_is_marked(command: str) -> None:
     config = made(command)
-    before, seen = config.deciding(), set()
+    before, seen = config.decisions(), set()
     for key, decided in leaves(config):
-        changes = another(config, key).deciding() != before
+        changes = another(config, key).decisions() != before
         assert changes == (decided or key in BESIDES.get(command, ())), key
         seen.add(decided)
     assert seen == {True, False}

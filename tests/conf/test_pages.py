@@ -94,7 +94,7 @@ def test_the_example_of_an_option_is_one() -> None:
         ({"alpha": 2.0}, "rule=fixed"),
     ):
         refusal(said, stopping, **given)
-    assert stopping(rule="beta", alpha=2.0, workers=3).deciding() == {"rule": "beta", "alpha": 2.0}
+    assert stopping(rule="beta", alpha=2.0, workers=3).decisions() == {"rule": "beta", "alpha": 2.0}
 
 
 def test_the_example_of_a_drafter_is_one() -> None:

@@ -21,7 +21,7 @@ from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import AnswerPart, Finding, audit, judge_arm, measure_excess, score_answers
-from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refute, tokens_needed
+from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, combine_u, draws_of, p_values, refute, tokens_needed
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.core.token_selector import TokenSelector
@@ -134,10 +134,10 @@ def test_several_tests_refuse_together_as_often_as_one_would() -> None:
 def test_the_beginnings_are_combined_as_fisher_does() -> None:
     u = torch.tensor([0.3, 0.99], dtype=torch.float64)
     both = float((1 - u).prod())
-    assert beginning(u[:1]) == pytest.approx(0.7)
-    assert beginning(u) == pytest.approx(both * (1 - math.log(both)))  # of a product of two uniform numbers
-    assert beginning(u[:0]) == 1.0
-    assert 0 < beginning(torch.ones(2, dtype=torch.float64)) < 1e-25
+    assert combine_u(u[:1]) == pytest.approx(0.7)
+    assert combine_u(u) == pytest.approx(both * (1 - math.log(both)))  # of a product of two uniform numbers
+    assert combine_u(u[:0]) == 1.0
+    assert 0 < combine_u(torch.ones(2, dtype=torch.float64)) < 1e-25
 
 
 def drawn_from(log_p: Tensor, coins: torch.Generator) -> tuple[Draws, dict[str, Draws]]:
@@ -333,7 +333,7 @@ def test_what_is_lossy_is_refused(
 
 def test_another_prompt_is_seen_by_the_first_tokens_alone(model: PreTrainedModel) -> None:
     (fault,) = faults(model, of_another_prompt(model, 0))
-    assert "`beginning`" in fault
+    assert "`combine_u`" in fault
 
 
 def test_faults_are_found_where_they_are(model: PreTrainedModel) -> None:

@@ -87,7 +87,7 @@ def test_a_key_that_is_unknown_or_missing_is_named() -> None:
 
 def test_what_is_not_marked_decides() -> None:
     made = Outer(by_name={"a": Inner()})
-    assert made.deciding() == {
+    assert made.decisions() == {
         "kind": "plain", "depth": 3, "widths": (2,), "ends": (0.0, 1.0), "share": None, "rate": 1.0, "name": "n",
         "exact": True, "inner": {"size": 1}, "by_name": {"a": {"size": 1}},
     }  # fmt: skip

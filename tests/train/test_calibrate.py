@@ -275,7 +275,7 @@ def test_another_template_than_the_drafters_is_warned_of(
     path = Path(shutil.copytree(folder / "target", tmp_path / "target"))
     tiny.byte_tokenizer("{{ messages }}").save_pretrained(path)
     talk = DataConfig(source="local", path="chat.jsonl", template="vicuna")
-    record = {"data": json.loads(json.dumps(talk.deciding()))}
+    record = {"data": json.loads(json.dumps(talk.decisions()))}
     tiny.save_exit(tmp_path / "drafter", path, tiny.LAYERS - 1, record)
     for data, warned in (
         (replace(talk, template="tokenizer"), True),

@@ -75,7 +75,7 @@ def train_bigram(config: BigramConfig) -> None:
             student = Bigram(target.config.vocab_size, config.width)
         stack = target.stack(dtype=torch.float32)
         decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
-        identity = config.deciding() | {"target": target.fingerprint.weights, "data_key": rows.key}
+        identity = config.decisions() | {"target": target.fingerprint.weights, "data_key": rows.key}
 
         def evaluate(step: int) -> Metrics:
             return decoding(stack, BigramDraftModel(student))

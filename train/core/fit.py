@@ -93,7 +93,7 @@ def fit(
     max_steps = config.total_steps(len(rows))
     config.micro_rows(state.num_processes)  # raises before anything is written
     limits = {"steps": max_steps, "minutes": minutes}
-    run = limits | {"rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **identity}
+    run = limits | {"rows": len(rows), "fit": config.decisions(), "heldout_by": HELDOUT_BY, **identity}
     checkpoint, longer = run_dir.open_run(out_dir, run, resume)
     run["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read

@@ -65,9 +65,9 @@ class DrafterTraining(Settings):
         """Whether the loss compares with the target's distribution."""
         return self.objective != "cross_entropy"
 
-    def deciding(self) -> dict[str, object]:
+    def decisions(self) -> dict[str, object]:
         """As of all settings; besides, what chooses among the weights on the way."""
-        return super().deciding() | ({"eval_every": self.fit.eval_every} if self.decode_prompts else {})
+        return super().decisions() | ({"eval_every": self.fit.eval_every} if self.decode_prompts else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ def practice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat.jsonl").write_text("\n".join([json.dumps(conversation)] * 3))
     data = DataConfig(source="local", path=str(folder / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
     fingerprint = open_target(str(path)).fingerprint
-    record = {"data": json.loads(json.dumps(data.deciding()))}
+    record = {"data": json.loads(json.dumps(data.decisions()))}
     save_exit(folder / "exit", path, LAYERS - 1, record)
     shutil.copytree(path, folder / "lm")
     other = replace(fingerprint, weights="others")

@@ -225,7 +225,7 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
         if mixed:
             parts = {"open": MixPart(source=source, path=data.path), "own": MixPart(source="local", path="b.jsonl")}
             data = DataConfig(source="mix", mix=parts, heldout_fraction=0.01)
-        save_exit(tmp_path / source, target, 1, {"data": data.deciding()})
+        save_exit(tmp_path / source, target, 1, {"data": data.decisions()})
         asked = EvaluateConfig(checkpoint=str(tmp_path / source), methods={"m": MethodConfig()})
         assert heldout_fraction(asked) == (0.01 if source == "python_stdlib" else DataConfig.heldout_fraction)
 

@@ -33,7 +33,7 @@ CODE_ONLY = DataConfig(source="python_stdlib")
 def trained(models: Path, drafter: str, data: DataConfig | None) -> str:
     """The directory of a drafter that has such data on record, as its training leaves it."""
     path = models / drafter / RECORDS[drafter]
-    settings = {} if data is None else {"data": json.loads(json.dumps(data.deciding()))}
+    settings = {} if data is None else {"data": json.loads(json.dumps(data.decisions()))}
     if drafter == EARLY_EXIT:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"training": settings}))
     else:
@@ -94,10 +94,10 @@ def test_what_a_record_says() -> None:
         (mixed, own, {"tokenizer", "vicuna"}), (mixed, plain, {"vicuna"}),
         (DataConfig(source="local", path="a", layout="text", template="vicuna"), own, set()),
     ):  # fmt: skip
-        assert templates_of(data.deciding(), tokenizer) == expected
+        assert templates_of(data.decisions(), tokenizer) == expected
     for nothing in (None, {}, {"template": "vicuna", "source": "of another version"}):
         assert templates_of(nothing, own) == frozenset()
-    both = {"small_lm": templates_of(mixed.deciding(), own)}
+    both = {"small_lm": templates_of(mixed.decisions(), own)}
     assert [chat_template(asked, both) for asked in ("vicuna", "tokenizer", "none")] == ["vicuna", "tokenizer", "none"]
     refusal(r"template=auto: .*tokenizer and vicuna; give template=", chat_template, "auto", both)
 
