@@ -385,7 +385,7 @@ def test_a_fault_of_one_block_of_stored_codes_is_seen(
     linear = stack.layers[1].mlp.down_proj
     prepare_models(stack, {})
     compare_panels(linear)
-    fault(linear.parts[0].packed, linear.parts[0].kind)
+    fault(linear.parts[0].packed, linear.parts[0].kind_name)
     refusal("other weights than those that its file stores", compare_panels, linear)
     if stored != "int4":
         plain = load_reference(open_target(str(path)), torch.bfloat16, torch.device("cpu"))
