@@ -220,11 +220,8 @@ def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect
         raise UserError("reading.own_head=false: expected null: a written head holds the rows of its own logits")
     # A head is always written with these two values.
     fields = asdict(replace(reading, draft_ids="offset", own_head=True))
-    lost = [
-        name
-        for name, default in _READER_DEFAULTS.items()
-        if name not in _SUPPORTED[dialect] and fields[name] != default
-    ]
+    unread = _READER_DEFAULTS.keys() - _SUPPORTED[dialect]
+    lost = [name for name, default in _READER_DEFAULTS.items() if name in unread and fields[name] != default]
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")

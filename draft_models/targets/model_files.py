@@ -290,11 +290,8 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
     faults += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
     if faults or (exact and unused):
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
-        hint = (
-            f"; there with the prefix {list_words(sorted(prefixes))}"
-            if prefixes
-            else f"; not known: {list_words(unused)}"
-        )
+        hint = f"; there with the prefix {list_words(sorted(prefixes))}" if prefixes else ""
+        hint = hint or f"; not known: {list_words(unused)}"
         raise UserError(
             f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(faults)}{hint if unused else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
