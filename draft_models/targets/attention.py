@@ -78,43 +78,55 @@ def grouped_attention(
     softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of an attention sink, which
     takes part in the softmax and has no value (gpt-oss).
 
-    G query heads share a key head. They are concatenated along the query axis, so keys and values are read once and
-    never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask is
-    required, because "no mask" would be ambiguous.
+    Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask is required,
+    because "no mask" would be ambiguous.
     """
     if isinstance(attention_mask, Band | TextMasks):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         if isinstance(attention_mask, TextMasks):
             return _attend_by_texts(module, query, key, value, attention_mask, **options), None
         return _attend_by_blocks(module, query, key, value, attention_mask, **options), None
-    batch, heads, queries, width = query.shape
-    key_heads, keys = key.shape[1], key.shape[2]
-    group = heads // key_heads
-    causal = attention_mask is None and queries > 1
-    if causal and queries != keys:
+    queries, keys = query.shape[2], key.shape[2]
+    is_causal = attention_mask is None and queries > 1
+    if is_causal and queries != keys:
         raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {keys} keys")
     if softcap is not None or s_aux is not None:
-        if causal:
+        if is_causal:
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
         out = _attend_by_capped_scores(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
         return out.transpose(1, 2), None
-    if causal:
+    if is_causal:
+        is_grouped = query.shape[1] > key.shape[1]
         out = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=is_grouped
         )
         return out.transpose(1, 2), None
+    return _attend_to_cache(query, key, value, attention_mask, dropout, scaling), None
+
+
+def _attend_to_cache(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """`grouped_attention` of queries with a mask, or of a single query, by the kernel in use: [B, Q, H, D].
+
+    G query heads share a key head. They are concatenated along the query axis, so keys and values are read once and
+    never copied.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    group = heads // key_heads
     single_text = (batch, value.shape[3]) == (1, width) and not dropout
-    if callable(_kernel) and attention_mask is not None and single_text:
+    if callable(_kernel) and mask is not None and single_text:
         scale = scaling if scaling is not None else width**-0.5
-        return _kernel(query.contiguous(), key, value, attention_mask, scale), None
+        return _kernel(query.contiguous(), key, value, mask, scale)
     if group > 1:
         query = query.reshape(batch, key_heads, group * queries, width)
-        if attention_mask is not None and queries > 1:
-            rows = attention_mask.shape[0]
-            attention_mask = attention_mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
+        if mask is not None and queries > 1:
+            rows = mask.shape[0]
+            mask = mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
     attend = _attend_by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
-    out = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
+    out = attend(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(batch, heads, queries, -1).transpose(1, 2)
 
 
 def _attend_by_texts(
