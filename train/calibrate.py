@@ -198,11 +198,11 @@ def load_texts(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int
     if longest < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
-    by_split, recorded = dict[Split, list[TextToContinue]](), config.answers == "recorded"
+    by_split, has_answers = dict[Split, list[TextToContinue]](), config.answers == "recorded"
     for split, count in counts.items():
-        load = load_top_k_rows if recorded else load_rows
+        load = load_top_k_rows if has_answers else load_rows
         rows = load(config.data, target.tokenizer, config.seq_len, split, max_rows=count)
-        if recorded:
+        if has_answers:
             texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
             texts = [text for text in texts if len(text.prompt) <= longest]
@@ -219,7 +219,11 @@ def load_texts(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int
 def load_decoder(
     config: CalibrateConfig, kind: Kind, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., Iterator[Round]]:
-    """See `Drafting.decode`; the drafter `model` is made ready too."""
+    """The function that decodes a text (see `Drafting.decode`): the whole target, or its recorded answers.
+
+    The drafter `model` is prepared for decoding too. Of the target only the layers that the drafter shares are read if
+    the answers are recorded.
+    """
     layers = layers_read(config, kind)
     if layers == 0:
         lay_out(model, device)
@@ -240,7 +244,8 @@ def load_decoder(
 class CalibrationStudent(Student):
     """The head on standardised inputs, so that one learning rate fits every model; see `fold_standardisation`.
 
-    It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
+    The head begins as the draft's own odds, shifted to the mean acceptance, so that few steps are enough. captured: the
+    tokens to train on, of which means and deviations are taken.
     odds=False: the draft's odds get no weight, as in the paper.
     """
 
@@ -254,9 +259,9 @@ class CalibrationStudent(Student):
     def __init__(self, captured: Batch, l2: float, *, odds: bool = True):
         super().__init__()
         self.l2 = l2 / len(captured["label"])
-        seen = log_odds(captured["confidence"].log())
-        self.register_buffer("mean_odds", seen.mean(), persistent=False)
-        self.register_buffer("scale_odds", seen.std().clamp_min(1e-6), persistent=False)
+        draft_odds = log_odds(captured["confidence"].log())  # [n]
+        self.register_buffer("mean_odds", draft_odds.mean(), persistent=False)
+        self.register_buffer("scale_odds", draft_odds.std().clamp_min(1e-6), persistent=False)
         for name in ("target", "draft"):
             values = captured[f"{name}_hidden"].float()
             self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)

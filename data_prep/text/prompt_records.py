@@ -102,7 +102,7 @@ def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
         return layout.column, layout.name, ()
     turns = raw["turns"] if "turns" in raw else raw.get("prompt")
     if "turns" in raw or isinstance(turns, list):
-        return "turns" if "turns" in raw else "prompt", "question", _turns(turns, where)
+        return "turns" if "turns" in raw else "prompt", "question", _require_turns(turns, where)
     for column, (kind, instruction) in _ASKED.items():
         if column in raw:
             return column, kind, (instruction + _request_text(raw, column, where),)
@@ -116,7 +116,7 @@ def _column_of(raw: Raw, where: str) -> tuple[str, str, tuple[str, ...]]:
     )
 
 
-def _turns(turns: object, where: str) -> tuple[str, ...]:
+def _require_turns(turns: object, where: str) -> tuple[str, ...]:
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{where}: turns={turns!r}: expected a list of texts")
     texts = tuple(prompt_text(turn, where) for turn in turns)
