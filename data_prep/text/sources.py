@@ -45,17 +45,17 @@ def read_records(
     if config.layout == "prompts" and not asking:
         raise UserError(f"layout=prompts: {_NO_ANSWERS}")
     detected: set[FileLayout] = set()
-    seen = 0
+    count = 0
     for name, rows in _iterate_sources(config, counts):
         layout: FileLayout | None = None
         for number, raw in rows:
-            if seen == config.max_records:
+            if count == config.max_records:
                 return
-            seen += 1
+            count += 1
             identity = f"{name}:{number}" if number else name
             try:
                 if layout is None and (config.layout == "prompts" or not isinstance(raw, str)):
-                    layout = _layout_of(raw, config, asking, identity)
+                    layout = _choose_layout(raw, config, asking, identity)
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)
                         print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
@@ -104,10 +104,10 @@ def _iterate_sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, 
             yield name, text_rows(path, counts)
 
 
-def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> FileLayout:
+def _choose_layout(raw: object, config: DataConfig, asking: bool, where: str) -> FileLayout:
     """The layout of the file that begins with the record `raw` (see `find_layout`)."""
-    found_prompts = asking and config.layout == "auto" and config.column is None and is_prompt_record(raw)
-    if config.layout == "prompts" or found_prompts:
+    holds_prompts = asking and config.layout == "auto" and config.column is None and is_prompt_record(raw)
+    if config.layout == "prompts" or holds_prompts:
         return _PROMPTS
     try:
         return find_layout(raw, config.layout, config.column, where)
