@@ -156,7 +156,6 @@ class Eagle3Student(Student):
     is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `step_decay` times
     that of the previous step, and all weights sum to 1. With `keep` step t is drawn to run at a share of keep^t of the
     positions, with 1 / keep^t times the weight. So the expected loss and gradient are those of all positions.
-
     With position_weights=none each step has the weight 1 / `steps`; cat and dpace multiply that by weights of slots.
     """
 
