@@ -102,7 +102,7 @@ def compare_variants(examinee: Examinee, scores: Sequence[AgreementScores]) -> F
         rows.append(row)
     blocks = scores[0].blocks.tolist() if scores else []
     return Findings(
-        places=len(blocks),
+        positions=len(blocks),
         texts=len({block >> 32 for block in blocks}),  # see `score_logits`
         ways=tuple(rows),
         better=max((row for row in rows if row.wins), key=lambda row: row.agreement, default=None),

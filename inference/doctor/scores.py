@@ -6,10 +6,11 @@ of neighbours is correlated, so `BLOCK` positions form one observation of the te
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from outrider.base.errors import UserError
@@ -57,13 +58,13 @@ class ReadingScores:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings on one drafter, over `places` judged positions of `texts` answers.
+    """The findings on one drafter, over so many judged `positions` of `texts` answers.
 
     ways: the declared reading, then the others; none without an answer. better: the best reading that wins. lengths:
     the agreement of the declared reading by length of text.
     """
 
-    places: int
+    positions: Annotated[int, Field(alias="places")] = field(metadata={"key": "places"})
     texts: int
     ways: tuple[ReadingScores, ...]
     better: ReadingScores | None
@@ -176,7 +177,7 @@ def describe_findings(kind: str, findings: Findings) -> Iterator[str]:
 
     A fact that may explain a bad drafter begins with an exclamation mark.
     """
-    yield f"doctor: {kind}, {findings.places} tokens of {findings.texts} answers of the target"
+    yield f"doctor: {kind}, {findings.positions} tokens of {findings.texts} answers of the target"
     if not findings.ways:
         yield "  no token of an answer could be judged: give prompts that the target answers with more"
         return
@@ -198,7 +199,7 @@ def _describe_verdict(findings: Findings) -> Iterator[str]:
     better, declared = findings.better, findings.ways[0]
     if min(declared.finite) < 1:
         yield f"  {1 - min(declared.finite):.1%} of its logits are not finite: its numbers overflow in this dtype"
-    if findings.places < FEWEST * BLOCK:
+    if findings.positions < FEWEST * BLOCK:
         yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts"
     if better is not None:
         yield f"  {better.name} is better: {better.meaning}"
@@ -213,7 +214,7 @@ def refuse_reading(kind: str, where: str, findings: Findings) -> None:
         return
     better, declared = max(winners, key=lambda row: row.agreement), findings.ways[0]
     raise UserError(
-        f"{kind}={where}: its config.json declares another head than its weights are. Over {findings.places} tokens "
+        f"{kind}={where}: its config.json declares another head than its weights are. Over {findings.positions} tokens "
         f"it agrees with the target at {declared.agreement:.1%} as declared, and at {better.agreement:.1%} with "
         f"{better.option} (by chance with a probability of at most {better.chance:.1g}): {better.meaning}. "
         f"Give {better.option} to read it so, or doctor=false to take it as declared"

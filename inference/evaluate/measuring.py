@@ -5,7 +5,7 @@ run can be continued, with any number of processes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ from outrider.inference.measure.results import (
 )
 from outrider.inference.measure.threads import load_average
 from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.report.types import to_json
 from outrider.inference.report.writing import result_lines
 from outrider.inference.settings.kinds import KINDS
 
@@ -110,7 +111,7 @@ def tune_methods(plan: EvaluationPlan, models: Models | None) -> Prepared:
         assert models is not None  # the main process has a share of a new run
         doctor = see_doctor(plan, models)
         prepared = prepare_methods(plan.config, plan.setup, models, plan.rendered[0], plan.positions)
-        content = asdict(replace(prepared, doctor=dict(doctor)))
+        content = to_json(replace(prepared, doctor=dict(doctor)))
         begin_run(plan.out_dir, plan.identity, content)
         return content
 
