@@ -333,7 +333,7 @@ def test_what_is_lossy_is_refused(
 
 def test_another_prompt_is_seen_by_the_first_tokens_alone(model: PreTrainedModel) -> None:
     (fault,) = faults(model, of_another_prompt(model, 0))
-    assert "`combine_u`" in fault
+    assert "`beginning`" in fault
 
 
 def test_faults_are_found_where_they_are(model: PreTrainedModel) -> None:
