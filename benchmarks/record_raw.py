@@ -2,7 +2,8 @@
 
 By entry, its conditions and its prompts. A prompt has its id and category, the unit that is resampled, its number of
 tokens, the deviations of arms that were judged, and of every arm a digest of the text, the number of its tokens, the
-seconds of prefill and of decoding, and of every round the tokens emitted, drafted and accepted, and the draft's depth.
+seconds of prefill and of decoding, and of every round the tokens emitted, drafted and accepted, the draft's depth, and
+(in newer records) its source.
 """
 
 import gzip
@@ -59,7 +60,7 @@ def packed(result: PromptResult) -> Json:
             "tokens": len(made.tokens),
             "prefill_seconds": made.prefill_seconds,
             "decode_seconds": made.decode_seconds,
-            "rounds": [[len(r.tokens), r.drafted, r.accepted, r.depth] for r in made.rounds],
+            "rounds": [[len(r.tokens), r.drafted, r.accepted, r.depth, r.source] for r in made.rounds],
         }
         for name, made in result.generations.items()
     }
@@ -72,7 +73,7 @@ def unpacked(raw: Json) -> PromptResult:
     """The result that was `packed`, with texts of the same lengths, which are equal where they were."""
 
     def made(one: Json) -> Generation:
-        rounds = tuple(Round((0,) * emitted, *counts, seconds=0.0) for emitted, *counts in one["rounds"])
+        rounds = tuple(Round((0,) * emitted, *counts[:3], seconds=0.0) for emitted, *counts in one["rounds"])
         text = (int(one["text"], 16),) * one["tokens"]
         return Generation(text, one["prefill_seconds"], one["decode_seconds"], rounds)
 

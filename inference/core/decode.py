@@ -127,7 +127,8 @@ def decode_rounds(
         tokens = cut([*accepted, bonus], eos, budget)
         budget -= len(tokens)
         token = tokens[-1]
-        yield Round(tokens, len(tree), min(len(nodes), len(tokens)), tree.depth, watch.seconds, *watch.parts.values())
+        counts, seconds = (len(tree), min(len(nodes), len(tokens)), tree.depth), (watch.seconds, *watch.parts.values())
+        yield Round(tokens, *counts, *seconds, source=tree.source if len(tree) else "")
 
 
 def _verify(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from outrider.inference.core.tree import DraftSource
+
 Clock = Callable[[], float]
 
 
@@ -16,6 +18,8 @@ class Round:
     tokens: committed ids, never beyond the first EOS or the budget.
     drafted: proposed tokens. accepted: how many of `tokens` came from the draft. depth: the draft's depth, which is the
     largest possible `accepted`.
+
+    source: who drafted (see `DraftTree`); empty: nothing was drafted, or it is not recorded.
 
     seconds: of the whole round. draft: of the drafter's forward passes. structure: of its other work. verify: of the
     target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for other texts.
@@ -29,6 +33,7 @@ class Round:
     draft_seconds: float = 0.0
     structure_seconds: float = 0.0
     verify_seconds: float = 0.0
+    source: DraftSource = field(default="", kw_only=True)
 
 
 def synchronized_clock() -> float:

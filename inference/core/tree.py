@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
 ROOT = -1  # the parent of a first draft token: the last committed token
+DraftSource = Literal["", "model", "text", "table"]  # a model, a copy of the text so far, an n-gram table
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class DraftTree:
     their index. It is empty for a deterministic draft, whose candidates are point masses.
     draws: for draws with replacement, the child that each draw at a node hit, in order. Equal draws are one node, which
     is listed again. Example: a root that drew the tokens 7, 9, 7 has the children 0 and 1, and the draws (0, 1, 0).
+    source: who drafted it; empty: not recorded.
     """
 
     tokens: Tensor
@@ -31,6 +34,7 @@ class DraftTree:
     path_probs: Tensor | None = None
     q: dict[int, Tensor] = field(default_factory=dict)
     draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    source: DraftSource = ""
 
     def __len__(self) -> int:
         return len(self.parents)

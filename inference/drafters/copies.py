@@ -53,7 +53,7 @@ class PromptLookup(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         ids = self._choose_tokens(int(root), min(limit, self.max_rows))
         tokens = torch.tensor(ids, dtype=torch.long, device=root.device) if ids else root[:0]
-        return DraftTree(tokens, chain_parents(0, len(ids)), (-1,) * len(ids))
+        return DraftTree(tokens, chain_parents(0, len(ids)), (-1,) * len(ids), source="text")
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)

@@ -53,7 +53,8 @@ class ModelDrafter(Drafter):
                 return copied
         if self.allowance is not None and not self.allowance.opens_round(self.structure.rule.gain()):
             return DraftTree(root[:0], (), ())
-        return self._source.with_ids(self.structure.draft(self._source, root, limit))
+        drafted = self._source.with_ids(self.structure.draft(self._source, root, limit))
+        return replace(drafted, source="model")
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         shares = self.model.split or self.model.aux_layers

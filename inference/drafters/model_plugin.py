@@ -46,11 +46,12 @@ def head_identity(kind: Kind, where: str | None) -> str | None:
 
 
 def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
-    """What drafts from the text itself for a drafter of `method`, if it has `copy`: by `tuning` as many tokens as pay.
+    """What drafts from the text itself for a drafter of `method`, if `copy` is a length: by `tuning` as many tokens as
+    pay.
 
     The evidence of `tuning` is about other drafts.
     """
-    if method.copy is None:
+    if not isinstance(method.copy, int):
         return None
     if tuning is not None:
         alone = Tuning(tuning.costs)

@@ -83,6 +83,22 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class SourceRounds:
+    """The rounds whose drafts are from one source (see `Round.source`), and their τ."""
+
+    rounds: int
+    tau: float
+
+
+def rounds_by_source(generations: Iterable[Generation]) -> dict[str, SourceRounds]:
+    """The rounds of each source; those without a draft, or whose source is not recorded, under "none"."""
+    emitted: dict[str, list[int]] = {}
+    for r in (r for generation in generations for r in generation.rounds):
+        emitted.setdefault(r.source or "none", []).append(len(r.tokens))
+    return {source: SourceRounds(len(counts), _mean(counts)) for source, counts in sorted(emitted.items())}
+
+
+@dataclass(frozen=True)
 class ChosenSize:
     """An "auto" size: the value chosen most often, its share of the rounds, and the mean."""
 

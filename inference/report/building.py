@@ -28,6 +28,7 @@ from outrider.inference.measure.statistics import (
     count_loops,
     decode_statistics,
     judge_speed,
+    rounds_by_source,
     structure_statistics,
 )
 from outrider.inference.report.types import (
@@ -76,6 +77,7 @@ def build_report(
         lossless=lossless,
         structure=structure_statistics(generations),
         acceptance_by_candidates=tuple(acceptance_by_candidates(generations)),
+        sources=rounds_by_source(generations),
         auto=AutoSizes(tuning.costs.summary(), chosen_sizes(generations)) if tuning else None,
         tokens_per_second={name: tokens_per_second(results, arm) for name, arm in arms.items()},
         whole_answers_per_second={name: tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()},

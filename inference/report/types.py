@@ -27,6 +27,7 @@ from outrider.inference.measure.statistics import (
     MachineLoad,
     MedianInterval,
     PlainToken,
+    SourceRounds,
 )
 
 FLAT = {"flat": True}  # metadata of a field whose own fields stand beside it
@@ -226,6 +227,7 @@ class MethodReport:
     structure: Mapping[str, float]
     acceptance_by_candidates: tuple[float, ...]
     auto: AutoSizes | None
+    sources: Mapping[str, SourceRounds] | None = field(default=None, metadata=OPTIONAL)
     tokens_per_second: Mapping[str, float | None]
     whole_answers_per_second: Mapping[str, float | None]
     prefill_seconds: Mapping[str, MedianInterval | None]

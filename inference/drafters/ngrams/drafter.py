@@ -55,15 +55,17 @@ class _OverText(Drafter):
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
 
-    def draft(self, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, root: Tensor, depth_limit: int) -> DraftTree:
         self._reserve(1)
         self._ids[self._length] = int(root)  # the session commits it at the end of this round
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
-        if limit <= 0:
+        if depth_limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
+        tokens, parents, probs = _NOTHING
         size = self.max_rows if self.sizes is None else self.sizes.search_size()
-        tokens, parents, probs = self._search(self._ids, self._learnt, limit, self._nodes[size]) if size else _NOTHING
+        if size:
+            tokens, parents, probs = self._search(self._ids, self._learnt, depth_limit, self._nodes[size])
         if self.sizes is not None:
             assert probs is not None
             count = self.sizes.count(parents, probs)
@@ -73,6 +75,7 @@ class _OverText(Drafter):
             tuple(parents.tolist()),
             (-1,) * len(tokens),
             None if probs is None else torch.from_numpy(probs),
+            source="table",
         )
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -103,8 +106,8 @@ class _OverText(Drafter):
         self._learn(ids, 0, stop)
 
     @abstractmethod
-    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
-        """The draft under ids[:stop] of depth at most `limit`, with as many nodes as `nodes` can hold."""
+    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: Nodes) -> _Draft:
+        """The draft under ids[:stop] of depth at most `depth_limit`, with as many nodes as `nodes` can hold."""
 
 
 class TrigramDrafter(_OverText):
@@ -132,9 +135,9 @@ class TrigramDrafter(_OverText):
         if self.config.adapt:
             self.overlay.learn(ids, start, stop)
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
+    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: Nodes) -> _Draft:
         config, overlay = self.config, self.overlay
-        context = (overlay.level, overlay.contexts, ids, stop, self.table.vocabulary, min(limit, config.depth))
+        context = (overlay.level, overlay.contexts, ids, stop, self.table.vocabulary, min(depth_limit, config.depth))
         if config.search == "best_first":
             return _draft_of(nodes, best_first(*context, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
@@ -179,8 +182,8 @@ class MixedDrafter(_OverText):
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Draft:
-        return _draft_of(nodes, self.mixture.search(ids, stop, min(limit, self.config.depth), nodes))
+    def _search(self, ids: np.ndarray, stop: int, depth_limit: int, nodes: Nodes) -> _Draft:
+        return _draft_of(nodes, self.mixture.search(ids, stop, min(depth_limit, self.config.depth), nodes))
 
 
 def _draft_of(nodes: Nodes, count: int) -> _Draft:
@@ -227,7 +230,7 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[ModelOptions]
     ) -> TrigramTable | None:
-        if not any(method.source == KIND.name for method in methods.values()):
+        if not any(method.uses(KIND) for method in methods.values()):
             return None
         return open_table(where, target.vocabulary_digest, target.vocabulary_size)
 

@@ -141,7 +141,7 @@ def learn_weights(sources, length, token, scratch):
         weights.trials[source, kind] += mass
         mass -= hit
         hits, trials = weights.hits[source, kind], weights.trials[source, kind]
-        weights.shares[source, kind] = (strength * weights.prior[source, kind] + hits) / (strength + trials)
+        weights.shares[source, kind] = (strength * weights.prior_shares[source, kind] + hits) / (strength + trials)
     return np.log(chance)
 
 

@@ -56,14 +56,14 @@ SUREST = 0.9  # if only a child likelier than this could enter a full draft, the
 
 
 class MixtureWeights(NamedTuple):
-    """shares: λ by source and class, float64 [S = 3 + K + R, CLASSES], and with it:
+    """The weights λ of all sources by class, float64 [S = 3 + K + R, CLASSES], and what they are learnt from.
 
-    its prior; expected numbers of hits and trials; scratch for one token (integers int64 [2, S], numbers float64
-    [2, S]).
+    shares: λ now; prior_shares: λ before the first token. hits, trials: expected numbers of the tokens that a source
+    predicted, and of those that it could have. integers int64 [2, S], numbers float64 [2, S]: scratch for one token.
     """
 
     shares: np.ndarray
-    prior: np.ndarray
+    prior_shares: np.ndarray
     hits: np.ndarray
     trials: np.ndarray
     integers: np.ndarray
@@ -78,9 +78,10 @@ def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Mixt
         (recycled_shares(), recycled),
         (SUFFIXES, REACH - LEAST + 1 if suffixes else 0),
     )
-    prior = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
-    integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
-    return MixtureWeights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
+    prior_shares = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
+    integers, numbers = np.empty((2, len(prior_shares)), np.int64), np.empty((2, len(prior_shares)))
+    hits, trials = np.zeros_like(prior_shares), np.zeros_like(prior_shares)
+    return MixtureWeights(prior_shares.copy(), prior_shares, hits, trials, integers, numbers)
 
 
 class Scratch(NamedTuple):

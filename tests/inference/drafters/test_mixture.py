@@ -203,7 +203,7 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
     text[40:60] = make_documents()[4][20:40]
     session = FakeSession(text[:30])
     drafter.begin(session, None, None)
-    assert np.array_equal(drafter.mixture.weights.shares, new_weights(3, 2 if recycle else 0, suffixes).prior)
+    assert np.array_equal(drafter.mixture.weights.shares, new_weights(3, 2 if recycle else 0, suffixes).prior_shares)
     hits, trials = np.zeros_like(drafter.mixture.weights.hits), np.zeros_like(drafter.mixture.weights.hits)
     for end in range(30, 80):
         sources = slow_sources(drafter, text[:end], rows)
@@ -222,9 +222,9 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
             hits[source, kind] += hit
             trials[source, kind] += left
             left -= hit
-    expected = (5.0 * drafter.mixture.weights.prior + hits) / (5.0 + trials)
+    expected = (5.0 * drafter.mixture.weights.prior_shares + hits) / (5.0 + trials)
     np.testing.assert_allclose(drafter.mixture.weights.shares, expected, rtol=1e-6)  # recycled rows are float32
-    assert not np.allclose(drafter.mixture.weights.shares, drafter.mixture.weights.prior)
+    assert not np.allclose(drafter.mixture.weights.shares, drafter.mixture.weights.prior_shares)
     assert (trials[6 + (2 if recycle else 0) :].sum() > 1) == suffixes
 
 
