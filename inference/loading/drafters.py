@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from transformers import PreTrainedConfig
 
 from outrider.base.streams import Streams
+from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import position_limit
+from outrider.draft_models.targets.settings import TABLE
 from outrider.inference.core.drafter import Drafter
+from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.ngrams.beside_model import NgramsBesideModel
 from outrider.inference.settings.evaluate import Drafting
-from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.kinds import KINDS, NGRAMS
 from outrider.inference.settings.method import MethodConfig, known_size
 from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
@@ -57,4 +61,8 @@ def new_drafter(
     if tuning is not None and drawn:
         tuning = replace(tuning, shared=None)
     kind = KINDS[method.source]
-    return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
+    drafter: Drafter = kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
+    if method.copy == TABLE:
+        drafter = cast(ModelDrafter, drafter)
+        drafter.ask_first(NgramsBesideModel(cast(TrigramTable, drafters[NGRAMS.name]), method.ngrams, tuning))
+    return drafter

@@ -54,14 +54,18 @@ SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; a round without 
 
 
 def probes_of(method: MethodConfig) -> list[MethodConfig]:
-    """`method` with various numbers in place of "auto", so that passes of many widths occur."""
-    tree = method.structure
-    if tree.kind == "chain":
-        return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
+    """`method` with various numbers in place of "auto", so that passes of many widths occur. The model drafts alone.
+
+    A tree without "auto" and δ is measured by chains: only their widths vary.
+    """
+    tree, method = method.structure, replace(method, copy=None, ngrams=NgramConfig())
+    if tree.kind != "opt_tree":
+        chains = replace(method, structure=StructureConfig())
+        return [replace(chains, stop=StopConfig(max_draft=length)) for length in CHAINS]
     sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
     levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
     shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
-    without_rule = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
+    without_rule = replace(method, structure=StructureConfig(), stop=StopConfig())
     return [replace(without_rule, structure=shape) for shape in shapes]  # no stop rule: all levels are drafted
 
 

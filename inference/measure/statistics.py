@@ -90,7 +90,7 @@ class SourceRounds:
     tau: float
 
 
-def rounds_by_source(generations: Iterable[Generation]) -> dict[str, SourceRounds]:
+def count_rounds_by_source(generations: Iterable[Generation]) -> dict[str, SourceRounds]:
     """The rounds of each source; those without a draft, or whose source is not recorded, under "none"."""
     emitted: dict[str, list[int]] = {}
     for r in (r for generation in generations for r in generation.rounds):

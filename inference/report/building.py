@@ -26,9 +26,9 @@ from outrider.inference.measure.statistics import (
     acceptance_by_position,
     chosen_sizes,
     count_loops,
+    count_rounds_by_source,
     decode_statistics,
     judge_speed,
-    rounds_by_source,
     structure_statistics,
 )
 from outrider.inference.report.types import (
@@ -77,7 +77,7 @@ def build_report(
         lossless=lossless,
         structure=structure_statistics(generations),
         acceptance_by_candidates=tuple(acceptance_by_candidates(generations)),
-        sources=rounds_by_source(generations),
+        sources=count_rounds_by_source(generations),
         auto=AutoSizes(tuning.costs.summary(), chosen_sizes(generations)) if tuning else None,
         tokens_per_second={name: tokens_per_second(results, arm) for name, arm in arms.items()},
         whole_answers_per_second={name: tokens_per_second(results, arm, prefill=True) for name, arm in arms.items()},

@@ -233,7 +233,7 @@ class MethodConfig(Settings):
         tree, shape = self.structure, self.structure.kind
         self._refuse_unread(kind)
         if self.copy == TABLE:
-            for key, value in (("evidence", "mixed"), ("nodes", AUTO)):
+            for key, value in (("evidence", "mixed"), ("nodes", AUTO), ("recycle", 0)):
                 expected = f"{value} with copy=table, as in method=small_lm_table"
                 self.require(f"ngrams.{key}", getattr(self.ngrams, key) == value, expected)
         sized = self.stop.max_draft != AUTO or (shape == "chain" if kind.shaped else kind.has_stop)

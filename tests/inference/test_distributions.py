@@ -140,6 +140,7 @@ CASES = {
         block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
     ),
     "chain, copied": Case(preset("small_lm/survival"), 63),
+    "chain, table": Case(preset("small_lm_table"), 63),
     "opt_tree, copied": Case(preset("opt_tree_auto"), 63),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
@@ -322,6 +323,10 @@ WITHDRAWN: Fault = (
     "tokens = tokens[: len(tokens) - (1 < len(tokens) <= steps)]\n    n = len(tokens) - 1\n"
     "    q = {node: row for node, row in q.items() if node < n - 1}\n",
 )  # fmt: skip
+Q_OF_COPIES: Fault = (
+    ModelDrafter, "draft", "return copied",
+    "return replace(copied, q=dict.fromkeys(range(-1, 15), torch.ones(4) / 4))",
+)  # fmt: skip
 VERIFIES = (token_selector.TokenSelector, "verify")
 FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws that show it, and what
     "stop and verification share, as they did": (CASES["chain, beta"], SHARED, STOPS, WORDS),
@@ -340,10 +345,15 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
         Case(tree("k_config", widths=(3,))), MORE, (*VERIFIES, "replace=bool(tree.draws)", "replace=True"),
     ),
     "matching forgets": (CASES["opt_tree"], 1_000, (verify.Matching, "residual", "r[list(tokens)] = 0", "")),
-    "a q of what was copied": (
-        CASES["chain, copied"], 1_500,
-        (ModelDrafter, "draft", "return copied",
-         "return replace(copied, q=dict.fromkeys(range(-1, 15), torch.ones(4) / 4))"),
+    "a q of what was copied": (CASES["chain, copied"], 1_500, Q_OF_COPIES),
+    "a q of what n-grams drafted": (CASES["chain, table"], 1_500, Q_OF_COPIES),
+    "the source is chosen after the draw": (
+        CASES["chain, table"], 1_500,
+        (ModelDrafter, "draft", "if len(copied):",
+         "drawn = replace(self.structure.draft(self._source, root, limit), source='model')\n"
+         "        if len(drawn) and (not len(copied) or drawn.tokens[0] != copied.tokens[0]):\n"
+         "            return drawn\n"
+         "        if len(copied):"),
     ),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),
     "block by the first token's q": (

@@ -22,7 +22,14 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.ngrams import KIND
 from outrider.inference.drafters.ngrams.mixture import Mixture
-from outrider.inference.drafters.ngrams.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
+from outrider.inference.drafters.ngrams.ngram_search import (
+    Nodes,
+    exploration_factors,
+    new_nodes,
+    new_search,
+    search_best_first,
+    search_by_puct,
+)
 from outrider.inference.drafters.plugin import DrafterPlugin, ModelOptions, TrainingRecord
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, known_size
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
@@ -79,7 +86,7 @@ class _OverText(Drafter):
         )
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        if self.sizes is not None:
+        if self.sizes is not None and tree.source != "model":
             _, parents, probs = self._draft
             assert probs is not None
             self.sizes.observe(parents[: len(tree)], probs[: len(tree)], nodes)
@@ -122,7 +129,7 @@ class TrigramDrafter(_OverText):
         self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
         if config.search == "puct":
             self._tree = new_search(config.iterations)
-            self._explore = exploration(config.iterations, config.c1, config.c2)
+            self._explore = exploration_factors(config.iterations, config.c1, config.c2)
             self._scratch = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
         else:
             self._states = np.empty(self.max_rows, np.uint64)
@@ -139,9 +146,9 @@ class TrigramDrafter(_OverText):
         config, overlay = self.config, self.overlay
         context = (overlay.level, overlay.contexts, ids, stop, self.table.vocabulary, min(depth_limit, config.depth))
         if config.search == "best_first":
-            return _draft_of(nodes, best_first(*context, nodes, self._states))
+            return _draft_of(nodes, search_best_first(*context, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
-        count = puct(*context, *size, self._seed, self._tree, self._scratch, nodes)
+        count = search_by_puct(*context, *size, self._seed, self._tree, self._scratch, nodes)
         tokens, parents, _ = _draft_of(nodes, count)
         return tokens, parents, None  # scores of sentences are not path probabilities
 

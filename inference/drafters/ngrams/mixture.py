@@ -27,9 +27,9 @@ from outrider.inference.drafters.ngrams.ngram_mixing import (
     MixtureWeights,
     class_of,
     level_context,
-    mixed_best_first,
     new_scratch,
     new_weights,
+    search_mixture,
     text_class,
     text_contexts,
 )
@@ -192,7 +192,7 @@ class Mixture:
     def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
         """Fill `nodes` with the likeliest tree under ids[:stop], no deeper than `depth`. Returns the number of
         nodes."""
-        return self._call(mixed_best_first, ids, stop, depth, nodes, self._scratch)
+        return self._call(search_mixture, ids, stop, depth, nodes, self._scratch)
 
     def _call(self, function: Callable[..., R], *arguments: object) -> R:
         """`function` of the sources and `arguments`. All calls of one for one text have arguments of the same types."""

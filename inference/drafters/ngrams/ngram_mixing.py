@@ -28,7 +28,7 @@ from outrider.draft_models.ngrams.suffixes import (
     new_suffix_workspace,
 )
 from outrider.draft_models.ngrams.table import Level
-from outrider.inference.drafters.ngrams.ngram_search import offer, tree_of
+from outrider.inference.drafters.ngrams.ngram_search import offer_node, write_tree
 
 # The prior λ of every source by class, in a file that says how it was fitted. The last row of contexts by length is
 # used for all longer ones. A recording has no logits, so the prior of recycled rows is a chosen formula.
@@ -216,7 +216,7 @@ def _add_suffixes(sources, length, mass, floor, scratch, count):
 
 
 @lean
-def predict(sources, length, floor, scratch):
+def predict_tokens(sources, length, floor, scratch):
     """Write likely tokens after the `length` tokens in `scratch.recent` and their P, unordered; returns their number.
 
     Contributions below `floor` are left out.
@@ -247,8 +247,8 @@ def predict(sources, length, floor, scratch):
 
 
 @lean
-def mixed_best_first(sources, ids, stop, depth, nodes, scratch):
-    """`ngram_search.best_first` with the mixture's probabilities."""
+def search_mixture(sources, ids, stop, depth, nodes, scratch):
+    """`ngram_search.search_best_first` with the mixture's probabilities."""
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
     size, final, node_count = 0, -1, 0
@@ -269,7 +269,7 @@ def mixed_best_first(sources, ids, stop, depth, nodes, scratch):
             recent[length] = ids[position]
             length += 1
         floor = max(1e-6, worst / path / 4)  # four contributions may add up to a relevant probability
-        count = predict(sources, length, floor, scratch)
+        count = predict_tokens(sources, length, floor, scratch)
         for i in range(count):
-            size, node_count, _ = offer(nodes, size, final, node_count, tokens[i], parent, below, path * probs[i])
-    return tree_of(nodes, size)
+            size, node_count, _ = offer_node(nodes, size, final, node_count, tokens[i], parent, below, path * probs[i])
+    return write_tree(nodes, size)

@@ -21,7 +21,7 @@ _ONE = np.uint64(1)
 class Nodes(NamedTuple):
     """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by descending path probability, and
     ranked float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, indices
-    (see `tree_of`) int64 [B]. tree: int64 [2, B], see `tree_of`."""
+    (see `write_tree`) int64 [B]. tree: int64 [2, B], see `write_tree`."""
 
     order: np.ndarray
     tokens: np.ndarray
@@ -39,7 +39,7 @@ def new_nodes(budget: int) -> Nodes:
 
 
 @lean
-def offer(nodes, size, final, node_count, token, parent, depth, prob):
+def offer_node(nodes, size, final, node_count, token, parent, depth, prob):
     """Insert a candidate among the best nodes, of which the first `final` stay; a full ranking drops its last node.
 
     Returns (size, node_count, number): nodes kept, node numbers assigned, the candidate's number (−1: it was dropped).
@@ -62,7 +62,7 @@ def offer(nodes, size, final, node_count, token, parent, depth, prob):
 
 
 @lean
-def tree_of(nodes: Nodes, size: int) -> int:
+def write_tree(nodes: Nodes, size: int) -> int:
     """Write tokens and parents of the kept nodes to `nodes.tree`, likeliest first, parents as indices in that order.
 
     Returns their number. Their path probabilities are the first entries of `nodes.ranked`.
@@ -76,7 +76,7 @@ def tree_of(nodes: Nodes, size: int) -> int:
 
 
 @lean
-def enter(level, overlay, packed):
+def open_state(level, overlay, packed):
     """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
     entry, and the sum of the overlay's entries."""
     key = mix(packed, (level.order - 1) * level.bits)
@@ -91,16 +91,16 @@ def enter(level, overlay, packed):
 
 
 @lean
-def _replaced(entries, head, token):
+def _is_replaced(entries, head, token):
     while head >= 0 and entries[head].token != token:
         head = np.int64(entries[head].following)
     return head >= 0
 
 
 @lean
-def following(tokens, counts, entries, at, end, total, entry, head):
+def next_successor(tokens, counts, entries, at, end, total, entry, head):
     """The next likeliest successor: (token or −1, probability, and where to continue: at, entry)."""
-    while at < end and head >= 0 and _replaced(entries, head, tokens[at]):
+    while at < end and head >= 0 and _is_replaced(entries, head, tokens[at]):
         at += 1
     probability = counts[at] / total if at < end else -1.0
     if entry >= 0 and entries[entry].weight >= probability:
@@ -112,7 +112,7 @@ def following(tokens, counts, entries, at, end, total, entry, head):
 
 
 @lean
-def shifted(level: Level, packed: np.uint64, token: int) -> np.uint64:
+def append_token(level: Level, packed: np.uint64, token: int) -> np.uint64:
     """The state after `token` is appended to the state `packed`."""
     mask = (_ONE << np.uint64((level.order - 1) * level.bits)) - _ONE
     return ((packed << np.uint64(level.bits)) | np.uint64(token)) & mask
@@ -127,13 +127,13 @@ def state_of(level: Level, ids: np.ndarray, stop: int, vocabulary: int) -> tuple
     for i in range(stop - level.order + 1, stop):
         if ids[i] >= vocabulary:
             return packed, False
-        packed = shifted(level, packed, ids[i])
+        packed = append_token(level, packed, ids[i])
     return packed, True
 
 
 @lean
-def best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
-    """Find the nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; returns `tree_of`.
+def search_best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
+    """Write the nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; as `write_tree`.
 
     A child is never likelier than its parent, so the best nodes become final in order. states: uint64 [B], scratch.
     """
@@ -149,22 +149,24 @@ def best_first(level, overlay, ids, stop, vocabulary, depth, nodes, states):
         final += 1
         if below > depth or (size == budget and path <= nodes.ranked[size - 1]):
             continue
-        begin, end, total, head, _ = enter(level, overlay, packed)
+        begin, end, total, head, _ = open_state(level, overlay, packed)
         at, entry = begin, head
         while True:
-            token, probability, at, entry = following(tokens, counts, entries, at, end, total, entry, head)
+            token, probability, at, entry = next_successor(tokens, counts, entries, at, end, total, entry, head)
             if token < 0 or (size == budget and path * probability <= nodes.ranked[size - 1]):
                 break
-            size, node_count, number = offer(nodes, size, final, node_count, token, parent, below, path * probability)
-            states[number] = shifted(level, packed, token)
-    return tree_of(nodes, size)
+            size, node_count, number = offer_node(
+                nodes, size, final, node_count, token, parent, below, path * probability
+            )
+            states[number] = append_token(level, packed, token)
+    return write_tree(nodes, size)
 
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
 _NUMBERS = "prob score value prospect total ahead_prob"
 # A node of the search tree. Children are first visited in order of probability. So visited children are a linked list
-# (first, sibling, last), and the others start at `at` and `entry` (see `following`; at −1: not expanded). The next one
-# is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
+# (first, sibling, last), and the others start at `at` and `entry` (see `next_successor`; at −1: not expanded). The next
+# child is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
 _SEARCH_NODE = np.dtype(
     [("state", np.uint64)]
     + [(name, np.int64) for name in _INTEGERS.split()]
@@ -177,7 +179,7 @@ def new_search(iterations: int) -> np.ndarray:
     return np.zeros(2 * iterations + 1, _SEARCH_NODE)
 
 
-def exploration(iterations: int, c1: float, c2: float) -> np.ndarray:
+def exploration_factors(iterations: int, c1: float, c2: float) -> np.ndarray:
     """E · √ΣN for ΣN = 0 … iterations (ADED eqs. 2 and 3)."""
     total = np.arange(iterations + 1)
     return (c1 + np.log((total + c2 + 1) / c2)) * np.sqrt(total)
@@ -207,14 +209,14 @@ def _add_node(
 @lean
 def _look_ahead(search: np.ndarray, node: int, level: Level, overlay: ContextMap) -> None:
     at, end, total = search[node].at, search[node].end, search[node].total
-    search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
+    search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = next_successor(
         level.tokens, level.counts, overlay.entries, at, end, total, search[node].entry, search[node].head
     )
 
 
 @lean
 def _expand(search: np.ndarray, node: int, level: Level, overlay: ContextMap, widest: int) -> None:
-    begin, end, total, head, _ = enter(level, overlay, search[node].state)
+    begin, end, total, head, _ = open_state(level, overlay, search[node].state)
     search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
     search[node].head, search[node].entry = head, head
     _look_ahead(search, node, level, overlay)
@@ -223,7 +225,7 @@ def _expand(search: np.ndarray, node: int, level: Level, overlay: ContextMap, wi
 @lean
 def _visit_next(search: np.ndarray, node: int, number: int, level: Level, overlay: ContextMap) -> None:
     """Add the likeliest unvisited child as node `number`."""
-    packed = shifted(level, search[node].state, search[node].ahead)
+    packed = append_token(level, search[node].state, search[node].ahead)
     _add_node(search, number, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)
     if search[node].first < 0:
         search[node].first = number
@@ -276,26 +278,28 @@ def _sample(level, overlay, begin, end, total, head, mass, seed):
         for at in range(begin, end):
             remainder -= np.int64(level.counts[at])
             if remainder < 0:
-                if _replaced(overlay.entries, head, level.tokens[at]):
+                if _is_replaced(overlay.entries, head, level.tokens[at]):
                     break
                 return np.int64(level.tokens[at]), level.counts[at] / total
 
 
 @compile_function
-def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, scratch, nodes):
-    """ADED's search under ids[:stop]: the tree of the `sentences` best sentences of up to `depth` tokens; as `tree_of`.
+def search_by_puct(
+    level, overlay, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, scratch, nodes
+):
+    """Write the tree of the `sentences` best sentences of up to `depth` tokens under ids[:stop]; as `write_tree`.
 
     Each iteration selects down to an unexpanded state and expands it. It goes to the likeliest child and completes the
     sentence with sampled successors. Then it adds the score 1 + Σ P to every node that it passed. Only the `widest`
-    likeliest table successors of a state are used. It is the paper's Algorithm 1.
+    likeliest table successors of a state are used. This is Algorithm 1 of ADED (arXiv 2407.12021).
 
-    explore: see `exploration`; its length is the number of iterations + 1.
+    explore: see `exploration_factors`; its length is the number of iterations + 1.
     scratch: int64 [iterations, depth] and float64 [iterations], for the sentences and their scores.
     """
     words, scores = scratch
     packed, inside = state_of(level, ids, stop, vocabulary)
     if not inside:
-        return tree_of(nodes, 0)
+        return write_tree(nodes, 0)
     _add_node(search, 0, -1, -1, 0, packed, 0.0)
     node_count = 1
     for iteration in range(len(explore) - 1):
@@ -320,12 +324,12 @@ def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentence
             passed = search[passed].parent
         packed = search[node].state
         while length < depth and not ended:
-            begin, end, total, head, mass = enter(level, overlay, packed)
+            begin, end, total, head, mass = open_state(level, overlay, packed)
             token, prob = _sample(level, overlay, begin, min(end, begin + widest), total, head, mass, seed)
             ended = token < 0
             if not ended:
                 words[iteration, length] = token
-                length, score, packed = length + 1, score + prob, shifted(level, packed, token)
+                length, score, packed = length + 1, score + prob, append_token(level, packed, token)
         if length < depth:
             words[iteration, length] = -1
         scores[iteration] = score
@@ -343,7 +347,7 @@ def puct(level, overlay, ids, stop, vocabulary, depth, widest, explore, sentence
 
 @compile_function
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
-    """The tree of the best sentences, with shared prefixes merged, within the node budget; as `tree_of`."""
+    """The tree of the best sentences, with shared prefixes merged, within the node budget; as `write_tree`."""
     budget, size, count = len(nodes.order), 0, 0
     for iteration in np.argsort(-scores, kind="mergesort"):
         if count == sentences or size == budget:
@@ -364,4 +368,4 @@ def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nod
                 size, fresh = size + 1, True
             parent = node
         count += fresh
-    return tree_of(nodes, size)
+    return write_tree(nodes, size)

@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,14 +20,13 @@ from outrider.inference.drafters.draft_model import OnePass
 from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.model_plugin import copies_of
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from tests import tiny
-from tests.known_targets import Target, targets, tokens_of
+from tests.known_targets import Target, copying, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
 from tests.tiny import method_of, random_prompt
@@ -132,7 +130,7 @@ def checked(
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
 SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
 RUNTIMES = ("eager", "graphed")
-ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1))
+ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1, "table"))
 
 
 @pytest.mark.parametrize(
@@ -142,12 +140,12 @@ ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1))
 )
 @pytest.mark.slow
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
-    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool], copied: int | None
+    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool], copied: int | Literal["table"] | None
 ) -> None:
     structure, drawn = shape
     streams = Streams(0)
     selector = TokenSelector(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
-    method = replace(method_of(STRUCTURES[structure]), copy=copied)
+    method = copying(method_of(STRUCTURES[structure]), copied)
     shaping, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
     observe, draft = shaping.observe, shaping.draft
 
@@ -160,7 +158,7 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
     shaping.draft = lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3)))  # type: ignore[method-assign]
     guesses = source != "early_exit, first layer" and copied is None  # that one is right next to never
     count = 28 if guesses or copied else 9
-    drafter = ModelDrafter(target.source(source, 0.3), shaping, copies=copies_of(method, shaping))
+    drafter = target.shaped(source, method, shaping, 0.3)
     rounds = list(checked(target, runtime, drafter, random_prompt(9), count, selector))
     assert len(rounds) > 5
     if guesses and not (drawn and source == "eagle3"):  # whose head was fitted to the greedy text

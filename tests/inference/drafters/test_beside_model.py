@@ -1,0 +1,77 @@
+"""N-grams beside a model: who drafts a round. The text: test_lossless.py; its distribution: test_distributions.py."""
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider import preset
+from outrider.base.streams import Streams
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.drafters.ngrams.beside_model import ModelRate, NgramsBesideModel
+from outrider.inference.loading.drafters import new_drafter
+from outrider.inference.measure.statistics import SourceRounds, count_rounds_by_source
+from outrider.inference.sizing.policy import KEEP, Tuning
+from tests.faults import plant
+from tests.inference.priced import costs
+from tests.known_targets import PROMPT, Target, targets, tokens_of
+
+COSTS = costs(step=0.1, node=0.02)
+make = pytest.fixture(scope="module")(targets)
+
+
+def require_higher_rate(target: Target) -> None:
+    """Each round's source is that of the higher rate, which is computed anew from all earlier rounds of the model."""
+    models = {"small_lm": target.small("small_lm"), "ngrams": target.table}
+    drafter = new_drafter(preset("small_lm_table"), models, Streams(0), tuning=Tuning(COSTS))
+    beside, rounds, earlier = drafter.copies, list[Round](), list[tuple[bool, int, float]]()  # type: ignore[attr-defined]
+    assert isinstance(beside, NgramsBesideModel)
+    for r in speculative(target.stack, drafter, PROMPT, max_new_tokens=80):
+        rounds.append(r)
+        if len(rounds) == 1 or not r.source:
+            continue
+        expected, nodes = beside._sizes.expected_tokens, beside._sizes._last_count
+        sure, prior = expected > 1.8, 4 * (3 * 0.1 + 1.08 + 0.05)
+
+        def rate(counted: list[tuple[int, float]], before: float, prior: float = prior) -> float:
+            return (prior * before + sum(n for n, _ in counted)) / (prior + sum(seconds for _, seconds in counted))
+
+        aged = [(kind, n * KEEP**age, seconds * KEEP**age) for age, (kind, n, seconds) in enumerate(reversed(earlier))]
+        overall = rate([(n, seconds) for _, n, seconds in aged], 2.2 * 4 / prior)
+        model = rate([(n, seconds) for kind, n, seconds in aged if kind == sure], overall)
+        ngrams = expected / (1.0 + 0.02 * (nodes + 1) + 0.05)
+        assert r.source == ("table" if nodes and ngrams >= model else "model")
+        if r.source == "model":
+            earlier.append((sure, r.accepted + 1, r.depth * 0.1 + 1.0 + 0.02 * (r.drafted + 1) + 0.05))
+    assert tokens_of(rounds) == target.text_after(PROMPT, 80)
+    sources = count_rounds_by_source([Generation((), 0.0, 0.0, tuple(rounds[1:]))])
+    assert min(sources["model"].rounds, sources["table"].rounds) > 2
+    assert sources["table"].rounds == sum(r.source == "table" for r in rounds)
+
+
+def test_the_source_of_the_higher_rate_drafts(make: Callable[..., Target]) -> None:
+    require_higher_rate(make())
+
+
+FAULTS = {
+    "rounds of n-grams count for the model": (NgramsBesideModel, "commit", 'tree.source == "model"', "len(tree)"),
+    "sure rounds count as others": (ModelRate, "observe", "tokens * (kind == sure)", "tokens * (not kind)"),
+    "n-grams pay for steps": (NgramsBesideModel, "draft", "costs.overhead)", "costs.overhead + costs.step[1])"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_choice_are_seen(
+    make: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    plant(monkeypatch, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        require_higher_rate(make())
+
+
+def test_rounds_by_source() -> None:
+    emitted = ((1, "model"), (3, "model"), (4, "text"))
+    rounds = [Round((7,) * count, 3, count - 1, 3, 0.1, source=source) for count, source in emitted]
+    generation = Generation((), 0.0, 0.0, (*rounds, Round((7,), 0, 0, 0, 0.1)))
+    expected = {"model": SourceRounds(2, 2.0), "none": SourceRounds(1, 1.0), "text": SourceRounds(1, 4.0)}
+    assert count_rounds_by_source([generation]) == expected
