@@ -208,7 +208,7 @@ class Eagle3Student(Student):
         steps, shares, head = predictions.steps, self.step_weights[predictions.steps], self.head  # [n] each
         if self.position_weights == "decay" or self.position_weights == "none":
             return shares
-        slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape[1])
+        slots = Slots(self.position_weights, predictions.labels - steps, steps, self.steps, labels.shape)
         if slots.kind == "cat":
             product = head_product(self.stack.head, target)
             return shares * cat_weights(slots, probabilities_of(labels, product, self.stack.spec.logits))

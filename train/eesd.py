@@ -194,7 +194,7 @@ class EarlyExitStudent(Student):
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
-        rows = self.parallel.rows(self, self.stack, input_ids, labels, positions, documents)
+        rows = self.parallel.add_masks(self, self.stack, input_ids, labels, positions, documents)
         hidden, target_hidden = self.hidden(input_ids, positions, documents, rows)  # [B, N, d], [B, T, d]
         drafter = self.drafter
         loss = draft_loss(
@@ -204,7 +204,7 @@ class EarlyExitStudent(Student):
             target_rule=drafter.rule, top_k={name: rows.expand(values) for name, values in top_k.items()},
             slots=rows.slots,
         )  # fmt: skip
-        return {"loss_sum": loss / rows.predictions}
+        return {"loss_sum": loss / rows.expected_predictions}
 
     def hidden(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, rows: DraftRows | None = None

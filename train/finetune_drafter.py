@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -54,12 +53,11 @@ from outrider.train.parts.drafter import (
     write_records,
 )
 from outrider.train.parts.heldout import Decoding, HeldOutText, packed_hidden, supervised_hidden
-from outrider.train.parts.initial_lm import drafter_config, start_lm, tokens_of_finished
+from outrider.train.parts.initial_lm import drafter_config, read_finished_vocabulary, start_lm
 from outrider.train.parts.memory import fit_memory
 from outrider.train.parts.objective import draft_loss, load_taught_rows
 from outrider.train.parts.on_policy import OnPolicy
-from outrider.train.parts.parallel import ONE_A_PASS, Parallel
-from outrider.train.parts.position_weights import Slots
+from outrider.train.parts.parallel import ONE_A_PASS, DraftRows, Parallel
 from outrider.train.settings.drafters import FinetuneConfig
 
 
@@ -75,8 +73,8 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         require_vocabulary(config.draft_vocabulary, target.config)
         for whose, model in (("target", target.config), ("drafter", shape)):
             require_context(model, config.seq_len, config.decode_tokens, whose)
-        parallel = parallel_of(config, shape, target.tokenizer, target.config.vocab_size)
-        vocabulary = None if config.drafter.path is None else tokens_of_finished(config, target.config)
+        parallel = choose_parallel(config, shape, target.tokenizer, target.config.vocab_size)
+        vocabulary = None if config.drafter.path is None else read_finished_vocabulary(config, target.config)
 
         rows = load_taught_rows(config, target, "train")
         heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
@@ -112,7 +110,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
 # --- the target, and the mask of several tokens in one pass
 
 
-def parallel_of(
+def choose_parallel(
     config: FinetuneConfig, drafter: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> Parallel:
     """How many tokens the small LM `drafter` is to draft in one pass, and by which mask.
@@ -122,14 +120,12 @@ def parallel_of(
     """
     if not config.parallel:
         return ONE_A_PASS
-    used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
-    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
-    finished_mask, beyond = (
-        small_lm.pass_tokens_of(drafter)[0],
-        1 + max(tokenizer.get_vocab().values()),
-    )  # ids may have gaps
-    unused = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
-    mask = unused if finished_mask is None else finished_mask
+    mask, _ = small_lm.pass_tokens_of(drafter)
+    if mask is None:
+        used, template = {*special_tokens(tokenizer).values()}, str(tokenizer.chat_template)
+        added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
+        beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+        mask = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
     config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
     return Parallel.of(config.parallel, mask, config.fit.seed, config.position_weights)
 
@@ -166,7 +162,9 @@ class SmallLMStudent(Student):
     ):
         super().__init__()
         self.lm, self.objective, self.on_policy, self.parallel = lm, objective, on_policy, parallel
-        vars(self).update(stack=layer_stack(plain(lm), rotary_dtype=torch.float32), teacher=teacher)  # no submodules
+        vars(self).update(
+            stack=layer_stack(unwrap_lm(lm), rotary_dtype=torch.float32), teacher=teacher
+        )  # no submodules
 
     def begin_step(self, step: int) -> None:
         """Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling
@@ -176,7 +174,7 @@ class SmallLMStudent(Student):
         super().begin_step(step)
 
     def gradient_checkpointing_enable(self) -> None:
-        plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        unwrap_lm(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     @property
     def saved_part(self) -> "SmallLMStudent":
@@ -188,26 +186,29 @@ class SmallLMStudent(Student):
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`), labels shifted;
         top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.parts.top_k_rows`."""
+        row_weights = None
         if self.training and self.on_policy is not None and self.on_policy.is_due(self.step):
-            return {"loss_sum": self.loss_on_samples(input_ids, labels, positions)}
-        rows = self.parallel.rows(self, self.stack, input_ids, labels, positions, documents)
-        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)  # [B, N, d]
+            input_ids, labels, positions, documents, row_weights = self.sample_rows(input_ids, labels, positions)
+        rows = self.parallel.add_masks(self, self.stack, input_ids, labels, positions, documents)
+        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.masks)  # [B, N, d]
         teacher_states = None if self.teacher is None else rows.expand(self.teach(input_ids, positions, documents))
         top_k = {name: rows.expand(values) for name, values in top_k.items()}
-        loss = self.loss(hidden, rows.labels, teacher_states, top_k, rows.slots)
-        return {"loss_sum": loss / rows.predictions}
+        shares = None if row_weights is None else row_weights[:, None].expand_as(rows.labels)  # [B, N]
+        return {"loss_sum": self.loss(hidden, rows, teacher_states, top_k, shares) / rows.expected_predictions}
 
     def loss(
         self,
         hidden: Tensor,
-        labels: Tensor,
+        rows: DraftRows,
         teacher_states: Tensor | None,
-        top_k: Mapping[str, Tensor] = MappingProxyType({}),
-        slots: Slots | None = None,
-        shares: Tensor | None = None,
+        top_k: Mapping[str, Tensor],
+        shares: Tensor | None,
     ) -> Tensor:
-        """The loss of the student's states `hidden` [..., d], summed over supervised positions: by
-        `teacher_states` [..., d'], or by the cached top k of the same positions. slots, shares: see `draft_loss`."""
+        """The loss of the student's states `hidden` [B, N, d] on `rows`, summed over supervised positions.
+
+        The loss compares with `teacher_states` [B, N, d'], or with the cached top k of the same positions. shares
+        [B, N]: weights of the positions.
+        """
         rule, target_rule, target = self.stack.spec.logits, PLAIN, None
         vocabulary = self.stack.draft_vocabulary
         tokens, size = (None, 0) if vocabulary is None else (vocabulary.tokens, vocabulary.vocabulary)
@@ -218,26 +219,21 @@ class SmallLMStudent(Student):
             assert self.teacher is not None
             target, target_rule = head_product(self.teacher.head, teacher_states), self.teacher.spec.logits
         return draft_loss(
-            self.objective, (states, matrix), labels, tokens, size, rule=rule, target=target, target_rule=target_rule,
-            top_k=top_k, slots=slots, shares=shares,
+            self.objective, (states, matrix), rows.labels, tokens, size, rule=rule, target=target,
+            target_rule=target_rule, top_k=top_k, slots=rows.slots, shares=shares,
         )  # fmt: skip
 
-    def loss_on_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        """The divergence on sampled continuations: each row's mean times the number of supervised tokens of its text.
+    def sample_rows(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Sampled continuations of rows [B, T]: ids, labels, positions, documents [B, T'] and the rows' weights [B].
 
-        So after the loop's division by the text's tokens each row has the same weight as in other steps.
+        The loss of a continuation is its mean times the number of supervised tokens of its text. So after the loop's
+        division by the text's tokens each row has the same weight as in other steps.
         """
         assert self.on_policy is not None
         assert self.teacher is not None
-        vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
-        text, lm = (input_ids, labels, positions), plain(self.lm)
-        ids, new_labels, new_positions, documents = self.on_policy.continue_rows(lm, self.step, *text, vocabulary)
-        rows = self.parallel.rows(self, self.stack, ids, new_labels, new_positions, documents)
-        hidden = packed_hidden(self.stack, rows.ids, rows.positions, documents, rows.seen)
-        teacher_states = rows.expand(self.teach(ids, new_positions, documents))
-        weights = (labels != IGNORE).sum(1) / (new_labels != IGNORE).sum(1)  # [B]
-        shares = weights[:, None].expand(rows.labels.shape)  # [B, N]
-        return self.loss(hidden, rows.labels, teacher_states, slots=rows.slots, shares=shares) / rows.predictions
+        vocabulary, lm = min(len(self.stack.head.weight), len(self.teacher.head.weight)), unwrap_lm(self.lm)
+        rows = self.on_policy.continue_rows(lm, self.step, input_ids, labels, positions, vocabulary)
+        return *rows, (labels != IGNORE).sum(1) / (rows[1] != IGNORE).sum(1)
 
     @torch.no_grad()
     def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -246,15 +242,15 @@ class SmallLMStudent(Student):
         with torch.autocast(input_ids.device.type, enabled=False):
             return packed_hidden(self.teacher, input_ids, positions, documents)
 
-    def merged(self, dtype: torch.dtype) -> PreTrainedModel:
+    def merge_adapters(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model to serve: a frozen copy in `dtype`, adapters merged in float32."""
         lm = copy.deepcopy(self.lm)
-        if plain(lm) is not lm:
+        if unwrap_lm(lm) is not lm:
             lm = lm.merge_and_unload()  # type: ignore[operator]
         return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
 
 
-def plain(lm: PreTrainedModel) -> PreTrainedModel:
+def unwrap_lm(lm: PreTrainedModel) -> PreTrainedModel:
     """The LM itself, without peft's wrapper."""
     return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]
 
@@ -270,12 +266,12 @@ def make_evaluation(
     top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). In addition, real
     decoding (`Decoding`) by the whole target, `stack`.
     """
-    shape = plain(student.lm).config
+    shape = unwrap_lm(student.lm).config
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens, shape)
     text = HeldOutText(heldout, 1, stack)
 
     def evaluate(step: int) -> Metrics:
-        drafter = layer_stack(student.merged(stack.dtype))
+        drafter = layer_stack(student.merge_adapters(stack.dtype))
         scores = text.judge(drafter.logits_after_norm, lambda batch: (supervised_hidden(drafter, batch), None))
         analytic = () if config.parallel else ("tau_analytic",)  # it is of one pass a token
         metrics = {name: scores[name] for name in ("top1_target", *analytic) if name in scores}
@@ -292,7 +288,7 @@ def save_drafter(
     result: FitResult,
 ) -> None:
     """Write the drafter, its card and, last, the record of its training."""
-    drafter, vocabulary = student.merged(stored_dtype(target.config)), student.stack.draft_vocabulary
+    drafter, vocabulary = student.merge_adapters(stored_dtype(target.config)), student.stack.draft_vocabulary
     drafter.set_attn_implementation(stock_attention_name(drafter))  # ours does not exist outside this project
     export_model(drafter, target.tokenizer, Path(config.out_dir))
     facts: dict[str, object] = {"objective": config.objective}

@@ -24,7 +24,7 @@ from outrider.draft_models.targets.open_target import load_config, load_tokenize
 from outrider.draft_models.targets.target import Band
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
 from outrider.train.eesd import EarlyExitStudent
-from outrider.train.finetune_drafter import drafter_config, finetune_drafter, parallel_of, plan_memory
+from outrider.train.finetune_drafter import choose_parallel, drafter_config, finetune_drafter, plan_memory
 from outrider.train.parts import objective
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.initial_lm import start_lm
@@ -206,7 +206,7 @@ def test_the_loss_is_that_of_every_draft_alone(
         require_alone(alone(target, *case[2:]), target, few, rows, recorded)
 
 
-ROWS, DRAWN, SEEN = (Parallel, "masked_rows"), (Parallel, "_draw_masks"), (DraftBand, "block")
+ROWS, DRAWN, SEEN = (Parallel, "append_masks"), (Parallel, "_draw_masks"), (DraftBand, "block")
 BAND, HIDDEN = (Parallel, "_draft_band"), (EarlyExitStudent, "hidden")
 FAULTS = {  # where, and what stands there instead
     "the next token is seen": (*SEEN, "& (keys <= anchors)", "& (keys <= anchors + 1)"),
@@ -228,7 +228,7 @@ FAULTS = {  # where, and what stands there instead
     "no gradient in frozen layers": (*HIDDEN, "set_grad_enabled(learns_masks)", "set_grad_enabled(False)"),
     "weighed by its own token": (objective, "cat_weights", "[..., :-1], (1, 0)", "[..., 1:], (0, 1)"),
     "weighed by other drafts": (objective, "cat_weights", "flatten(0, 1)", "flatten(0, 1).roll(1, 0)"),
-    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / rows.predictions", "loss"),
+    "each prediction counts as a token": (EarlyExitStudent, "forward", "loss / rows.expected_predictions", "loss"),
 }
 
 
@@ -249,7 +249,7 @@ def test_a_step_draws_its_drafts_and_judging_has_none(target: Path) -> None:
         one.begin_step(step)
         losses.append(one(**rows)["loss_sum"])
     assert losses[0] == losses[2] != losses[1]
-    every = replace(DRAFTS, keep=1.0).masked_rows(3, one.stack, **rows).labels[:, 20:] != IGNORE
+    every = replace(DRAFTS, keep=1.0).append_masks(3, one.stack, **rows).labels[:, 20:] != IGNORE
     assert every.sum(1).tolist() == [3 + 2 + 1 + 8 + 7 + 6] * 3
     assert one.eval()(**rows)["loss_sum"] == student(target).eval()(**rows)["loss_sum"]
     one.on_policy = OnPolicy(1.0, 6, 5, None)  # whose samples are drafted from too
@@ -309,5 +309,5 @@ def test_the_mask_is_a_token_that_no_text_has(corpus: DataConfig) -> None:
         added = {one: SimpleNamespace(content=name) for name, one in vocabulary.items() if name[0] == "<"}
         ends |= {"added_tokens_decoder": added, "chat_template": "<user>{{ messages }}"}
         known: Any = SimpleNamespace(get_vocab=vocabulary.copy, **ends)
-        found = parallel_of(run, PreTrainedConfig(vocab_size=rows), known, rows)
+        found = choose_parallel(run, PreTrainedConfig(vocab_size=rows), known, rows)
         assert found.mask == mask

@@ -22,7 +22,7 @@ def test_certain_teachers_weigh_all_slots_alike() -> None:
     """And certain drafters the earlier slots most, by the tokens that follow."""
     anchors, numbers = torch.arange(5)[:, None].expand(5, 3).flatten(), torch.arange(3).repeat(5)
     within = anchors + numbers < 5
-    slots = Slots("cat", anchors[within], numbers[within], 3, 5)
+    slots = Slots("cat", anchors[within], numbers[within], 3, torch.Size((1, 5)))
     certain = torch.ones(len(slots.anchors))
     assert torch.equal(cat_weights(slots, torch.ones(1, 5)), certain)
     weights = dpace_weights(slots, certain, certain.bool())

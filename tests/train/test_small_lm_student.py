@@ -126,10 +126,12 @@ def test_adapters_are_merged_before_rounding(target: Path) -> None:
             if "lora_B" in name:
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     one = SmallLMStudent(lm, "cross_entropy")
-    exact, rounded = one.merged(torch.float32).state_dict(), one.merged(torch.bfloat16).state_dict()
+    exact, rounded = one.merge_adapters(torch.float32).state_dict(), one.merge_adapters(torch.bfloat16).state_dict()
     assert all(torch.equal(rounded[name], value.bfloat16()) for name, value in exact.items())
     ids = batch()["input_ids"]
-    torch.testing.assert_close(one.merged(torch.float32)(ids).logits, lm.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        one.merge_adapters(torch.float32)(ids).logits, lm.eval()(ids).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_on_policy_needs_whole_parameters(target: Path) -> None:

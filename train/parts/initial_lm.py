@@ -43,7 +43,7 @@ def drafter_config(
     return config
 
 
-def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> DraftVocabulary | None:
+def read_finished_vocabulary(config: FinetuneConfig, target: PreTrainedConfig) -> DraftVocabulary | None:
     """The draft vocabulary of the finished drafter to continue from; None if it has all tokens.
 
     Raises `UserError` if it belongs to another target, or if another one is requested.
@@ -78,9 +78,9 @@ def start_lm(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         if config.drafter.path is None:
-            lm = new_lm(shape, tokenizer, vocabulary)
+            lm = make_lm(shape, tokenizer, vocabulary)
         else:
-            lm = finished_lm(config.drafter, shape, tokenizer, vocabulary, rows)
+            lm = load_finished_lm(config.drafter, shape, tokenizer, vocabulary, rows)
             if parallel.tokens > 1 and pass_tokens_of(shape)[0] is None:
                 start_mask(lm, parallel.mask)
         for name in (MASK_TOKEN, PASS_TOKENS):  # of a finished one, perhaps
@@ -108,7 +108,7 @@ def start_mask(lm: PreTrainedModel, mask: int) -> None:
         embedding.weight[row] = embedding.weight.mean(0)
 
 
-def new_lm(
+def make_lm(
     shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: DraftVocabulary | None
 ) -> PreTrainedModel:
     """A small LM of this shape with random weights."""
@@ -123,7 +123,7 @@ def new_lm(
     return lm
 
 
-def finished_lm(
+def load_finished_lm(
     drafter: DrafterConfig,
     shape: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,

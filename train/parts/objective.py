@@ -64,7 +64,7 @@ def draft_loss(
         if slots.kind == "dpace":
             weights = dpace_weights(slots, probabilities_of(classes, drafter, rule), labels != IGNORE)
         else:
-            weights = cat_weights(slots, _text_probabilities(labels[:, : slots.length], target, target_rule, top_k))
+            weights = cat_weights(slots, _text_probabilities(labels[:, : slots.rows[1]], target, target_rule, top_k))
         shares = weights if shares is None else weights * shares
     if objective == "cross_entropy":
         return linear_cross_entropy(*drafter, classes, rule=rule, shares=shares)

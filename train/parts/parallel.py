@@ -31,17 +31,17 @@ from outrider.train.settings.drafters import PositionWeights
 class DraftRows(NamedTuple):
     """Packed rows [B, T] and the masks of drafts after them: ids, positions and labels [B, N] of all.
 
-    seen: the attention masks by window; None: the documents say them. expand: a function from values [B, T, …] of what
-    the positions of the packed rows predict to those of all N. predictions: of a supervised token in expectation, by
-    which the loss is divided. slots: what the positions are in drafts, if the loss weighs them by that.
+    masks: of attention, by window; None: the documents say them. expand: a function from values [B, T, …] of what
+    the positions of the packed rows predict to those of all N. expected_predictions: of a supervised token, by which
+    the loss is divided. slots: what the positions are in drafts, if the loss weighs them by that.
     """
 
     ids: Tensor
     positions: Tensor
-    seen: Masks | None
+    masks: Masks | None
     labels: Tensor
     expand: Callable[[Tensor], Tensor]
-    predictions: float
+    expected_predictions: float
     slots: Slots | None = None
 
 
@@ -87,7 +87,7 @@ class Parallel:
         return cls(max(1, tokens), mask, seed, weights)
 
     @property
-    def predictions(self) -> float:
+    def expected_predictions(self) -> float:
         """The predictions of each supervised token in expectation, those near a document's start aside."""
         return sum(self.keep**depth for depth in range(self.tokens))
 
@@ -103,15 +103,15 @@ class Parallel:
             blocks.append(QueryBlock(text_length + begin, text_length + end, *seen_text, first_mask))
         return tuple(blocks)
 
-    def rows(self, student: Student, stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
+    def add_masks(self, student: Student, stack: LayerStack, *packed_rows: Tensor) -> DraftRows:
         """Packed rows (ids, labels, positions and documents, [B, T] each) and, in training, the masks of drafts after
         them. stack: the layers that run the rows."""
-        if self.tokens > 1 and student.training:  # it is judged of a token a pass
-            return self.masked_rows(student.step, stack, *packed_rows)
+        if self.tokens > 1 and student.training:  # evaluations judge a token a pass
+            return self.append_masks(student.step, stack, *packed_rows)
         ids, labels, positions, _ = packed_rows
         return DraftRows(ids, positions, None, labels, lambda values: values, 1.0)
 
-    def masked_rows(
+    def append_masks(
         self, step: int, stack: LayerStack, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor
     ) -> DraftRows:
         """Packed rows [B, T] and, after them, the masks of drafts that begin at supervised positions, their anchors.
@@ -124,7 +124,7 @@ class Parallel:
         columns = torch.arange(length, device=device).expand(count, -1)  # [B, T]
         predicted_columns = torch.cat([columns, anchors + depths], 1)  # [B, T + M]
         last_seen = torch.cat([columns, anchors], 1)  # [B, T + M]
-        seen = {
+        masks = {
             window: self._draft_band(documents, anchors, depths, last_seen, window) for window in set(stack.windows)
         }
         ids = torch.cat([input_ids, torch.full_like(anchors, self.mask)], 1)
@@ -134,14 +134,14 @@ class Parallel:
         rows, slots = torch.arange(count, device=device)[:, None], None
         if self.weights != "none":
             numbers = torch.cat([torch.zeros_like(columns), depths], 1)  # [B, T + M]
-            slots = Slots(self.weights, rows * length + last_seen, numbers, self.tokens, length)
+            slots = Slots(self.weights, rows * length + last_seen, numbers, self.tokens, input_ids.shape)
         return DraftRows(
             ids,
             all_positions,
-            seen,
+            masks,
             row_labels,
             lambda values: values[rows, predicted_columns],
-            self.predictions,
+            self.expected_predictions,
             slots,
         )
 

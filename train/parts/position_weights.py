@@ -15,6 +15,7 @@ Weights have no gradient, and a loss is not divided by their sum. So the gradien
 gradient without weights. If all p are 1, all weights by `cat` are 1. Weights by `dpace` are between 1/2^K and K.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,14 +33,15 @@ SMOOTHING = 0.5  # α of D-PACE (arXiv 2605.18810), the paper's: a slot never co
 class Slots(NamedTuple):
     """Predictions [...] as slots of drafts of at most `longest` slots, which are weighted by `kind`.
 
-    anchors: the flat index of each draft's first column in packed rows of `length` columns. numbers: the slots, from 0.
+    anchors: the flat index of each draft's first column in packed rows of the shape `rows`, (B, T). numbers: the slots,
+    from 0.
     """
 
     kind: Literal["cat", "dpace"]
     anchors: Tensor
     numbers: Tensor
     longest: int
-    length: int
+    rows: torch.Size
 
 
 def cat_weights(slots: Slots, probabilities: Tensor) -> Tensor:
@@ -59,9 +61,9 @@ def dpace_weights(slots: Slots, probabilities: Tensor, is_supervised: Tensor) ->
     A draft ends at the first slot that is not among the predictions, or has no label.
     """
     anchors, numbers = slots.anchors[is_supervised], slots.numbers[is_supervised]  # [n] each
-    confidences = probabilities.new_zeros(int(slots.anchors.max()) + 1, slots.longest)  # [columns, K]
+    confidences = probabilities.new_zeros(math.prod(slots.rows), slots.longest)  # [B · T, K]
     confidences[anchors, numbers] = SMOOTHING + (1 - SMOOTHING) * probabilities[is_supervised]
-    chances = confidences.cumprod(-1)  # [columns, K]
+    chances = confidences.cumprod(-1)  # [B · T, K]
     return chances.flip(-1).cumsum(-1).flip(-1)[slots.anchors, slots.numbers]
 
 
