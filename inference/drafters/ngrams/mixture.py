@@ -1,7 +1,15 @@
 # mypy: allow-untyped-defs
 """The n-gram mixture of a table and a text: sources, weights that are learnt online, and the search (`ngram_mixing`).
 
-Importing it imports neither torch nor transformers, so that a serving engine's process can.
+`Mixture` learns the target's tokens (`learn_text`), and then drafts (`search`). A token is learnt in two steps. Every
+known context that ends the text adds its evidence: its source, its class, and its P(token). Then the λ of these sources
+are updated.
+
+Example: a context of the text has λ = 0.5 and P(token) = 0.6. The next source, of the table, has λ = 0.8 and P(token) =
+0.1. Together P(token) = 0.5 · 0.6 + 0.5 · 0.8 · 0.1 = 0.34. The first source gets 1 trial and 0.3 / 0.34 = 0.88 hits,
+the second one 0.12 trials and 0.12 hits.
+
+Importing this module imports neither torch nor transformers, so that a serving engine's process can.
 """
 
 from collections.abc import Callable
@@ -53,24 +61,30 @@ class Sources(NamedTuple):
 
 
 @lean
-def _level_evidence(sources, level, size, m, length, token, scratch):
-    index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
-    if index < 0:
-        return m
-    prob = 0.0
-    begin, end = successors_of(level.starts, level.tokens, index)
-    for at in range(begin, min(end, begin + TAIL)):
-        if level.tokens[at] == token:
-            prob = level.counts[at] / max(level.totals[index], 1)
-            break
-    weights = sources.weights
-    weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = size - 1, kind, prob
-    return m + 1
+def _add_evidence(weights, count, source, kind, prob):
+    """Write number `count` of the evidence of a token: a source, its class, its P(token). Returns count + 1."""
+    weights.integers[0, count], weights.integers[1, count], weights.numbers[0, count] = source, kind, prob
+    return count + 1
 
 
 @lean
-def _recycled_evidence(sources, m, length, token, scratch):
-    recycled, weights, slots = sources.recycled, sources.weights, scratch.slots
+def _add_text_evidence(sources, count, length, token, scratch):
+    contexts, slots = sources.contexts, scratch.slots
+    for size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
+        slot = slots[size - 1]
+        prob, entry, seen = 0.0, contexts.slots[slot].head, 0
+        while entry >= 0 and seen < TAIL:
+            if contexts.entries[entry].token == token:
+                prob = contexts.entries[entry].weight / contexts.slots[slot].sum
+                break
+            entry, seen = contexts.entries[entry].following, seen + 1
+        count = _add_evidence(sources.weights, count, 2 + size, text_class(contexts, slot), prob)
+    return count
+
+
+@lean
+def _add_recycled_evidence(sources, count, length, token, scratch):
+    recycled, slots = sources.recycled, scratch.slots
     for size in range(find_recycled(recycled, scratch.recent, length, slots), 0, -1):
         row = slots[size - 1]
         if row < 0:
@@ -81,15 +95,14 @@ def _recycled_evidence(sources, m, length, token, scratch):
                 prob = np.float64(recycled.probs[row, j])
                 break
         kind = class_of(recycled.seen[row], recycled.probs[row, 0])
-        weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = 2 + sources.longest + size, kind, prob
-        m += 1
-    return m
+        count = _add_evidence(sources.weights, count, 2 + sources.longest + size, kind, prob)
+    return count
 
 
 @lean
-def _suffix_evidence(sources, m, length, token, scratch):
-    suffixes, weights, occurrences = sources.suffixes, sources.weights, scratch.occurrences
-    before = 3 + sources.longest + sources.recycled.longest
+def _add_suffix_evidence(sources, count, length, token, scratch):
+    suffixes, occurrences = sources.suffixes, scratch.occurrences
+    first_source = 3 + sources.longest + sources.recycled.longest
     longest, narrow = find_suffixes(suffixes, scratch.recent, length, occurrences)
     for size in range(longest, LEAST - 1, -1):
         distinct, largest, seen = count_successors(suffixes, size, narrow, occurrences)
@@ -98,51 +111,60 @@ def _suffix_evidence(sources, m, length, token, scratch):
             if occurrences.tokens[i] == token:
                 prob = occurrences.counts[i] / seen
         kind = class_of(occurrences.number[size], largest / seen)
-        weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = before + size - LEAST, kind, prob
-        m += 1
-    return m
+        count = _add_evidence(sources.weights, count, first_source + size - LEAST, kind, prob)
+    return count
+
+
+@lean
+def _add_level_evidence(sources, level, size, count, length, token, scratch):
+    index, kind = level_context(level, scratch.recent, length, size, sources.vocabulary)
+    if index < 0:
+        return count
+    prob = 0.0
+    begin, end = successors_of(level.starts, level.tokens, index)
+    for at in range(begin, min(end, begin + TAIL)):
+        if level.tokens[at] == token:
+            prob = level.counts[at] / max(level.totals[index], 1)
+            break
+    return _add_evidence(sources.weights, count, size - 1, kind, prob)
 
 
 @lean
 def learn_weights(sources, length, token, scratch):
-    """Update λ for `token` after `scratch.recent`, before the text index learns it. Returns log P(token).
+    """Update λ for `token` after `scratch.recent`, before the text index learns it. Returns log P(token)."""
+    count = _add_text_evidence(sources, 0, length, token, scratch)
+    count = _add_recycled_evidence(sources, count, length, token, scratch)
+    count = _add_suffix_evidence(sources, count, length, token, scratch)
+    count = _add_level_evidence(sources, sources.levels[2], 3, count, length, token, scratch)
+    count = _add_level_evidence(sources, sources.levels[1], 2, count, length, token, scratch)
+    count = _add_level_evidence(sources, sources.levels[0], 1, count, length, token, scratch)
+    return _update_shares(sources.weights, count, sources.strength)
 
-    A source's trials grow by the probability that is left to it, its hits by its share of P(token).
+
+@lean
+def _update_shares(weights, count, strength):
+    """One step of expectation–maximisation by `count` pieces of evidence, longest context first. Returns log P(token).
+
+    A source's trials grow by the probability that is left to it, its hits by its share of P(token). mixed: P(token) by
+    a source and all later ones.
     """
-    contexts, weights, strength, slots = sources.contexts, sources.weights, sources.strength, scratch.slots
-    numbers, probs, below = weights.integers, weights.numbers[0], weights.numbers[1]
-    m = 0
-    for size in range(text_contexts(contexts, scratch.recent, length, sources.longest, slots), 0, -1):
-        slot = slots[size - 1]
-        prob, entry, seen = 0.0, contexts.slots[slot].head, 0
-        while entry >= 0 and seen < TAIL:
-            if contexts.entries[entry].token == token:
-                prob = contexts.entries[entry].weight / contexts.slots[slot].sum
-                break
-            entry, seen = contexts.entries[entry].following, seen + 1
-        numbers[0, m], numbers[1, m], probs[m] = 2 + size, text_class(contexts, slot), prob
-        m += 1
-    m = _recycled_evidence(sources, m, length, token, scratch)
-    m = _suffix_evidence(sources, m, length, token, scratch)
-    m = _level_evidence(sources, sources.levels[2], 3, m, length, token, scratch)
-    m = _level_evidence(sources, sources.levels[1], 2, m, length, token, scratch)
-    m = _level_evidence(sources, sources.levels[0], 1, m, length, token, scratch)
-    chance = _ELSEWHERE
-    for i in range(m - 1, -1, -1):
-        share = weights.shares[numbers[0, i], numbers[1, i]]
-        chance = share * probs[i] + (1 - share) * chance
-        below[i] = chance
+    rows, probs, mixed = weights.integers, weights.numbers[0], weights.numbers[1]
+    prob = _ELSEWHERE
+    for i in range(count - 1, -1, -1):
+        share = weights.shares[rows[0, i], rows[1, i]]
+        prob = share * probs[i] + (1 - share) * prob
+        mixed[i] = prob
     mass = 1.0
-    for i in range(m):
-        source, kind = numbers[0, i], numbers[1, i]
+    for i in range(count):
+        source, kind = rows[0, i], rows[1, i]
         # λ = 1, possible with little text and hardly any strength, leaves nothing to tokens that its source lacks.
-        hit = mass * weights.shares[source, kind] * probs[i] / below[i] if below[i] > 0 else 0.0
+        hit = mass * weights.shares[source, kind] * probs[i] / mixed[i] if mixed[i] > 0 else 0.0
         weights.hits[source, kind] += hit
         weights.trials[source, kind] += mass
         mass -= hit
         hits, trials = weights.hits[source, kind], weights.trials[source, kind]
         weights.shares[source, kind] = (strength * weights.prior_shares[source, kind] + hits) / (strength + trials)
-    return np.log(chance)
+    return np.log(prob)
 
 
 @lean

@@ -248,7 +248,12 @@ def predict_tokens(sources, length, floor, scratch):
 
 @lean
 def search_mixture(sources, ids, stop, depth, nodes, scratch):
-    """`ngram_search.search_best_first` with the mixture's probabilities."""
+    """`ngram_search.search_best_first` with the mixture's probabilities; writes and returns as `write_tree`.
+
+    Nodes 0 … `final` of the ranking are final. Each step makes the best other node final and offers its children: what
+    the mixture predicts after the text ids[:stop] and the node's path. Example: the root's children have 0.6 and 0.2,
+    those of the first one 0.5 and 0.4. The ranking becomes 0.6, 0.3, 0.24, 0.2.
+    """
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
     size, final, node_count = 0, -1, 0
