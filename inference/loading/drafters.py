@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from transformers import PreTrainedConfig
 
 from outrider.base.streams import Streams
-from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import position_limit
 from outrider.draft_models.targets.settings import TABLE
 from outrider.inference.core.drafter import Drafter
-from outrider.inference.drafters.model_drafter import ModelDrafter
-from outrider.inference.drafters.ngrams.beside_model import NgramsBesideModel
 from outrider.inference.settings.evaluate import Drafting
 from outrider.inference.settings.kinds import KINDS, NGRAMS
 from outrider.inference.settings.method import MethodConfig, known_size
@@ -21,6 +18,7 @@ from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
 
 if TYPE_CHECKING:
+    from outrider.inference.drafters.model_drafter import ModelDrafter
     from outrider.inference.drafters.plugin import ModelOptions
 
 Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
@@ -63,6 +61,6 @@ def new_drafter(
     kind = KINDS[method.source]
     drafter: Drafter = kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
     if method.copy == TABLE:
-        drafter = cast(ModelDrafter, drafter)
-        drafter.ask_first(NgramsBesideModel(cast(TrigramTable, drafters[NGRAMS.name]), method.ngrams, tuning))
+        beside_model = NGRAMS.load_plugin().make_beside_model(drafters[NGRAMS.name], method, tuning)
+        cast("ModelDrafter", drafter).ask_first(beside_model)
     return drafter

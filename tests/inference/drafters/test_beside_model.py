@@ -1,6 +1,6 @@
 """N-grams beside a model: who drafts a round. The text: test_lossless.py; its distribution: test_distributions.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -20,6 +20,15 @@ COSTS = costs(step=0.1, node=0.02)
 make = pytest.fixture(scope="module")(targets)
 
 
+def slow_rate(rounds: Sequence[tuple[bool, int, float]], sure: bool) -> float:
+    """The model's rate by its rounds: whether n-grams were sure, tokens, seconds."""
+    aged = [(kind, n * KEEP**age, seconds * KEEP**age) for age, (kind, n, seconds) in enumerate(reversed(rounds))]
+    prior = 4 * (3 * 0.1 + 1.08 + 0.05)
+    overall = (4 * 2.2 + sum(n for _, n, _ in aged)) / (prior + sum(seconds for *_, seconds in aged))
+    alike = [(n, seconds) for kind, n, seconds in aged if kind == sure]
+    return (prior * overall + sum(n for n, _ in alike)) / (prior + sum(seconds for _, seconds in alike))
+
+
 def require_higher_rate(target: Target) -> None:
     """Each round's source is that of the higher rate, which is computed anew from all earlier rounds of the model."""
     models = {"small_lm": target.small("small_lm"), "ngrams": target.table}
@@ -31,22 +40,18 @@ def require_higher_rate(target: Target) -> None:
         if len(rounds) == 1 or not r.source:
             continue
         expected, nodes = beside._sizes.expected_tokens, beside._sizes._last_count
-        sure, prior = expected > 1.8, 4 * (3 * 0.1 + 1.08 + 0.05)
-
-        def rate(counted: list[tuple[int, float]], before: float, prior: float = prior) -> float:
-            return (prior * before + sum(n for n, _ in counted)) / (prior + sum(seconds for _, seconds in counted))
-
-        aged = [(kind, n * KEEP**age, seconds * KEEP**age) for age, (kind, n, seconds) in enumerate(reversed(earlier))]
-        overall = rate([(n, seconds) for _, n, seconds in aged], 2.2 * 4 / prior)
-        model = rate([(n, seconds) for kind, n, seconds in aged if kind == sure], overall)
-        ngrams = expected / (1.0 + 0.02 * (nodes + 1) + 0.05)
-        assert r.source == ("table" if nodes and ngrams >= model else "model")
+        ngram_rate, sure = expected / (1.0 + 0.02 * (nodes + 1) + 0.05), expected > 1.8
+        assert r.source == ("table" if nodes and ngram_rate >= slow_rate(earlier, sure) else "model")
         if r.source == "model":
             earlier.append((sure, r.accepted + 1, r.depth * 0.1 + 1.0 + 0.02 * (r.drafted + 1) + 0.05))
+        rates = [beside._model_rate.rate(kind) for kind in (False, True)]
+        assert rates == pytest.approx([slow_rate(earlier, kind) for kind in (False, True)])
     assert tokens_of(rounds) == target.text_after(PROMPT, 80)
     sources = count_rounds_by_source([Generation((), 0.0, 0.0, tuple(rounds[1:]))])
-    assert min(sources["model"].rounds, sources["table"].rounds) > 2
-    assert sources["table"].rounds == sum(r.source == "table" for r in rounds)
+    for source in ("model", "table"):
+        emitted = [len(r.tokens) for r in rounds if r.source == source]
+        assert sources[source] == SourceRounds(len(emitted), sum(emitted) / len(emitted))
+        assert len(emitted) > 2
 
 
 def test_the_source_of_the_higher_rate_drafts(make: Callable[..., Target]) -> None:
@@ -67,11 +72,3 @@ def test_faults_of_the_choice_are_seen(
     plant(monkeypatch, *FAULTS[fault])
     with pytest.raises(AssertionError):
         require_higher_rate(make())
-
-
-def test_rounds_by_source() -> None:
-    emitted = ((1, "model"), (3, "model"), (4, "text"))
-    rounds = [Round((7,) * count, 3, count - 1, 3, 0.1, source=source) for count, source in emitted]
-    generation = Generation((), 0.0, 0.0, (*rounds, Round((7,), 0, 0, 0, 0.1)))
-    expected = {"model": SourceRounds(2, 2.0), "none": SourceRounds(1, 1.0), "text": SourceRounds(1, 4.0)}
-    assert count_rounds_by_source([generation]) == expected
