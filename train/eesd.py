@@ -171,7 +171,9 @@ class EarlyExitStudent(Student):
             model, config.exit_layer, own_head=config.train_head, own_layer=config.train_layer, depth=config.exit_depth,
             draft_tokens=draft_tokens, parallel=config.parallel,
         ).float()  # fmt: skip
-        self.parallel = Parallel.of(config.parallel, self.drafter.vocabulary, config.fit.seed, config.position_weights)
+        self.parallel = Parallel(
+            config.parallel or 1, self.drafter.vocabulary, config.fit.seed, config.position_weights
+        )
         self.head_rows = self.drafter.output_head if not config.train_head and draft_tokens is not None else None
         self.stack = layer_stack(model, rotary_dtype=torch.float32)
         if not self.online:

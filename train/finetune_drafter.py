@@ -30,13 +30,7 @@ from outrider.draft_models.targets.attention import stock_attention_name
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary
-from outrider.draft_models.targets.open_target import (
-    OpenTarget,
-    open_target,
-    pick_dtype,
-    special_tokens,
-    stored_dtype,
-)
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, special_tokens, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.small_lm.drafter import draft_model_of
@@ -45,13 +39,7 @@ from outrider.inference.loading.models import prepare_models
 from outrider.train.core.driver import TrainingRun, training_run
 from outrider.train.core.sharding import is_shared_out
 from outrider.train.core.training import FitResult, Metrics, Student, TrainRows
-from outrider.train.parts.drafter import (
-    export_model,
-    pick_tokens,
-    require_context,
-    require_vocabulary,
-    write_records,
-)
+from outrider.train.parts.drafter import export_model, pick_tokens, require_context, require_vocabulary, write_records
 from outrider.train.parts.heldout import Decoding, HeldOutText, packed_hidden, supervised_hidden
 from outrider.train.parts.initial_lm import drafter_config, read_finished_vocabulary, start_lm
 from outrider.train.parts.memory import fit_memory
@@ -127,7 +115,7 @@ def choose_parallel(
         beyond = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
         mask = beyond if beyond < rows else max((i for i in added if i < rows and i not in used), default=rows)
     config.require("parallel", mask < rows, f"0, as every token of {config.target} may be text")
-    return Parallel.of(config.parallel, mask, config.fit.seed, config.position_weights)
+    return Parallel(config.parallel, mask, config.fit.seed, config.position_weights)
 
 
 def load_target(config: FinetuneConfig, target: OpenTarget, run: TrainingRun) -> LayerStack | None:

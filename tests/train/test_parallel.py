@@ -166,7 +166,6 @@ DRAFTED = [
     ("llama", "forward_kl", CAT, FEW, True),
     ("mistral", "forward_kl", CAT, None, False),
     ("qwen3", "cross_entropy", DPACE, FEW, False),
-    ("llama", "total_variation", DPACE, None, True),
     ("mistral", "forward_kl", ONE_A_PASS, None, False),
     ("qwen3", "cross_entropy", ONE_A_PASS, FEW, False),
 ]

@@ -29,7 +29,7 @@ def fit_memory(
     fit, device, inner = config.fit, planned_device(), {id(matrix) for matrix in layer_matrices(student)}
     rows = fit.micro_batch_rows or fit.batch_rows
     width = round(
-        config.seq_len * Parallel.of(getattr(config, "parallel", 0)).expected_predictions
+        config.seq_len * Parallel(getattr(config, "parallel", 0) or 1).expected_predictions
     )  # positions of a row
     frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     trained = trained_parameters(student).values()

@@ -12,7 +12,7 @@ A packed row of six tokens a … f, with `tokens` = 3, and after it the masks M 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,15 +76,10 @@ class Parallel:
     """
 
     tokens: int
-    mask: int
-    seed: int
+    mask: int = 0
+    seed: int = 0
     weights: PositionWeights = "none"  # of the predictions (see `position_weights`)
     keep: float = 0.7  # the paper's
-
-    @classmethod
-    def of(cls, tokens: int, mask: int = 0, seed: int = 0, weights: PositionWeights = "none") -> Self:
-        """By the option `parallel`, which is 0 for a token a pass."""
-        return cls(max(1, tokens), mask, seed, weights)
 
     @property
     def expected_predictions(self) -> float:
@@ -135,15 +130,11 @@ class Parallel:
         if self.weights != "none":
             numbers = torch.cat([torch.zeros_like(columns), depths], 1)  # [B, T + M]
             slots = Slots(self.weights, rows * length + last_seen, numbers, self.tokens, input_ids.shape)
-        return DraftRows(
-            ids,
-            all_positions,
-            masks,
-            row_labels,
-            lambda values: values[rows, predicted_columns],
-            self.expected_predictions,
-            slots,
-        )
+
+        def expand(values: Tensor) -> Tensor:
+            return values[rows, predicted_columns]
+
+        return DraftRows(ids, all_positions, masks, row_labels, expand, self.expected_predictions, slots)
 
     def _draw_masks(
         self, step: int, input_ids: Tensor, labels: Tensor, documents: Tensor
@@ -174,4 +165,4 @@ class Parallel:
         return DraftBand(first, blocks, text_length=length, window=window)
 
 
-ONE_A_PASS = Parallel.of(0)
+ONE_A_PASS = Parallel(1)
