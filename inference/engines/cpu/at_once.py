@@ -105,7 +105,7 @@ class PanelLinear(nn.Module):
         return self._call(self._normed, x, x.contiguous(), table)
 
     def _call(self, entry: int, x: Tensor, operand: Tensor, more: dict[int, int] | None = None) -> Tensor:
-        """Outputs [..., out] of an entry for x [..., in], passed as `operand`; more: other items of its table."""
+        """Outputs [..., out] of an entry for x [..., in], passed as `operand`. more: further numbers of its table."""
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
@@ -215,7 +215,7 @@ class LayersAtOnce:
             seconds: tuple[list[float], list[float]] = ([], [])
             for _ in range(1 + REPEATS):
                 cache = KVCache(range(self._first, self._first + count), rows + 1)
-                cache.length = 1  # after a text
+                cache.length = 1  # as after a text of one token
                 started = clock()
                 output = self.run(hidden, 0, count, (table, table), mask, cache)
                 between = clock()
@@ -264,9 +264,8 @@ class LayersAtOnce:
         outputs, begin = [], 0
         if not all(parts):
             return None
-        for group in _group_parts(
-            [part for text in parts for part in text]
-        ):  # later calls see the keys of earlier ones
+        # Later calls see the keys of earlier ones.
+        for group in _group_parts([part for text in parts for part in text]):
             rows = slice(begin, begin := begin + sum(part.rows for part in group))
             turned = (rotary[0][:, rows], rotary[1][:, rows])
             outputs.append(self._call(hidden[:, rows], start, stop, turned, group))
@@ -276,8 +275,9 @@ class LayersAtOnce:
         """The rows of a text, split for one call or several; empty if they are not supported."""
         if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | TextMasks):
             return []
-        refused = rows > 1 and mask is None if cache.length else rows > batch.PIECE
-        if refused or (mask is not None and mask.dtype != self._dtype):
+        if (rows > 1 and mask is None) if cache.length else rows > batch.PIECE:  # a prompt's first piece has no mask
+            return []
+        if mask is not None and mask.dtype != self._dtype:
             return []
         buffer = cache.buffer(rows, self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
         if buffer is None:

@@ -15,7 +15,6 @@ The functions with a `builder` emit LLVM code: their arguments and results are L
 otherwise.
 """
 
-from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -25,7 +24,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodeKind
+from outrider.draft_models.formats.gguf_codes import CODE_KINDS
+from outrider.inference.engines.cpu.code_panels import LINE, PanelBlock
 from outrider.inference.engines.cpu.numbers import array_of, kernel, wide
 from outrider.inference.engines.cpu.vectors import (
     BYTE,
@@ -52,42 +52,10 @@ from outrider.inference.engines.cpu.vectors import (
 
 SUMMED = 16  # inputs whose x are summed beforehand: the smallest group
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_LINE = 64  # bytes of a line: an integer of 16 bits for each of two inputs of 16 outputs
-
-
-@dataclass(frozen=True)
-class PanelBlock:
-    """The layout of a block of a panel: factors, the groups' scales, their minima, then each group's codes.
-
-    A line is 32 words of 16 bits, two for each output. They hold the codes of some pairs of inputs, the first pair in
-    the lowest bits. A group's codes are lines of the lower bits (4 of 4 to 6, or all 8), then lines of the upper bits.
-    """
-
-    code_kind: CodeKind
-
-    @property
-    def header(self) -> int:
-        """Bytes before the codes."""
-        numbers = 1 + self.code_kind.has_minimum  # of a group
-        if self.code_kind.groups == 1:
-            return 2 * PANEL * numbers
-        return -(-PANEL * numbers * (2 + self.code_kind.groups) // _LINE) * _LINE
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of a group's codes."""
-        return PANEL * self.code_kind.group_size * self.code_kind.bits // 8
-
-    @property
-    def size(self) -> int:
-        """Bytes of the block."""
-        return self.header + self.code_kind.groups * self.group_bytes
-
-
 _TILES = {1: 4, 2: 4, 4: 2, 8: 1}  # rows of a tile → its panels: sums and unpacked codes fit the registers
 _MOST_ROWS = max(_TILES)
 _SUMMED_ROWS = 64  # most rows whose sums of x a thread's stack holds at a time
-# A code c below 2⁷ in the lower bits of these is 2⁷ + c and 16 · (2⁷ + c) as a bfloat16.
+# With a code c below 2⁷ in their lower bits, these are 2⁷ + c and 16 · (2⁷ + c) as bfloat16s.
 _UNITS, _SIXTEENS = 0x4300, 0x4500
 
 
@@ -232,11 +200,11 @@ def _dot_codes(builder, tile, starts, group_number, codes_at, sums):
     pairs = 2 if code_kind.bits == 8 else 4  # of a line
     lines, upper_bits = code_kind.group_size // (2 * pairs), code_kind.bits - 4
     group_begin = builder.mul(group_number, LONG(numbers_of_pair * code_kind.group_size // 2))
-    upper_at = builder.add(codes_at, LONG(_LINE * lines))
+    upper_at = builder.add(codes_at, LONG(LINE * lines))
     uppers = [_load_vector(builder, start, upper_at, _WORDS) for start in starts] if code_kind.bits in (5, 6) else []
 
     def add_line(line, dots):
-        offset = builder.add(codes_at, builder.mul(line, LONG(_LINE)))
+        offset = builder.add(codes_at, builder.mul(line, LONG(LINE)))
         for start in starts:
             ask_for(builder, builder.gep(start, [builder.add(offset, tile.ahead)]))
         words = [_load_vector(builder, start, offset, _WORDS) for start in starts]
@@ -315,10 +283,12 @@ def multiply_tile(context, number, linear, x, sums, outs, tile):
             rows = [_least(builder, builder.add(first_row, LONG(row)), last_row) for row in range(tile_rows)]
             panels = [_least(builder, builder.add(first_panel, LONG(n)), last_panel) for n in range(tile_panels)]
             operands = _Tile(
-                block, x.dtype == types.uint16, blocks, [address_of(panel) for panel in panels],
-                [builder.mul(panel, LONG(PANEL)) for panel in panels], rows,
-                [row_of(builder, of_x, row) for row in rows], [row_of(builder, of_sums, row) for row in rows],
-                outputs, form, builder.mul(blocks, LONG(tile_panels * block.size)),
+                block=block, pairs=x.dtype == types.uint16, blocks=blocks, rows=rows,
+                panels=[address_of(panel) for panel in panels],
+                columns=[builder.mul(panel, LONG(PANEL)) for panel in panels],
+                sources=[row_of(builder, of_x, row) for row in rows],
+                sums=[row_of(builder, of_sums, row) for row in rows],
+                outputs=outputs, output_form=form, ahead=builder.mul(blocks, LONG(tile_panels * block.size)),
             )  # fmt: skip
             _add_tile(builder, operands)
 

@@ -2,6 +2,7 @@
 """Stored rows of quantised weights laid out in panels, as `by_codes` reads them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,21 +14,59 @@ from outrider.draft_models.formats.gguf_codes import (
     LONGEST,
     MOST_GROUPS,
     CodedRows,
+    CodeKind,
     compile_uncounted,
     in_threads,
     unpack,
 )
-from outrider.inference.engines.cpu.by_codes import PanelBlock
 from outrider.inference.engines.cpu.large_pages import in_large_pages
 from outrider.inference.engines.cpu.vectors import PANEL
+
+LINE = 64  # bytes of a line: an integer of 16 bits for each of two inputs of 16 outputs
+
+
+@dataclass(frozen=True)
+class PanelBlock:
+    """The layout of a block of a panel, for `PANEL` outputs. The rows in brackets exist only if the kind has them.
+
+        2 bytes of each output              the factors of scales, float16
+        [2 bytes of each output             the factors of minima]
+        [groups × 1 byte of each output     the groups' scales]
+        [groups × 1 byte of each output     the groups' minima]
+        from byte `header` on               the codes, group by group
+
+    A group's codes are lines of the lower 4 bits (of 8-bit codes all bits), then lines of the upper bits. A line is 32
+    words of 16 bits, two for each output: the first has codes of even inputs, the second codes of the odd inputs after
+    them, from the lowest bits on. Codes 0 to 7 of an output are the words 0x6420 and 0x7531 if they have 4 bits.
+    """
+
+    code_kind: CodeKind
+
+    @property
+    def header(self) -> int:
+        """Bytes before the codes."""
+        numbers = 1 + self.code_kind.has_minimum  # of a group
+        if self.code_kind.groups == 1:
+            return 2 * PANEL * numbers
+        return -(-PANEL * numbers * (2 + self.code_kind.groups) // LINE) * LINE
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group's codes."""
+        return PANEL * self.code_kind.group_size * self.code_kind.bits // 8
+
+    @property
+    def size(self) -> int:
+        """Bytes of the block."""
+        return self.header + self.code_kind.groups * self.group_bytes
 
 
 @compile_uncounted
 def _pack_lines(first, second, shift, bits, by, lines):
-    """Add to numbers `lines`, above `by` bits, 1, 2 or 4 `bits` of eight codes each, those from bit `shift` on.
+    """Write 1, 2 or 4 `bits` of eight codes, from a code's bit `shift` on, into each of `lines`, from its bit `by` on.
 
-    The codes are the bytes of a number of `first` and one of `second`. Those at even places are side by side, the first
-    in the lowest bits, and above 16 bits those at odd places.
+    A number of `first` has codes 0 to 3 as bytes, one of `second` codes 4 to 7. Even codes go to the lower 16 bits, odd
+    ones to the upper 16. Example: first 0x03020100, second 0x07060504, bits 4, shift 0 and by 0 give 0x7531_6420.
     """
     mask, two = ((1 << bits) - 1) * 0x01010101, (1 << (2 * bits)) - 1
     for index in range(len(lines)):
@@ -38,58 +77,62 @@ def _pack_lines(first, second, shift, bits, by, lines):
 
 
 @compile_uncounted
-def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, scales, minima):
-    """Lay out rows of blocks [16 · panels, blocks, bytes] as panels [panels, blocks, bytes of a panel's block].
+def _pack_group(code_kind, first_fours, second_fours, lines):
+    """Write a group's codes: those of 8 bits in lines of four, else the lower 4 bits and then the upper bits."""
+    if code_kind.bits == 8:
+        for line in range(code_kind.group_size // 4):
+            fours = (second_fours if line % 2 else first_fours)[line // 2 * PANEL :]
+            for lane in range(PANEL):
+                four = fours[lane]  # 0x03020100 becomes 0x0301_0200
+                swapped = (four & 0xFF0000FF) | (four >> 8 & 0xFF00) | ((four & 0xFF00) << 8)
+                lines[line * PANEL + lane] = swapped
+        return
+    high_bits, count = code_kind.bits - 4, code_kind.group_size // 8 * PANEL  # count: numbers of the lower bits
+    _pack_lines(first_fours, second_fours, 0, 4, 0, lines[:count])
+    per_line = 4 // high_bits  # eights of codes whose upper bits share a line
+    for eight in range(code_kind.group_size // 8):
+        begin, by = count + eight // per_line * PANEL, 4 * high_bits * (eight % per_line)
+        firsts, seconds = first_fours[eight * PANEL :], second_fours[eight * PANEL :]
+        _pack_lines(firsts, seconds, 4, high_bits, by, lines[begin : begin + PANEL])
 
-    A line is 32 bits of each output. Loops over lines are long, so that they are compiled to vectors. The last four are
-    for use here: uint8 [16, inputs], uint32 [2, inputs / 8 · 16], uint8 [groups] each.
+
+@compile_uncounted
+def _fill_panels(kind_number, code_kind, header, raw, panels, codes, turned, scales, minima):
+    """Lay out rows of blocks [16 · panels, blocks, bytes] as panels [panels, blocks, `PanelBlock.size`].
+
+    Loops over lines are long, so that they are compiled to vectors. The last four arguments are workspaces: codes uint8
+    [16, inputs]; turned uint32 [2, inputs / 8 · 16], the first and the second four of every eight codes of each output;
+    scales and minima uint8 [groups].
     """
-    fours = codes.view(np.uint32)
-    high_bits, inputs = code_kind.bits - 4, code_kind.group_size * code_kind.groups
-    count = code_kind.group_size // 8 * PANEL  # numbers of a group's lower bits
+    fours, inputs = codes.view(np.uint32), code_kind.group_size * code_kind.groups
+    count = code_kind.group_size // 8 * PANEL  # numbers of each half of `turned` for a group
     for panel in range(panels.shape[0]):
         for block in range(raw.shape[1]):
             out = panels[panel, block]
             out[:] = 0
             for lane in range(PANEL):
                 stored = raw[panel * PANEL + lane, block]
-                first, second = unpack(kind_number, stored, codes[lane], scales, minima)
-                out[2 * lane], out[2 * lane + 1] = stored[first], stored[first + 1]
-                after = 2 * PANEL
-                if second >= 0:
-                    out[after + 2 * lane], out[after + 2 * lane + 1] = stored[second], stored[second + 1]
-                    after += 2 * PANEL
-                for group in range(code_kind.groups):
-                    if code_kind.groups > 1:
-                        out[after + group * PANEL + lane] = scales[group]
-                        if second >= 0:
-                            out[after + (code_kind.groups + group) * PANEL + lane] = minima[group]
-                for pair in range(inputs // 8):  # lines of four codes: the even ones, the odd ones
-                    turned[0, pair * PANEL + lane] = fours[lane, 2 * pair]
-                    turned[1, pair * PANEL + lane] = fours[lane, 2 * pair + 1]
-            numbers = out[header:].view(np.uint32)
-            if code_kind.bits == 4:
-                _pack_lines(turned[0], turned[1], 0, 4, 0, numbers)
+                scale_at, minimum_at = unpack(kind_number, stored, codes[lane], scales, minima)
+                out[2 * lane], out[2 * lane + 1] = stored[scale_at], stored[scale_at + 1]
+                after_factors = 2 * PANEL
+                if minimum_at >= 0:  # −1: the kind has no minima
+                    begin, after_factors = 2 * PANEL + 2 * lane, 4 * PANEL
+                    out[begin], out[begin + 1] = stored[minimum_at], stored[minimum_at + 1]
+                if code_kind.groups > 1:
+                    for group in range(code_kind.groups):
+                        out[after_factors + group * PANEL + lane] = scales[group]
+                        if minimum_at >= 0:
+                            out[after_factors + (code_kind.groups + group) * PANEL + lane] = minima[group]
+                for eight in range(inputs // 8):
+                    turned[0, eight * PANEL + lane] = fours[lane, 2 * eight]
+                    turned[1, eight * PANEL + lane] = fours[lane, 2 * eight + 1]
+            lines = out[header:].view(np.uint32)
+            if code_kind.bits == 4:  # without upper bits the lines of all groups are one range
+                _pack_lines(turned[0], turned[1], 0, 4, 0, lines)
                 continue
             for group in range(code_kind.groups):
-                even, odd = turned[0, group * count :], turned[1, group * count :]
-                to = numbers[group * count * code_kind.bits // 4 :]
-                if code_kind.bits == 8:
-                    for line in range(code_kind.group_size // 4):
-                        of_line = (odd if line % 2 else even)[line // 2 * PANEL :]
-                        for lane in range(PANEL):
-                            four = of_line[lane]
-                            swapped = (four & 0xFF0000FF) | (four >> 8 & 0xFF00) | ((four & 0xFF00) << 8)
-                            to[line * PANEL + lane] = swapped
-                    continue
-                _pack_lines(even, odd, 0, 4, 0, to[:count])
-                for line in range(code_kind.group_size // 8):
-                    per_line = 4 // high_bits  # numbers of four pairs' upper bits
-                    begin = count + line // per_line * PANEL
-                    _pack_lines(
-                        even[line * PANEL :], odd[line * PANEL :], 4, high_bits, 4 * high_bits * (line % per_line),
-                        to[begin : begin + PANEL],
-                    )  # fmt: skip
+                first_fours, second_fours = turned[0, group * count :], turned[1, group * count :]
+                _pack_group(code_kind, first_fours, second_fours, lines[group * count * code_kind.bits // 4 :])
 
 
 def code_table(parts: Sequence[CodedRows], function_of: Callable[[int], int]) -> Tensor:

@@ -52,7 +52,7 @@ def _call(context, address):
 
 
 # Indices of a table. THREAD, THREADS: functions that return a thread's number and the number of threads, 0 for a single
-# thread; ARRIVED: the counter of `wait`, in the table itself.
+# thread; ARRIVED: the counter of `wait`, in the table itself; MOST: threads for which WORK has memory.
 THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, WORK, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, TEXTS = range(12, 23)
 COUNT, POSITIONS, PAST, START, STOP, MOST, VALUES = range(23, 30)
@@ -128,10 +128,10 @@ def _workspace_of(table, shape, read, parts):
 
 
 @_inlined
-def _linear_at(table, stored, in_one):
-    """The layer of a table. stored: the type of its weights; in_one: see `_WEIGHTS_IN`."""
+def _linear_at(table, stored, in_number):
+    """The layer of a table. stored: the type of its weights; in_number: see `_WEIGHTS_IN`."""
     inputs, outputs = table[INPUTS], table[OUTPUTS]
-    weights = carray(array_at(table[WEIGHTS], stored), stored_numbers(outputs, inputs, in_one))
+    weights = carray(array_at(table[WEIGHTS], stored), stored_numbers(outputs, inputs, in_number))
     return Linear(weights, inputs, _floats(table[SCALES], 1, outputs)[0], _floats(table[BIASES], 1, outputs)[0])
 
 
@@ -140,7 +140,7 @@ def product_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int =
 
     stored, read, dtype: the types of weights, operands and outputs.
     """
-    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype)
+    in_number, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype)
 
     @_entry
     def entry(address):
@@ -148,7 +148,7 @@ def product_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int =
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
         first, last = part(outputs, *_team(table))
         x, out = carray(array_at(table[X], read), (parts * rows, inputs)), array_at(table[OUT], dtype)
-        product(_linear_at(table, stored, in_one), x, rows, first, last, False, carray(out, (rows, outputs)))
+        product(_linear_at(table, stored, in_number), x, rows, first, last, False, carray(out, (rows, outputs)))
 
     return entry
 
@@ -234,7 +234,7 @@ def head_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _S
     WORK, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
     the operand of products, `parts` · ROWS · INPUTS.
     """
-    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
+    in_number, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
 
     @_entry
     def entry(address):
@@ -251,7 +251,7 @@ def head_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = _S
             for i in range(inputs):
                 work[1, i] = wide(x[row, i])
             norm_row(work, 1, row, work[0], eps, halves, normed)
-        linear = _linear_at(table, stored, in_one)
+        linear = _linear_at(table, stored, in_number)
         first, last = part(outputs, rank, threads)
         product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], dtype), (rows, outputs)))
 
@@ -288,7 +288,7 @@ def layers_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = 
     stored, read, dtype: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, COUNT
     in number. POSITIONS: the most positions that a row sees.
     """
-    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
+    in_number, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, dtype), dtype is np.uint16
 
     @_entry
     def entry(address):
@@ -297,8 +297,8 @@ def layers_entry(stored: Numbers, read: Numbers, dtype: Numbers, sources: int = 
         inner, count, rows = table[INNER], table[LAYERS], table[ROWS]
         shape, qkv = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = qkv + 2 * size + 2 * inner
-        numbers = stored_numbers(qkv, size, in_one) + stored_numbers(size, heads * width, in_one)
-        numbers += stored_numbers(2 * inner, size, in_one) + stored_numbers(size, inner, in_one)
+        numbers = stored_numbers(qkv, size, in_number) + stored_numbers(size, heads * width, in_number)
+        numbers += stored_numbers(2 * inner, size, in_number) + stored_numbers(size, inner, in_number)
         layers = Layers(
             carray(array_at(table[WEIGHTS], stored), (count, numbers)),
             _floats(table[SCALES], count, outputs),

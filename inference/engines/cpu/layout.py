@@ -101,16 +101,12 @@ Way = Literal["floats", "pairs", "amx", "codes"]
 
 
 class WeightLayout(NamedTuple):
-    """The layout of weights, and the dtypes of computations with them.
+    """The layout of weights, and the dtypes of computations with them."""
 
-    stored: the weights' dtype; together: the pack factor, adjacent inputs of an output, 2 for bfloat16s; way: the
-    multiply kernel; dtype: that of activations and results.
-    """
-
-    stored: torch.dtype
-    together: int
-    way: Way
-    dtype: torch.dtype
+    stored: torch.dtype  # of the weights
+    together: int  # adjacent inputs of an output that are stored together: 2 for bfloat16s, else 1
+    way: Way  # the multiply kernel: one weight, pairs of bfloat16s, by AMX, or by codes
+    dtype: torch.dtype  # of activations and results
 
     @classmethod
     def of(cls, linears: Sequence[Linear], dtype: torch.dtype) -> "WeightLayout":

@@ -27,9 +27,15 @@ from outrider.inference.engines.cpu.vectors import PANEL, Linear, weights_in
 def product(linear, x, rows, first, last, halves, out):
     """Compute out[r, c] for outputs first … last − 1: scale of c · (x[r] · weights of c) + bias of c.
 
-    x [rows, inputs]: float32, or bfloat16 if the weights are pairs; by codes either. For AMX it is bfloat16, and with
-    [3 · rows, inputs] row r is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of
-    `PANEL`. halves: round to bfloat16. In compiled code: see `_product_of`.
+    first and last are multiples of `PANEL`. halves: round to bfloat16. The dtype of the weights (see `Linear`) selects
+    the kernel when a call is compiled:
+
+        weights                               kernel      x [rows, inputs]
+        uint64, bfloat16s for AMX             by_amx      bfloat16; if [3 · rows, inputs], row r is the sum of x[r],
+                                                          x[rows + r] and x[2 · rows + r]
+        int64, addresses of panels of codes   by_codes    float32 or bfloat16
+        uint32, pairs of bfloat16s            by_vectors  float32 or bfloat16
+        another                               by_vectors  float32
     """
 
 
@@ -48,7 +54,7 @@ def part(outputs, rank, threads):
 
 @kernel
 def stored_numbers(outputs, inputs, in_number):
-    """How many numbers hold a linear layer's weights, `in_number` in each; see `weights_in`."""
+    """How many numbers hold a linear layer's weights, `in_number` in each; 0: codes, by two addresses a panel."""
     return 2 * (outputs // PANEL) if in_number == 0 else outputs * inputs // in_number
 
 
@@ -65,49 +71,49 @@ class LayerShape(NamedTuple):
 class Layers(NamedTuple):
     """The layers of a stack, one row per layer.
 
-    weights [L, …]: those of the joint product of queries, keys and values [(H + 2G)·D, d], of the attention's output
-    [d, H·D], of gate and up [2n, d], of down [d, n], one after the other, each as in `Linear`.
-    scales, biases float32 [L, outputs]: factors and addends of the outputs of these products.
-    norms float32 [L, 2, d]: the weights of both norms. head_norms float32 [L, H + G, D]: of those of queries and keys.
+    A layer has four products, whose weights, scales and biases stand one after the other in this order: the joint one
+    of queries, keys and values [(H + 2G)·D, d], the attention's output [d, H·D], gate and up [2n, d], down [d, n].
     """
 
-    weights: np.ndarray
-    scales: np.ndarray
-    biases: np.ndarray
-    norms: np.ndarray
-    head_norms: np.ndarray
+    weights: np.ndarray  # [L, …], each product's as in `Linear`
+    scales: np.ndarray  # float32 [L, outputs of all products]
+    biases: np.ndarray  # as scales
+    norms: np.ndarray  # float32 [L, 2, d], the weights of the norms before attention and before the MLP
+    head_norms: np.ndarray  # float32 [L, H + G, D], the weights of the norms of queries and keys
+
+
+# Columns of `PassRows.texts`: a text's first row and number of rows; the address of layer 0's keys; the bytes from a
+# layer's keys to its values, and from these to the next layer's keys; the positions for which the cache has memory; the
+# number of positions before the first row; the address of the mask, or 0 for a chain.
+BEGIN, ROWS, KEYS, VALUE_OFFSET, SLOTS, PAST, MASK = range(7)
 
 
 class PassRows(NamedTuple):
-    """The rows of a pass, those of several texts, one text after another: cos, sin [R, D]; texts int64 [texts, 7]."""
+    """The rows of a pass, those of several texts, one text after another."""
 
-    cos: np.ndarray
-    sin: np.ndarray
-    texts: np.ndarray
+    cos: np.ndarray  # [R, D]
+    sin: np.ndarray  # [R, D]
+    texts: np.ndarray  # int64 [texts, 7], see `BEGIN`
 
 
 class Workspace(NamedTuple):
-    """The workspace of thread `rank` of `threads`, float32. The operands of products, mixed, inner and normed, may be
-    bfloat16, or have 3R rows, see `put_read`.
+    """The workspace of a thread, float32. All threads share the arrays without an axis T.
 
-    Shared: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
-    in `AttentionTask`.
-    Per thread: normed [T, R, d], near [T, NEAR, D].
-    arrived int64 [1]: a counter, 0 before a pass.
+    x of a product may be bfloat16 instead, or have 3R rows (see `product`).
     """
 
-    rank: int
-    threads: int
-    heads: np.ndarray
-    mixed: np.ndarray
-    joined: np.ndarray
-    inner: np.ndarray
-    normed: np.ndarray
-    scores: np.ndarray
-    sums: np.ndarray
-    near: np.ndarray
-    hidden: np.ndarray
-    arrived: np.ndarray
+    rank: int  # the thread's number
+    threads: int  # T
+    heads: np.ndarray  # [R, (H + 2G)·D], queries, keys and values
+    mixed: np.ndarray  # [R, H·D], outputs of the attention: x of the second product
+    joined: np.ndarray  # [R, max(d, 2n)], outputs of the later products
+    inner: np.ndarray  # [R, n], silu(gate) · up: x of the last product
+    normed: np.ndarray  # [T, R, d], outputs of a norm: x of the first and the third product
+    scores: np.ndarray  # as in `AttentionTask`
+    sums: np.ndarray  # as in `AttentionTask`
+    near: np.ndarray  # [T, NEAR, D], a thread's keys or values for the attention
+    hidden: np.ndarray  # [R, d], hidden states
+    arrived: np.ndarray  # int64 [1], the counter of `wait`, 0 before a pass
 
 
 @kernel
@@ -147,21 +153,15 @@ def add(linear, x, hidden, halves, work):
             add_row(hidden, work.joined, row, begin, end, halves)
 
 
-# Columns of `texts`: the text's first row and number of rows; the address of layer 0's keys, the bytes from them to the
-# values and from these to the next layer's keys, and the positions of each head; the number of positions before the
-# first row; the address of the mask, or 0 for a chain.
-BEGIN, ROWS, KEYS, APART, CAPACITY, PAST, MASK = range(7)
-
-
 @kernel
 def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     (cos, sin, texts), rank, threads = pass_rows, work.rank, work.threads
     halves, all_heads, text = cos.itemsize == 2, heads + 2 * key_heads, 0
-    items = all_heads * work.heads.shape[0]
-    for item in range(items * rank // threads, items * (rank + 1) // threads):
-        row, head = item // all_heads, item % all_heads
+    vectors = all_heads * work.heads.shape[0]
+    for index in range(vectors * rank // threads, vectors * (rank + 1) // threads):
+        row, head = index // all_heads, index % all_heads
         vector = work.heads[row, head * width : (head + 1) * width]
         if head < heads + key_heads:
             rotate(vector, cos[row], sin[row], weight[head], head_eps, halves)
@@ -169,15 +169,15 @@ def rotate_and_store(shape, layer, pass_rows, weight, head_eps, work):
             while row >= texts[text, BEGIN] + texts[text, ROWS]:
                 text += 1
             of_values = np.int64(head >= heads + key_heads)
-            address = texts[text, KEYS] + (2 * layer + of_values) * texts[text, APART]
-            stored = array_of(address, (key_heads, texts[text, CAPACITY], width), cos)
+            address = texts[text, KEYS] + (2 * layer + of_values) * texts[text, VALUE_OFFSET]
+            stored = array_of(address, (key_heads, texts[text, SLOTS], width), cos)
             line = stored[(head - heads) % key_heads, texts[text, PAST] + row - texts[text, BEGIN]]
             for i in range(width):
                 put(line, i, vector[i], halves)
 
 
 def _attend(weights, task, first, last, halves, out):
-    """`attend` by the same kernel as products. In compiled code: see `_way_of`."""
+    """`attend`, by AMX if products with these weights are and the cache is of bfloat16s. See `_way_of`."""
 
 
 @overload(_attend)
@@ -208,9 +208,9 @@ def attend_all(weights, shape, layer, pass_rows, scale, halves, work):
         if first >= end:
             text += 1
             continue
-        address, apart, stored = texts[text, KEYS], texts[text, APART], (shape.key_heads, texts[text, CAPACITY], width)
-        keys = array_of(address + 2 * layer * apart, stored, cos)
-        values = array_of(address + (2 * layer + 1) * apart, stored, cos)
+        sizes, offset = (shape.key_heads, texts[text, SLOTS], width), texts[text, VALUE_OFFSET]
+        keys = array_of(texts[text, KEYS] + 2 * layer * offset, sizes, cos)
+        values = array_of(texts[text, KEYS] + (2 * layer + 1) * offset, sizes, cos)
         seen = texts[text, PAST] + together
         masked = (together, seen if texts[text, MASK] != 0 else np.int64(0))
         mask = array_of(texts[text, MASK], masked, cos)
@@ -236,25 +236,25 @@ def run(shape, layers, start, stop, pass_rows, numbers, work):
     """Run a thread: layers start … stop − 1 over work.hidden, in place.
 
     Masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are of the type of cos and sin of
-    `pass_rows`, float32 or the bits of bfloat16; with these, hidden is rounded to bfloat16. numbers float32: eps,
-    head_eps, scale; head_eps < 0: queries and keys have no norms.
+    `pass_rows`: float32, or the bits of bfloat16, and then hidden is rounded to bfloat16 (`halves`). numbers float32:
+    the norms' eps; that of the norms of queries and keys, < 0 without these norms; the scale of query · key.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
     rank, threads, hidden = work.rank, work.threads, work.hidden
     rows, halves, normed = hidden.shape[0], pass_rows.cos.itemsize == 2, work.normed[rank]
     qkv = mixed + 2 * shape.key_heads * shape.width
-    # offsets of the second, third and fourth product of a layer, in weights and in outputs
-    pair = weights_in(layers.weights)
-    out_at = stored_numbers(qkv, size, pair)
-    up_at = out_at + stored_numbers(size, mixed, pair)
-    down_at = up_at + stored_numbers(2 * inner, size, pair)
-    out_to, up_to = qkv + size, qkv + size + 2 * inner
-    turn = 0
+    # where the second, third and fourth product begin in a layer's weights; where the second and third end in scales
+    in_number = weights_in(layers.weights)
+    out_begin = stored_numbers(qkv, size, in_number)
+    up_begin = out_begin + stored_numbers(size, mixed, in_number)
+    down_begin = up_begin + stored_numbers(2 * inner, size, in_number)
+    out_end, up_end = qkv + size, qkv + size + 2 * inner
+    turn = 0  # how often all threads have waited for each other
     for layer in range(start, stop):
         weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
         norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
-        joint = Linear(weights[:out_at], size, scales[:qkv], biases[:qkv])
+        joint = Linear(weights[:out_begin], size, scales[:qkv], biases[:qkv])
         begin, end = part(qkv, rank, threads)
         product(joint, normed, rows, begin, end, halves, work.heads)
         wait(work.arrived, threads, turn + 1)
@@ -262,14 +262,14 @@ def run(shape, layers, start, stop, pass_rows, numbers, work):
         wait(work.arrived, threads, turn + 2)
         attend_all(weights, shape, layer, pass_rows, scale, halves, work)
         wait(work.arrived, threads, turn + 3)
-        out = Linear(weights[out_at:up_at], mixed, scales[qkv:out_to], biases[qkv:out_to])
+        out = Linear(weights[out_begin:up_begin], mixed, scales[qkv:out_end], biases[qkv:out_end])
         add(out, work.mixed, hidden, halves, work)
         wait(work.arrived, threads, turn + 4)
         norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)
-        up = Linear(weights[up_at:down_at], size, scales[out_to:up_to], biases[out_to:up_to])
+        up = Linear(weights[up_begin:down_begin], size, scales[out_end:up_end], biases[out_end:up_end])
         gate(up, inner, halves, work)
         wait(work.arrived, threads, turn + 5)
-        down = Linear(weights[down_at:], inner, scales[up_to:], biases[up_to:])
+        down = Linear(weights[down_begin:], inner, scales[up_end:], biases[up_end:])
         add(down, work.inner, hidden, halves, work)
         wait(work.arrived, threads, turn + 6)
         turn += 6

@@ -13,8 +13,7 @@ from torch import Tensor
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
 from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear
 from outrider.inference.engines.cpu.at_once import PanelLinear
-from outrider.inference.engines.cpu.by_codes import PanelBlock
-from outrider.inference.engines.cpu.code_panels import code_panels
+from outrider.inference.engines.cpu.code_panels import PanelBlock, code_panels
 from outrider.inference.engines.cpu.vectors import PANEL
 from tests.gguf_files import random_blocks
 
