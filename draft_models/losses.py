@@ -78,9 +78,8 @@ class _Teacher:
 class _LinearLoss(torch.autograd.Function):
     """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept.
 
-    The products are of `chunk` rows. The objective makes several copies of its logits, which `rule` has transformed.
-    So it sees `piece` rows of them at a time, and their gradient then replaces the logits. shares [n]: weights of the
-    rows; None: 1.
+    A product has `chunk` rows. The objective makes several copies of its logits, so it gets `piece` of these rows at a
+    time, transformed by `rule`. shares [n]: weights of the rows; None: 1.
     """
 
     @staticmethod
@@ -114,6 +113,7 @@ class _LinearLoss(torch.autograd.Function):
                 if grad is not None:
                     grad = grad if rule == PLAIN else grad * rule.slope(raw)
                     piece_logits.copy_(grad if shares is None else grad.mul_(shares[part, None]))
+            # From here on `logits` holds the loss's gradient w.r.t. the logits, if one is needed.
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
             if grad_weight is not None:
@@ -127,7 +127,7 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         to_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
         to_weight = None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype)
-        return to_hidden, to_weight, *(None,) * 6
+        return to_hidden, to_weight, *(None,) * 6  # the further arguments of `forward`
 
 
 def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,16 +189,14 @@ def linear_divergence(
     + (1 − λ) · total_variation with λ = exp(−3α) per position; no gradient passes through λ.
 
     tokens [V]: the draft vocabulary; None: the target's. q is 0 at all other tokens. `OVERLAPS` use p unchanged: other
-    tokens add nothing to Σ min(p, q), so positions where the target emits one count as lost. The KLs would be infinite
-    there; they use p conditioned on `tokens`, the best that such a q can reach, and need only these rows of
-    target_weight.
+    tokens add nothing to Σ min(p, q), so positions where the target emits such a token count as lost. The KLs would be
+    infinite there. They use p conditioned on `tokens`, which only needs these rows of target_weight.
 
     hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only select positions:
-    those that are not `IGNORE`; None: all of hidden [n, d]. Then owners [n] may say which of target_hidden [m, d'] each
-    is compared with, ascending and each at least once (its p is computed once). shares [...]: weights of the positions.
-    If V ≠ V' (padded embeddings) both distributions are taken over the shared ids. No gradient reaches the target's
-    side. The [tokens, V] logits of neither side are ever held as a whole: chunks and dtypes are those of
-    `linear_cross_entropy`.
+    those that are not `IGNORE`. None: all of hidden [n, d]. Only then owners [n] may hold, for each row of hidden, its
+    row of target_hidden [m, d']; owners ascend without gaps, and each p is computed once. shares [...]: weights of the
+    positions. If V ≠ V' (padded embeddings) both distributions are taken over the shared ids. No gradient reaches the
+    target's side. Chunks and dtypes are those of `linear_cross_entropy`.
     """
     if labels is not None:
         hidden, target_hidden = (states[labels != IGNORE] for states in (hidden, target_hidden))
@@ -211,7 +209,7 @@ def linear_divergence(
 
     def objective(logits: Tensor, rows: slice, need_grad: bool, target_logits: Tensor | None) -> _ValueAndGrad:
         assert target_logits is not None
-        offsets = None if owners is None else owners[rows] - owners[rows.start]
+        offsets = None if owners is None else owners[rows] - owners[rows.start]  # owners 4, 4, 5 → rows 0, 0, 1 of p
         if kind == "forward_kl":
             value, grad = _forward_kl(target_rule(target_logits), logits[:, :shared], offsets)
         else:
@@ -278,14 +276,16 @@ def linear_topk_divergence(
 class _TopBuckets:
     """Per row: the k tokens with known target probability, plus one bucket for all remaining tokens.
 
-    Passes over a matrix [n, V] dominate the time, so it is read and written as few times as possible.
+    Example: a drafter of 4 tokens, and the ids 2, `IGNORE` and 0. The four buckets are token 2, nothing, token 0, and
+    tokens 1 and 3 together. Each of the k tokens needs a column of the logits to read and write. The second token
+    borrows that of the first: columns are 2, 2, 0, and stand_in is 0, 0, 2. Equal values are then written to column 2.
     """
 
     outside: Tensor  # bool [n, k]: not in the drafter's vocabulary
-    columns: Tensor  # int64 [n, k]: the column of each token; for tokens outside, the column of one inside
-    stand_in: Tensor  # int64 [n, k]: the index along k of the token that has this column
-    none: Tensor  # bool [n, 1]: all k tokens are outside; their columns are 0
-    complete: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary
+    columns: Tensor  # int64 [n, k]: the column of each token; tokens outside borrow that of the first token inside
+    stand_in: Tensor  # int64 [n, k]: the index along k of the token to which the column belongs
+    all_outside: Tensor  # bool [n, 1]: all k tokens are outside; their columns are 0
+    complete: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary, so the last bucket is empty
 
     @classmethod
     def of(cls, ids: Tensor, tokens: int) -> "_TopBuckets":
@@ -301,25 +301,24 @@ class _TopBuckets:
 
     @property
     def impossible(self) -> Tensor:
-        """bool [n, k + 1]: buckets without a token of the drafter."""
+        """bool [n, k + 1]: empty buckets."""
         return torch.cat([self.outside, self.complete], -1)
 
     def buckets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """log q [n, k + 1] of the buckets, and q [n, V] conditioned on the last bucket; overwrites the logits."""
         top_logits = logits.gather(-1, self.columns)
-        tail_logits = logits.scatter_(-1, self.columns, torch.where(self.none, top_logits, -torch.inf))
-        largest = tail_logits.amax(-1, keepdim=True)
+        tail_logits = logits.scatter_(-1, self.columns, torch.where(self.all_outside, top_logits, -torch.inf))
         within = tail_logits.softmax(-1)
-        # a softmax's largest value is 1 / Σ exp(logit − largest)
-        last_bucket = (largest - within.amax(-1, keepdim=True).log()).masked_fill(self.complete, -torch.inf)
+        last_bucket = _normaliser(tail_logits, within)[:, None].masked_fill(self.complete, -torch.inf)
         if self.columns.shape[1] >= logits.shape[1]:  # else no row can have `complete`
             within = torch.where(self.complete, 0.0, within)
         return torch.cat([top_logits.masked_fill(self.outside, -torch.inf), last_bucket], -1).log_softmax(-1), within
 
     def spread(self, by_bucket: Tensor, within: Tensor) -> Tensor:
         """The gradient [n, V] w.r.t. logits, from that w.r.t. buckets [n, k + 1]; overwrites `within`."""
-        shared = within.mul_(by_bucket[:, -1:])
-        top_gradient = torch.where(self.none, shared.gather(-1, self.columns), by_bucket.gather(-1, self.stand_in))
+        shared = within.mul_(by_bucket[:, -1:])  # the last bucket's gradient, by each token's share of the bucket
+        at_columns = shared.gather(-1, self.columns)
+        top_gradient = torch.where(self.all_outside, at_columns, by_bucket.gather(-1, self.stand_in))
         return shared.scatter_(-1, self.columns, top_gradient)
 
 
@@ -347,8 +346,9 @@ def _forward_kl(target: Tensor, logits: Tensor, owners: Tensor | None) -> tuple[
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q for unconstrained q.
 
-    For `OVERLAPS`, p may sum to less than 1: the rest is outside q's support. The gradient w.r.t. the logits z of q is
-    slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
+    For `OVERLAPS`, p may sum to less than 1: the remaining mass is outside q's support. The gradient w.r.t. the logits
+    z of q is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j. A slope c · q has the gradient 0, so the slopes
+    here leave out such terms: reverse_kl q, and total variation q / 2 of q · [q > p] = q · (sign(q − p) + 1) / 2.
     """
     if kind == "acceptance":
         overlap = torch.minimum(log_p, log_q)  # logarithms: α itself may underflow

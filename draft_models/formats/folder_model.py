@@ -64,8 +64,8 @@ class FolderModel:
         return is_quantised(self.folder / CONFIG_FILE, self.folder / QUANT_FILE)
 
     @property
-    def by_transformers(self) -> bool:
-        """Whether transformers reads its weights itself: pickles, as it has no forward with fp8 on a CPU."""
+    def transformers_reads_weights(self) -> bool:
+        """Whether transformers reads the weights when it loads the whole model, as it does pickles."""
         return self.weight_format is PICKLES
 
     def tensors(self) -> Mapping[str, Stored]:
@@ -159,7 +159,7 @@ def require_weights(name: str, tensors: Mapping[str, Stored], config: Path | str
     may know the codes.
     """
     codes = [tensor for tensor, stored in tensors.items() if _is_code(tensor, stored)]
-    if codes and not _is_read_by_transformers(config):
+    if codes and not _transformers_dequantises(config):
         kind = next(kind for kind, dtype in TYPES.items() if dtype == tensors[codes[0]].dtype)
         raise UserError(
             f"{name}: {list_words(codes)}: weights stored as codes ({kind}), and no description of a quantisation that "
@@ -174,7 +174,7 @@ def _is_code(name: str, stored: Stored) -> bool:
     return name.endswith(("weight", "_proj")) or (name.endswith("bias") and len(stored.shape) == 1)  # a mask has 4
 
 
-def _is_read_by_transformers(config: Path | str | None) -> bool:
+def _transformers_dequantises(config: Path | str | None) -> bool:
     """Whether a config.json describes a quantisation that transformers knows; with others it passes over the scales."""
     from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -23,15 +23,15 @@ from outrider.draft_models.formats.gguf_file import MOST_LAYERS, GgufFile, Metad
 class Family:
     """What transformers' map lacks for one of ggml's architectures.
 
-    kind: transformers' model type. keys: GGUF key → config field, where the map lacks the key or has another field;
-    "": read from the tensors instead. biases: config field → bias of layer 0; the field is true if the tensor exists.
-    partial: whether a part of a head may be without rotary positions.
+    keys: GGUF key → config field, where the map lacks the key or has another field. "": the key is accepted, but
+    `_config_fields` gives its value to no field. biases: config field → bias of layer 0; the field is true if the file
+    has that tensor. partial_rotary: whether a part of a head may be without rotary positions.
     """
 
-    kind: str
+    model_type: str  # transformers'
     keys: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
-    partial: bool = False
+    partial_rotary: bool = False
 
 
 _EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -48,11 +48,12 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
     "gemma3": Family(
         "gemma3_text", {_CAP: _CAP, "rope.freq_base_swa": "", f"{_WINDOW}_pattern": "sliding_window_pattern"}
     ),
-    "phi3": Family("phi3", {_WINDOW: "sliding_window"}, partial=True),
-    "stablelm": Family("stablelm", {"use_parallel_residual": ""}, {"use_qkv_bias": "attn_q"}, partial=True),
+    "phi3": Family("phi3", {_WINDOW: "sliding_window"}, partial_rotary=True),
+    "stablelm": Family("stablelm", {"use_parallel_residual": ""}, {"use_qkv_bias": "attn_q"}, partial_rotary=True),
     "starcoder2": Family("starcoder2", biases={"use_bias": "attn_q"}),
     "nemotron": Family(
-        "nemotron", {_RMS: "", _EPSILON: "norm_eps"}, {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}, partial=True
+        "nemotron", {_RMS: "", _EPSILON: "norm_eps"}, {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        partial_rotary=True,
     ),
     "gpt2": Family("gpt2", {"context_length": "n_positions", "feed_forward_length": "n_inner"}),
     "falcon": Family(
@@ -63,8 +64,8 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
 KEYS = cast(Mapping[str, Mapping[str, str | None]], GGUF_CONFIG_MAPPING)  # of a model type: fields by ggml's keys
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
-# Keys that a file may lack, since a rule gives their value, or that are read separately.
-_OPTIONAL = {
+# Keys that `_config_fields` accepts but does not read: other functions read them, or find their value elsewhere.
+_READ_APART = {
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scale_linear", "tensor_data_layout",
@@ -73,7 +74,7 @@ _OFF = {  # keys without effect at this value
     "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0, _WINDOW: 0
 }  # fmt: skip
 _WAY_OUT = "give the model's Hugging Face directory or Hub name instead"
-_REAL = ("_epsilon", "_softcapping")  # ends of keys whose values are no counts
+_REAL = ("_epsilon", "_softcapping")  # ends of keys whose values are real numbers; others are counts
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B models: their attention is scaled by hidden / heads
 # A file stores Llama 3's scaling as one factor per frequency; these bounds are the same in every model so far.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -83,22 +84,22 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
     name = require_family(file)
     family, layers, heads = FAMILIES[name], _read_layers(file), _read_heads(file)
-    kind = "mistral" if name == "llama" and _WINDOW in _family_keys(file) else family.kind
-    keys = {_WINDOW: "sliding_window"} if kind == "mistral" else family.keys
-    config_fields = {field.name for field in fields(CONFIG_MAPPING[kind])}
+    model_type = "mistral" if name == "llama" and _WINDOW in _family_keys(file) else family.model_type
+    keys = {_WINDOW: "sliding_window"} if model_type == "mistral" else family.keys
+    config_fields = {field.name for field in fields(CONFIG_MAPPING[model_type])}
     values: dict[str, object] = {
-        **GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}),
-        **_config_fields(file, kind, keys),
+        **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}),
+        **_config_fields(file, model_type, keys),
         **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in config_fields},
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _main_dtype(file),
         **_read_special_ids(file),
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],  # which serving engines use
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],  # which serving engines use
     }
     if "num_key_value_heads" in config_fields:
         values["num_key_value_heads"] = heads.key_value
-    elif heads.key_value != (1 if kind == "falcon" else heads.query):
+    elif heads.key_value != (1 if model_type == "falcon" else heads.query):  # Falcon's class has 1 by default
         raise UserError(
             f"{file.path}: {name}.attention.head_count_kv={heads.key_value} of {heads.query} heads is not supported; "
             f"{_WAY_OUT}"
@@ -107,12 +108,12 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["head_dim"] = heads.width
     if "rope_parameters" in config_fields:
         values["rope_parameters"] = _read_rope(file, heads.width, heads.rotary)
-    if kind == "stablelm":
+    if model_type == "stablelm":
         values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     if "query_pre_attn_scalar" in config_fields:  # it has no key
         values["query_pre_attn_scalar"] = heads.usual_width if (name, layers) in _WIDE_SCALE else heads.width
     try:
-        return AutoConfig.for_model(kind, **values)
+        return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # any error of an architecture's config class for unexpected values
         raise UserError(f"{file.path}: no usable metadata ({reason(error)}); convert the model again") from error
 
@@ -140,16 +141,13 @@ def _read_layers(file: GgufFile) -> int:
 
 
 class _Heads(NamedTuple):
-    """The attention heads of a layer: their numbers, and the values of a head.
+    """The attention heads of a layer."""
 
-    rotary: how many values of a head have rotary positions. usual_width: the hidden size by the number of heads.
-    """
-
-    query: int
-    key_value: int
-    width: int
-    rotary: int
-    usual_width: int
+    query: int  # the number of query heads
+    key_value: int  # the number of key-value heads
+    width: int  # values of a head
+    rotary: int  # how many of these have rotary positions
+    usual_width: int  # the hidden size by the number of query heads
 
 
 def _read_heads(file: GgufFile) -> _Heads:
@@ -160,13 +158,14 @@ def _read_heads(file: GgufFile) -> _Heads:
     key_value = _family_count(file, "attention.head_count_kv", query)
     width = _family_count(file, "attention.key_length", usual_width)
     rotary = _family_count(file, "rope.dimension_count", width)
-    may_differ = FAMILIES[name].partial and int(width * (rotary / width)) == rotary  # models round the product so
-    if _family_count(file, "attention.value_length", width) != width or (rotary != width and not may_differ):
+    # transformers stores the share rotary / width, and computes `rotary` from it so
+    is_partial = FAMILIES[name].partial_rotary and int(width * (rotary / width)) == rotary
+    if _family_count(file, "attention.value_length", width) != width or (rotary != width and not is_partial):
         raise UserError(
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
             f"{width} values; only whole heads of one size are supported"
         )
-    return _Heads(query, key_value, width, rotary, usual_width)
+    return _Heads(query=query, key_value=key_value, width=width, rotary=rotary, usual_width=usual_width)
 
 
 def _read_special_ids(file: GgufFile) -> dict[str, object]:
@@ -185,20 +184,22 @@ def _family_keys(file: GgufFile) -> dict[str, MetadataValue]:
     return {key: value for key, value in metadata.items() if key not in _OFF or value != _OFF[key]}
 
 
-def _config_fields(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int | float]:
+def _config_fields(file: GgufFile, model_type: str, keys: Mapping[str, str]) -> dict[str, int | float]:
     """The config's fields that have a key. Raises `UserError` for an unknown key, and for a missing one.
 
-    A missing key of `keys` leaves the config's default, unless that default fits one model only.
+    keys: `Family.keys`. The file must have the keys of transformers' map, and of `keys` those of epsilons and lengths,
+    whose defaults fit one model only. Example: without Gemma 2's "final_logit_softcapping" the config's default stays.
     """
-    metadata, key_map = _family_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
+    metadata, key_map = _family_keys(file), KEYS["gemma3" if model_type == "gemma3_text" else model_type]
     for key, value in metadata.items():
-        if key not in {*key_map, *keys, *_OPTIONAL}:
+        if key not in {*key_map, *keys, *_READ_APART}:
             raise UserError(
                 f"{file.path}: {file.metadata['general.architecture']}.{key}={value!r} is not supported; it may change "
                 f"what the model computes; {_WAY_OUT}"
             )
-    read_keys = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys() | metadata.keys()
-    field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in read_keys - _OPTIONAL}
+    required = {key for key in keys if key.endswith(("_epsilon", "_length"))} | key_map.keys()
+    read_keys = (required | metadata.keys()) - _READ_APART
+    field_of = {key: name for key, name in {**key_map, **keys}.items() if name and key in read_keys}
     return {
         name: (_family_number if key.endswith(_REAL) else _family_count)(file, key) for key, name in field_of.items()
     }
@@ -210,14 +211,14 @@ def _family_count(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _family_number(
-    file: GgufFile, key: str, default: float | None = None, kind: type[int] | type[float] = float
+    file: GgufFile, key: str, default: float | None = None, number_type: type[int] | type[float] = float
 ) -> float:
     """A positive number of the architecture, stored as float32, as its shortest decimal: 1e-05, not 9.9999997e-06."""
     key = f"{file.metadata['general.architecture']}.{key}"
-    value = file.get(key, kind) if default is None else file.get(key, kind, default)
+    value = file.get(key, number_type) if default is None else file.get(key, number_type, default)
     if not 0 < value < math.inf:
         raise UserError(f"{file.path}: {key}={value}: expected a positive number; fetch it again")
-    return value if kind is int else float(str(np.float32(value)))
+    return value if number_type is int else float(str(np.float32(value)))
 
 
 def _vocabulary_size(file: GgufFile) -> int:
@@ -239,13 +240,13 @@ def _main_dtype(file: GgufFile) -> str:
 
 
 def _read_rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
-    """`rope_parameters` of the config; transformers' map has only their base.
+    """`rope_parameters` of the config; transformers' map has only their base. head_dim, rotary: as in `_Heads`.
 
-    rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
+    Raises `UserError` for an unsupported scaling.
     """
     rope = _read_scaling(file, _family_number(file, "rope.freq_base", 10000.0), head_dim)
     family = str(file.metadata["general.architecture"])
-    if FAMILIES[family].partial:
+    if FAMILIES[family].partial_rotary:
         return {**rope, "partial_rotary_factor": rotary / head_dim}
     if family == "gemma3":  # its layers with a window have another base, and no scaling
         base = _family_number(file, "rope.freq_base_swa", 10000.0)
@@ -258,14 +259,14 @@ def _read_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, obje
     metadata, family = _family_keys(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta, **_read_llama3(file, theta, head_dim)}
-    kind = metadata.get("rope.scaling.type", "linear" if "rope.scale_linear" in metadata else "none")
-    if kind == "none":
+    scaling_type = metadata.get("rope.scaling.type", "linear" if "rope.scale_linear" in metadata else "none")
+    if scaling_type == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    if kind not in ("linear", "yarn"):
-        raise UserError(f"{file.path}: {family}.rope.scaling.type={kind!r}; supported: none, linear, yarn")
+    if scaling_type not in ("linear", "yarn"):
+        raise UserError(f"{file.path}: {family}.rope.scaling.type={scaling_type!r}; supported: none, linear, yarn")
     key = "rope.scaling.factor" if "rope.scaling.factor" in metadata else "rope.scale_linear"
-    scaling: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": _family_number(file, key)}
-    if kind == "yarn":
+    scaling: dict[str, object] = {"rope_type": scaling_type, "rope_theta": theta, "factor": _family_number(file, key)}
+    if scaling_type == "yarn":
         scaling["original_max_position_embeddings"] = _family_count(file, "rope.scaling.original_context_length")
     return scaling
 
@@ -279,7 +280,7 @@ def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float
     stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=tensor.begin)
     if len(stored) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
-    scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}
+    scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}  # the lowest frequencies are divided by all of it
     if not np.allclose(stored, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
         raise UserError(f"{refusal} with {LLAMA3}; not supported")
     return scaling

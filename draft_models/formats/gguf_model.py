@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_COMPARED = 64
+_COMPARED = 64  # rows of each tensor that `prove_decoding` compares, evenly spread
 
 
 def load_package() -> ModuleType:
@@ -49,11 +49,11 @@ def load_package() -> ModuleType:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The model in the GGUF file at `path`; `source` is its name. See `FolderModel`."""
+    """The model in the GGUF file at `path`, with the members of `FolderModel`; `source` is its name."""
 
     source: str
     path: Path
-    by_transformers: ClassVar[bool] = False  # it would decode all tensors at once
+    transformers_reads_weights: ClassVar[bool] = False  # it would decode all tensors at once
 
     @cached_property
     def file(self) -> GgufFile:
@@ -76,10 +76,7 @@ class GgufModel:
         return {name: source.make_stored() for name, source in self._sources.items()}
 
     def prove_decoding(self) -> None:
-        """Raise `UserError` unless we decode rows of every tensor bit for bit as the gguf package, and so transformers.
-
-        Of each tensor `_COMPARED` rows are compared, evenly spread.
-        """
+        """Raise `UserError` unless rows of every tensor are decoded here bit for bit as by the gguf package."""
         for name, tensor in track_progress(
             self.file.tensors.items(), f"comparing the decoding of {self.source}", "tensors"
         ):
@@ -157,7 +154,11 @@ class MappedTensor(Stored):
     """A tensor of a GGUF file; a quantised one is float32 when it is read."""
 
     def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-        """Its bytes, decoded, at each (first byte, number of bytes); where it can be, only those rows are decoded."""
+        """Its decoded bytes at each (first byte, number of bytes).
+
+        Of a coded tensor only the rows with these bytes are decoded. Example: a row of 100 inputs has 400 bytes, so the
+        200 bytes from byte 900 on are in row 2, from its byte 100 on.
+        """
         rows = self.codes()
         if rows is None:
             yield from super().pieces(ranges)
@@ -209,9 +210,10 @@ class _TensorSource:
         return CodedRows(kind.name, raw if is_same_order else raw[order])
 
     def _row_order(self, part: TensorLocation) -> NDArray[np.int64] | None:
-        """The row of `part` at each place of the layout [rows]; None if the layout changes more than the order of rows.
+        """The row of `part` at each index of the result [rows]; None if `layout` changes more than the order of rows.
 
-        The layout is tried on a matrix whose row i is (i, i + 0.5).
+        `layout` is tried on a matrix whose row i is (i, i + 0.5). Example: it returns (0, 0.5), (2, 2.5), (1, 1.5); the
+        order is 0, 2, 1.
         """
         rows = np.arange(part.shape[0], dtype=np.float64)[:, None] + np.array([0, 0.5])
         keys: dict[str, str] = {part.name.removesuffix(".weight"): self.name}
@@ -224,7 +226,7 @@ class _TensorSource:
 
     def read(self) -> Tensor:
         """The tensor in float32, which can hold every value of the other types."""
-        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # a layout puts a tensor of several parts here
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
         for part in self.parts:
             names = {part.name.removesuffix(".weight"): self.name}
             try:
@@ -233,7 +235,7 @@ class _TensorSource:
                 )
             except ValueError:  # numpy's, of rows that do not divide into heads
                 raise self._misshapen(part) from None
-            if tensor.name is not None:
+            if tensor.name is not None:  # else `layout` has put the part into `joined`
                 joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(tensor.weights))
         return joined["tensors"][self.name].reshape(self.shape)
 
@@ -271,7 +273,7 @@ def _type_and_row_bytes(file: GgufFile, tensor: TensorLocation) -> tuple["GGMLQu
     try:
         kind = gguf.GGMLQuantizationType(tensor.kind)
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        if kind.name not in _PLAIN:
+        if kind.name not in _PLAIN:  # tried on a block of zeros
             gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         raise UserError(

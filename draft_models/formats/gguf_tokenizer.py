@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file: the Hugging Face tokenizer it was converted from, rebuilt from its metadata.
 
-transformers 5 rebuilds one too. For seven of the ten kinds that are read here it gives other ids to some texts: to
-Qwen2's, StarCoder's, Falcon's, and to those of SentencePiece, with or without a first space and of Phi 3.
+transformers 5 rebuilds one too, which gives other ids to some texts if the tokenizer is Qwen2's, StarCoder's, Falcon's
+or a SentencePiece tokenizer other than Gemma's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
             clean_up_tokenization_spaces=False,
             model_max_length=file.get(f"{file.metadata['general.architecture']}.context_length", int, None),
             **special,
-            **{AS_WRITTEN: True},
+            **{AS_WRITTEN: True},  # loaded from its tokenizer.json, not made anew by its architecture
         )
     except UserError:
         raise

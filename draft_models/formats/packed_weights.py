@@ -1,11 +1,12 @@
 """Weights stored as integers of 4 or 8 bits in words of 32 bits, with a scale for each group of inputs.
 
 A weight is scale · (code − zero). Example: a word 0x76543210 has the eight codes 0, 1, …, 7 of 4 bits. Three methods
-are read:
+are read. Of a layer [out, in] with c codes in a word they store these shapes:
 
-GPTQ                AutoGPTQ's qlinear modules; zeros are stored less 1 unless "gptq_v2"
-AWQ                 the "gemm" version of AutoAWQ
-compressed-tensors  its "pack-quantized" format, whose codes are shifted to begin at 0
+                    codes           zeros              scales
+GPTQ                [in / c, out]   [groups, out / c]  [groups, out]  AutoGPTQ's; zeros less 1 unless "gptq_v2"
+AWQ                 [in, out / c]   [groups, out / c]  [groups, out]  AutoAWQ's "gemm", words in `AWQ_ORDER`
+compressed-tensors  [out, in / c]   [out / c, groups]  [out, groups]  its "pack-quantized", codes shifted to begin at 0
 
 `packing_of` reads the method from config.json. `packed_layers` gathers the tensors of each layer. A `PackedLayer` is
 then read as floats (`read`), or as blocks that are multiplied as they are (`codes`).
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_codes import CodedRows
     from outrider.draft_models.formats.stored_tensors import Stored
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the code of each of eight outputs is in a word
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the indices in a word of the codes of eight outputs: output 1 has the fifth
 
 
 class Packing(NamedTuple):
-    """How weights are packed. method: the name in config.json; from_one: whether zeros are stored less 1.
+    """How weights are packed.
 
     weight, scale, zero, group_of: the suffixes of a layer's tensors. A layer may lack the zeros (then each is the
-    middle of the codes) and the group of each input (then groups are adjacent inputs).
+    middle of the codes) and the group of each input [in] (then groups are adjacent inputs).
     """
 
-    method: str
-    bits: int
-    from_one: bool
+    method: str  # in config.json
+    bits: int  # of a code
+    zeros_less_one: bool  # a zero z is stored as z − 1
     weight: str
     scale: str
     zero: str
@@ -57,8 +58,8 @@ def packing_of(quantised: Mapping[str, object]) -> Packing | None:
         return Packing(method, bits, False, ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
     gemm = str(quantised.get("version", "gemm")).lower() == "gemm"
     if method == "gptq" or (method == "awq" and bits == 4 and gemm):
-        from_one = method == "gptq" and quantised.get("checkpoint_format", "gptq") != "gptq_v2"
-        return Packing(method, bits, from_one, ".qweight", ".scales", ".qzeros", ".g_idx")
+        less_one = method == "gptq" and quantised.get("checkpoint_format", "gptq") != "gptq_v2"
+        return Packing(method, bits, less_one, ".qweight", ".scales", ".qzeros", ".g_idx")
     return None
 
 
@@ -93,7 +94,8 @@ class PackedLayer(NamedTuple):
     def codes(self) -> "CodedRows | None":
         """Its rows in blocks of `CODE_KINDS`; None if a group's inputs are not adjacent, or a scale is no float16.
 
-        A group of 32 · n or (with 4 bits) 128 · n inputs is n blocks with the same scale and zero.
+        A group of 32 · n or (with 4 bits) 128 · n inputs is n blocks with the same scale and zero. A block is a float16
+        scale, a float16 zero, and the codes. Of 4 bits, byte i has code i and, in its upper bits, code i + size / 2.
         """
         from outrider.draft_models.formats.gguf_codes import CodedRows  # compiles: only where it is used
 
@@ -122,7 +124,7 @@ class PackedLayer(NamedTuple):
         else:
             assert zeros is not None  # see `packed_layers`
             codes = _unpack_words(packed.mT, packing) if packing.method == "gptq" else _unpack_words(packed, packing).mT
-            scales, zero = scales.mT, _unpack_words(zeros, packing).mT + packing.from_one
+            scales, zero = scales.mT, _unpack_words(zeros, packing).mT + packing.zeros_less_one
         (outputs, inputs), groups = codes.shape, scales.shape[-1]
         if scales.shape != (outputs, groups) or zero.shape not in (scales.shape, ()) or inputs % max(1, groups):
             raise UserError(

@@ -18,13 +18,13 @@ BLOCK = 2**22  # bytes of weights that are decoded at a time: they stay in a cac
 
 
 class CodedLinear(nn.Module):
-    """A linear layer without gradient over the outputs of `parts`, which may be of several kinds.
+    """A linear layer without gradient. The rows of its weight are those of `parts`, which may have several code kinds.
 
     bias: [out] or None. dtype: that of activations; the weights are exact in float32.
     """
 
     bias: nn.Parameter | None
-    like: Tensor
+    like: Tensor  # empty: a buffer that says the dtype of activations, and is moved and cast with the module
 
     def __init__(self, parts: Sequence["CodedRows"], bias: Tensor | None, dtype: torch.dtype):
         super().__init__()
@@ -42,19 +42,19 @@ class CodedLinear(nn.Module):
         """x [..., in] → [..., out]. Weights are decoded a block of rows at a time, and multiplied in float32."""
         rows = max(1, BLOCK // (4 * self.in_features))
         wide = x if x.dtype == torch.float64 else x.float()
-        sums = [
+        outputs = [
             F.linear(wide, part.decode(begin, begin + rows).to(wide))
             for part in self.parts
             for begin in range(0, len(part), rows)
         ]
-        summed = torch.cat(sums, -1)
-        return (summed if self.bias is None else summed + self.bias.to(wide)).to(x.dtype)
+        output = torch.cat(outputs, -1)  # [..., out]
+        return (output if self.bias is None else output + self.bias.to(wide)).to(x.dtype)
 
 
 class CodedEmbedding(nn.Module):
     """An embedding whose rows stay as they are stored; its outputs have the dtype of `like`."""
 
-    like: Tensor
+    like: Tensor  # as in `CodedLinear`
 
     def __init__(self, rows: "CodedRows", dtype: torch.dtype):
         super().__init__()
@@ -71,25 +71,27 @@ def keep_codes(
 ) -> dict[str, str]:
     """Replace the linear layers and the embedding of `model` whose weights `codes` has. The model is on meta.
 
-    codes: name in the file → rows, or None. names: the model's tensors → names in the file. Returns the `names` that
-    are still to be read. A tied head gets the rows of the embedding, and the model's config is then untied.
+    codes: name in the file → rows, or None. names: the model's tensors → names in the file. dtype: that of activations.
+    Returns the `names` that are still to be read. A tied head gets the rows of the embedding, and the model's config is
+    then untied.
     """
     unread, modules = dict(names), dict(model.named_modules())
     head, embed = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = model.config.tie_word_embeddings and type(head) is nn.Linear
-    keeps_embedding = type(embed) is nn.Embedding and (tied or not model.config.tie_word_embeddings)
+    is_tied = model.config.tie_word_embeddings
+    head_takes_rows = is_tied and type(head) is nn.Linear
+    embedding_takes_rows = type(embed) is nn.Embedding and (head_takes_rows or not is_tied)
     for name, source in names.items():
         path, _, parameter = name.rpartition(".")
         module = modules.get(path)  # a file may hold more than the model
         linear = module if type(module) is nn.Linear else None
-        is_embedding = module is embed and keeps_embedding
+        is_embedding = module is embed and embedding_takes_rows
         if parameter != "weight" or not (linear or is_embedding) or (rows := codes(source)) is None:
             continue
         if linear:
             model.set_submodule(path, CodedLinear([rows], linear.bias, dtype))
         else:
             model.set_input_embeddings(CodedEmbedding(rows, dtype))
-            if tied:
+            if head_takes_rows:
                 model.set_output_embeddings(CodedLinear([rows], head.bias, dtype))
                 model.config.tie_word_embeddings = False
                 model.all_tied_weights_keys = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -33,6 +33,7 @@ from outrider.draft_models.targets.model_spec import ModelSpec
 from outrider.draft_models.targets.stack import LayerStack, module_list
 from outrider.draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles, open_tensors, require_no_adapter
 
+OnUnused = Literal["refuse", "warn", "ignore"]  # what is done if the files have tensors that the model does not use
 _SPECS: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
 
@@ -134,15 +135,16 @@ def load_causal_lm(
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
-    if files.original is not None and not files.original.by_transformers:
+    if files.original is not None and not files.original.transformers_reads_weights:
         return _load_original(files, role, coded, **options)
     dict(files.open_stored(files.file_of))  # raises for a tensor in two files, which transformers would accept
     where, revision = files.location
     renamed = {"key_mapping": {f"^{re.escape(files.wrapper_prefix)}": ""}} if files.wrapper_prefix else {}
     with Stage(f"loading {source} by transformers"), _with_metadata(where) as folder:
         model = load_fitting(
-            AutoModelForCausalLM, folder, f"{role}={source}", exact=None if part else bool(renamed), revision=revision,
-            use_safetensors=files.original is None, **({"config": part} if part else {}), **renamed, **options,
+            AutoModelForCausalLM, folder, f"{role}={source}", revision=revision, use_safetensors=files.original is None,
+            on_unused="ignore" if part else "refuse" if renamed else "warn", **({"config": part} if part else {}),
+            **renamed, **options,
         )  # fmt: skip
     model.name_or_path = model.config.name_or_path = where
     if renamed:  # else saving the model would restore the prefix
@@ -158,9 +160,8 @@ def _load_original(files: TensorFiles, role: str, coded: bool, **options: Any) -
     config.dtype = options["dtype"]
     model = empty_model(config, options.get("attn_implementation"))
     names, device_map = {name: name for name in files.file_of}, options.get("device_map") or {"": torch.device("cpu")}
-    model = _fill_weights(
-        model, files, names, config.dtype, device_map, role, exact=bool(files.wrapper_prefix), coded=coded
-    )
+    on_unused: OnUnused = "refuse" if files.wrapper_prefix else "warn"
+    model = _fill_weights(model, files, names, config.dtype, device_map, role, on_unused=on_unused, coded=coded)
     model.generation_config = load_generation_config(files.source, files.revision) or model.generation_config
     model.name_or_path = model.config.name_or_path = files.source
     return model
@@ -214,20 +215,19 @@ def load_layers(
     coded: quantised weights stay as their file stores them (see `targets.coded`), where it can be so.
     Raises `UserError` if the weights do not fit the config.
     """
-    part = None if len(layers) < config.num_hidden_layers else False
+    is_part = len(layers) < config.num_hidden_layers
     config = copy.deepcopy(config)
     config.dtype = dtype  # also the dtype of the buffers that transformers creates
     model = empty_layers(config, layers)
     names = _stored_names(files, spec_of(model).layers, layers)
     device_map = {"": torch.device(device)}
-    return _fill_weights(
-        model, files, names, dtype, device_map, role, exact=bool(files.wrapper_prefix) or part, coded=coded
-    )
+    on_unused: OnUnused = "refuse" if files.wrapper_prefix else "ignore" if is_part else "warn"
+    return _fill_weights(model, files, names, dtype, device_map, role, on_unused=on_unused, coded=coded)
 
 
 def _fill_weights(
     model: PreTrainedModel, files: TensorFiles, names: Mapping[str, str], dtype: torch.dtype, device_map: Any,
-    role: str, *, exact: bool | None, coded: bool,
+    role: str, *, on_unused: OnUnused, coded: bool,
 ) -> PreTrainedModel:  # fmt: skip
     """`model`, which is on meta, with the tensors of `files`. names: its tensors' names → names in the files.
 
@@ -236,15 +236,15 @@ def _fill_weights(
     tied = model.config.tie_word_embeddings
     if coded:
         names = keep_codes(model, files.codes, names, dtype)
-    prefix = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
+    prefix = BASE_PREFIX if files.lacks_prefix else ""  # transformers adds the architecture's, which may differ
     buffers = dict(model.named_non_persistent_buffers())  # transformers would recreate them, and with FSDP as zeros
     class_of_model = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     device = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else None
     options = {} if device == torch.device("cpu") else {"device_map": device_map}
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
-        stored = files.unread(set(names.values()), device or "cpu", stage)
+        stored = files.open_for_transformers(set(names.values()), device or "cpu", stage)
         load_fitting(
-            class_of_model, None, f"{role}={files.source}", exact=exact, config=model.config, dtype=dtype,
+            class_of_model, None, f"{role}={files.source}", on_unused=on_unused, config=model.config, dtype=dtype,
             state_dict={n.removeprefix(prefix): stored[source] for n, source in names.items()}, **options,
         )  # fmt: skip
     for name, buffer in buffers.items():
@@ -267,12 +267,11 @@ def _stored_names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> 
     return names
 
 
-def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None, **options: object) -> PreTrainedModel:
+def load_fitting(kind: Any, where: str | None, name: str, *, on_unused: OnUnused, **options: object) -> PreTrainedModel:
     """The causal LM that `kind.from_pretrained` loads from `where`, without random values in place of missing tensors.
 
-    name: the model's option and value. exact: True: unused tensors are an error; False: a warning names them; None: the
-    model is a part of one, so they are normal. Raises `UserError` naming tensors that are missing, have another shape,
-    or differ from the ones to which they are tied.
+    name: the model's option and value. Raises `UserError` naming tensors that are missing, have another shape, or
+    differ from the ones to which they are tied.
     """
     try:
         with _silence_transformers():
@@ -288,7 +287,7 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
     faults += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
     faults += [f"{a} and {b} differ, which are tied" for a, b in tied if a not in loaded.all_tied_weights_keys]
-    if faults or (exact and unused):
+    if faults or (on_unused == "refuse" and unused):
         prefixes = {stored.removesuffix(key) for key in missing for stored in unused if stored.endswith(f".{key}")}
         hint = f"; there with the prefix {list_words(sorted(prefixes))}" if prefixes else ""
         hint = hint or f"; not known: {list_words(unused)}"
@@ -296,7 +295,7 @@ def load_fitting(kind: Any, where: str | None, name: str, *, exact: bool | None,
             f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(faults)}{hint if unused else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
         )
-    if unused and exact is not None:
+    if unused and on_unused == "warn":
         warn_once(
             f"{name}: {list_words(unused)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are "
             "more than other heads, as biases, adapters and scales are, it is another model without them"

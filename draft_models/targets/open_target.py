@@ -158,7 +158,7 @@ def load_proven(
     record = FileRecord(files, "proof", [*layers], dtype, coded, device)
     if record.read():
         return model
-    if files.original is not None and not files.original.by_transformers:
+    if files.original is not None and not files.original.transformers_reads_weights:
         files.original.prove_decoding()
     elif files.paths() is not None:  # all are on this machine
         full_model, part = empty_model(config), None

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class QueryBlock(NamedTuple):
-    """The queries begin … end − 1 of a row, and the keys that any of them sees, in two ranges.
+    """The queries begin … end − 1 of a row, and two ranges of keys: no query sees a key outside them.
 
-    The ranges are first_key … key_end − 1 and second_key … end − 1. The second one is empty but for the masks of drafts
-    (`train.parts.parallel`).
+    The second range is empty if second_key = end. Example: after a text of 20 tokens, the queries 24 to 27 are the mask
+    tokens of a draft that begins after token 9. They see the text and earlier mask tokens: (24, 28, 0, 10, 24).
     """
 
     begin: int
     end: int
-    first_key: int
+    first_key: int  # the first range: first_key … key_end − 1
     key_end: int
-    second_key: int
+    second_key: int  # the second range: second_key … end − 1
 
 
 RowBlocks = tuple[QueryBlock, ...]  # all queries of a row, in order
@@ -66,7 +66,7 @@ class Band:
         for start, stop in pairwise(ends):
             for begin in range(start, stop, cls.BLOCK):
                 end = min(begin + cls.BLOCK, stop)
-                blocks.append(QueryBlock(begin, end, first[begin], end, end))
+                blocks.append(QueryBlock(begin, end, first_key=first[begin], key_end=end, second_key=end))
         return tuple(blocks)
 
     def block(self, block: QueryBlock) -> Tensor:
@@ -81,14 +81,14 @@ class Band:
 class TextMasks:
     """The mask of a pass over several texts, one text after another: each row sees keys of its own text only.
 
-    rows, masks, caches: the number of rows, the mask and the cache of each text. entries: keys and values of the
-    running layer: first the joint ones, which the pass's cache returns to the layer, then those of each text.
+    entries: (keys, values) of the running layer. The pass's cache fills the list when the layer updates it: first the
+    new keys and values of all rows, which the layer gets back, then the content of each text's cache.
     """
 
-    rows: tuple[int, ...]
-    masks: "tuple[Mask, ...]"
-    caches: "tuple[LayerCache, ...]"
-    entries: list[tuple[Tensor, Tensor]]
+    rows: tuple[int, ...]  # the number of rows of each text
+    masks: "tuple[Mask, ...]"  # of each text
+    caches: "tuple[LayerCache, ...]"  # of each text
+    entries: list[tuple[Tensor, Tensor]]  # [1, G, ΣQ, D], then [1, G, K, D] for each text
 
 
 Mask = Tensor | Band | TextMasks | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask

@@ -1,7 +1,8 @@
 """The weights of a checkpoint, read tensor by tensor.
 
 `open_tensors` reads the index of a model in any format. Its `TensorFiles` then reads tensors (`read`), hands them to
-transformers (`unread`), or hashes them (`digests`: all tensors or samples of them; `digest`: a few rows).
+transformers (`open_for_transformers`), or hashes them (`digests`: a hash for each part of the model; `digest`: one hash
+of a few rows).
 """
 
 import hashlib
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 
 BASE_PREFIX = "model."
 # Prefixes that wrappers add to tensor names: torch.compile, DistributedDataParallel, peft.
-_WRAPPED = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
+_WRAPPERS = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
 _PIECES, _PIECE = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
 _BLOCK = 2**22  # bytes of a tensor held at once when all of it is hashed
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
-_NUMBERED = re.compile(r".+?\.\d+(?=\.)")
+_NUMBERED = re.compile(r".+?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.mlp.up_proj.weight"
 
 
 @dataclass
@@ -56,7 +57,7 @@ class TensorFiles:
     revision: str | None
     file_of: dict[str, str]  # tensor name → file name
     location: tuple[str, str | None]  # directory or Hub name of the files, and its revision
-    headless: bool = False  # saved without the prefix
+    lacks_prefix: bool = False  # saved as a base model: the stored names lack `BASE_PREFIX`
     wrapper_prefix: str = ""  # a wrapper's prefix of all stored names
     original: Original | None = None  # the model, if it is not plain safetensors: its tensors are read from there
     bytes_read: int = field(default=0)
@@ -89,8 +90,10 @@ class TensorFiles:
             self.tensors_read += 1
         return tensor
 
-    def unread(self, names: Iterable[str], device: torch.device | str, stage: Stage) -> dict[str, Stored]:
-        """The tensors in `names`, which transformers will read, as `stage` counts; for the meta device only shapes."""
+    def open_for_transformers(
+        self, names: Iterable[str], device: torch.device | str, stage: Stage
+    ) -> dict[str, Stored]:
+        """The tensors in `names`, which transformers will read, and `stage` counts; on the meta device only shapes."""
         only_shapes = torch.device(device).type == "meta"
 
         def read(name: str, tensor: Stored) -> Tensor:
@@ -115,9 +118,9 @@ class TensorFiles:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
 
         `_PIECES` pieces of each tensor are read, evenly spread. A change is detected unless it lies wholly between two
-        pieces, within a 32nd of one tensor.
-        full: read every byte instead, and detect any change. fetch: fetch missing files; otherwise omit parts that are
-        not completely on this machine. Adds the bytes read to `bytes_hashed`. Raises `UserError`.
+        pieces, within a 32nd of one tensor. full: read every byte instead, and detect any change. fetch: fetch missing
+        files; otherwise omit parts that are not completely on this machine. Adds the bytes read to `bytes_hashed`.
+        Raises `UserError`.
         """
         hashes: dict[str, bytes] = {}
         incomplete: set[str] = set()
@@ -138,7 +141,7 @@ class TensorFiles:
         return {part: hashlib.sha256(blob).hexdigest()[:16] for part, blob in parts.items() if part not in incomplete}
 
     def digest(self, names: Iterable[str]) -> str:
-        """A short hash of three rows (or the scalar) of each named tensor."""
+        """A short hash of the first, middle and last row (or the scalar) of each named tensor."""
         stored, digest = dict(self.open_stored(names)), hashlib.sha256()
         for name in sorted(stored):
             length = stored[name].shape[0] if stored[name].shape else 1
@@ -176,7 +179,7 @@ class TensorFiles:
         return tensors
 
     def _name_in_file(self, name: str) -> str:
-        return self.wrapper_prefix + (name.removeprefix(BASE_PREFIX) if self.headless else name)
+        return self.wrapper_prefix + (name.removeprefix(BASE_PREFIX) if self.lacks_prefix else name)
 
     def _locate(self, file: str, fetch: bool = True) -> str | None:
         """The local path of a file of the checkpoint."""
@@ -209,18 +212,18 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
             "pytorch_model.bin, or a GGUF file (convert other formats with model.save_pretrained)"
         )
-    wrapper_prefix = min((match[0] for name in file_of if (match := _WRAPPED.match(name))), key=len, default="")
+    wrapper_prefix = min((match[0] for name in file_of if (match := _WRAPPERS.match(name))), key=len, default="")
     wrapper_prefix = wrapper_prefix if all(name.startswith(wrapper_prefix) for name in file_of) else ""
     if wrapper_prefix:
         warn_once(
             f"{source}: the names of its tensors begin with {wrapper_prefix!r}, which a wrapper put there; left out"
         )
     file_of = {name.removeprefix(wrapper_prefix): file for name, file in file_of.items()}
-    begins = {name.partition(".")[0] for name in file_of}
-    headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
-    if headless:
+    beginnings = {name.partition(".")[0] for name in file_of}
+    lacks_prefix = BASE_PREFIX[:-1] not in beginnings and bool(beginnings & {"layers", "embed_tokens", "decoder"})
+    if lacks_prefix:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
-    return TensorFiles(source, revision, file_of, location, headless, wrapper_prefix, original)
+    return TensorFiles(source, revision, file_of, location, lacks_prefix, wrapper_prefix, original)
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
@@ -246,15 +249,15 @@ def _hash_tensor(name: str, stored: Stored, full: bool) -> tuple[bytes, int]:
 
     On CPUs with SHA instructions sha256 is the standard library's fastest hash.
     """
-    digest, read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
+    digest, bytes_read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
     for piece in stored.pieces(_sample_ranges(stored.nbytes, full)):
         digest.update(piece)
-        read += len(piece)
-    return digest.digest(), read
+        bytes_read += len(piece)
+    return digest.digest(), bytes_read
 
 
 def _sample_ranges(size: int, full: bool) -> Iterator[tuple[int, int]]:
-    """(first byte, number of bytes) of the pieces to read of a tensor of `size` bytes."""
+    """(first byte, number of bytes) of the pieces to read of a tensor of `size` bytes. The last piece ends with it."""
     if full or size <= _PIECES * _PIECE:
         yield from ((at, min(_BLOCK, size - at)) for at in range(0, size, _BLOCK))
     else:

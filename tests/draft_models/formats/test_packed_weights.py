@@ -141,7 +141,7 @@ def test_a_wrong_step_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     method = "gptq" if fault == "zeros" else "awq"
     if fault == "zeros":
         changed = "outrider.draft_models.formats.folder_model.packing_of"
-        monkeypatch.setattr(changed, lambda said: (one := packing_of(said)) and one._replace(from_one=False))
+        monkeypatch.setattr(changed, lambda said: (one := packing_of(said)) and one._replace(zeros_less_one=False))
     else:
         monkeypatch.setattr(packed_weights, "AWQ_ORDER", tuple(range(8)))
     packed, plain = (open_tensors(str(path)) for path in save_packed(tmp_path, method, 4))
