@@ -53,7 +53,8 @@ def load_small_lm(
         if vocabulary is None and (why := why_not_by_layers(config)) is not None:
             raise NotByLayersError(why)
         files, layers = open_tensors(source, revision), range(config.num_hidden_layers)
-        model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm")
+        coded = torch.device(device).type == "cpu"
+        model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm", coded=coded)
     except NotByLayersError:
         if vocabulary is not None:
             raise

@@ -18,6 +18,8 @@ from outrider.draft_models.formats.gguf_config import FAMILIES, gguf_config
 from outrider.draft_models.formats.gguf_file import open_gguf
 from outrider.draft_models.formats.gguf_model import GgufModel
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
@@ -103,6 +105,19 @@ def test_a_quantised_model_is_that_of_the_dequantised_weights(tmp_path: Path, ar
     halves = open_target(str(path)).layers([0], dtype=torch.bfloat16).state_dict()
     for name, tensor in halves.items():
         assert torch.equal(tensor, reference.state_dict()[name].bfloat16()), name
+
+
+def test_a_small_lm_runs_as_its_file_stores_it(tmp_path: Path, llama: Path) -> None:
+    path = str(gguf_files.write_gguf(llama, tmp_path / "small.gguf", "Q8_0"))
+    lm = load_small_lm(path, load_tokenizer(path), dtype=torch.float32)
+    assert {type(module) for module in lm.modules() if hasattr(module, "in_features")} == {CodedLinear}
+    model = outrider.load(llama, small_lm=path, method="small_lm/fixed", device="cpu", dtype="float32")
+    prompt = random_prompt(9)
+    model.generate(prompt, max_new_tokens=24)
+    assert model.last is not None
+    assert model.last.tau > 1.5
+    reference = AutoModelForCausalLM.from_pretrained(llama).eval()
+    assert [*model.last.ids] == reference_generate(reference, prompt, 24, [reference.config.eos_token_id])
 
 
 def test_a_directory_may_hold_one(tmp_path: Path, written: Path) -> None:
