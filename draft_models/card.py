@@ -59,11 +59,14 @@ def describe_serving(drafted: int, engine: str = "vllm", *, one_pass: bool = Fal
     lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES and not head else (engine,))]
     parallel, numbers = '"parallel_drafting": true, ' if one_pass else "", {"drafted": drafted, "checked": drafted + 1}
     names = {"method": "draft_model", "algorithm": "STANDALONE", "topk": 1, "drafts": "draft-simple"} | numbers
+    names["p_min"] = " --spec-draft-p-min 0.6"
     if head:
         names |= {"method": EAGLE3, "algorithm": "EAGLE3", "topk": 4, "checked": 16, "drafts": "draft-eagle3"}
+        names["p_min"] = ""
     return "\n\n".join(lines) % {**names, "parallel": parallel}
 
 
+LLAMA_CPP_DRAFT = 3  # tokens of a draft that paid in llama.cpp (docs/deploy.md)
 PLAIN_ENGINES = ("transformers", "vllm", "sglang")  # they read a causal LM's Hugging Face directory
 _SERVING = {
     "transformers": """transformers:
@@ -91,7 +94,7 @@ python -m sglang.launch_server --model-path {target:shell} --speculative-algorit
 ```
 outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf
 llama-server -m target_gguf/model.gguf -md {path:shell}/model.gguf --spec-type %(drafts)s \
---spec-draft-n-max %(drafted)d
+--spec-draft-n-max %(drafted)d%(p_min)s
 ```
 
 The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target:shell} --outfile FILE` does \

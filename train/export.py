@@ -24,16 +24,16 @@ from outrider.base.errors import UserError, require
 from outrider.base.files import require_writable, write_atomically
 from outrider.base.processes import from_main, join_processes, only_run_of
 from outrider.base.settings import require_default
-from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, describe_serving, write_card
+from outrider.draft_models.card import CARD_FILE, LLAMA_CPP_DRAFT, PLAIN_ENGINES, describe_serving, write_card
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
-from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
+from outrider.draft_models.formats.gguf_write import BLOCK, GGUF_FILE, require_gguf, write_gguf
 from outrider.draft_models.formats.stored_tensors import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import TRAINING_FILE, load_for_engine, pass_tokens_of
 from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
-from outrider.draft_models.small_lm.model import load_for_engine, pass_tokens_of
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from outrider.draft_models.targets.settings import ExportDialect
 from outrider.draft_models.targets.vocabulary import limit_rows
@@ -44,7 +44,7 @@ from outrider.inference.serving.proposer import serving_page
 from outrider.inference.settings.engine import python_in
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
 from outrider.train.parts.drafter import export_model
-from outrider.train.settings.export import Engine, ExportConfig
+from outrider.train.settings.export import QUANTISED, Engine, ExportConfig
 
 # The dialect of EAGLE-3 heads that an engine reads.
 _DIALECTS: dict[Engine, ExportDialect] = {"vllm": "speculators", "sglang": "specforge", "llama_cpp": "gguf"}
@@ -82,7 +82,8 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     for option in sorted(unread_options):
         require_default(config, option, f"{config.checkpoint} holds {name}, which does not read it; leave it out")
     summary = write(config, out_dir)
-    size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
+    weight_files = [*out_dir.glob("*.safetensors"), *out_dir.glob(GGUF_FILE)]
+    size = sum(file.stat().st_size for file in weight_files) / 1e6
     print(f"export out_dir={out_dir} {summary}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
 
 
@@ -90,26 +91,46 @@ def _require_format(config: ExportConfig, model: PreTrainedConfig, tokenizer: Pr
     """Raise `UserError` unless the causal LM `model` can be written for the engine, before its weights are read."""
     if config.engine == "llama_cpp":
         require_gguf(model, tokenizer)
+        _require_blocks(config, model.hidden_size)
     if config.engine == "openvino":
         installed = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
         require(installed, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
 
 
-def _choose_dtype(config: ExportConfig, stored: torch.dtype) -> torch.dtype:
-    if config.dtype:
-        return getattr(torch, config.dtype)
-    return torch.float16 if config.engine == "openvino" and stored == torch.bfloat16 else stored
+def _choose_dtypes(config: ExportConfig, model: PreTrainedConfig, *, is_drafter: bool) -> tuple[torch.dtype, str]:
+    """The dtype in which the weights of the causal LM `model` are loaded, and the name of the dtype of the file.
+
+    is_drafter: the model drafts, so that its file for llama.cpp may be quantised unasked.
+    """
+    stored = stored_dtype(model)
+    by_default = is_drafter and config.engine == "llama_cpp" and model.hidden_size % BLOCK == 0
+    if config.dtype in QUANTISED or (config.dtype is None and by_default):
+        return stored, config.dtype or "q8_0"
+    default = torch.float16 if config.engine == "openvino" and stored == torch.bfloat16 else stored
+    dtype = getattr(torch, config.dtype) if config.dtype else default
+    return dtype, str(dtype).removeprefix("torch.")
 
 
-def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> str:
-    """Write the files for the engine. Returns the dtype in words."""
-    dtype = str(model.dtype).removeprefix("torch.")
+def _block_kind(name: str) -> str | None:
+    """ggml's name of the blocks of the dtype `name`; None: it is a dtype of floats."""
+    return name.upper() if name in QUANTISED else None
+
+
+def _require_blocks(config: ExportConfig, row_length: int) -> None:
+    expected = f"a dtype of floats: rows of {row_length} weights are no whole blocks of {BLOCK}"
+    require(config.dtype not in QUANTISED or row_length % BLOCK == 0, "dtype", config.dtype, expected)
+
+
+def _write_lm(
+    config: ExportConfig, dtype: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path
+) -> None:
+    """Write the files for the engine, the weights in the dtype with this name."""
 
     def convert(staged: Path) -> Path:
         folder = staged / "converted"
         folder.mkdir()
         if config.engine == "llama_cpp":
-            write_gguf(model, tokenizer, folder / GGUF_FILE)
+            write_gguf(model, tokenizer, folder / GGUF_FILE, _block_kind(dtype))
         elif config.engine == "openvino":
             command = ir_command(python_in(config.engine_python), str(staged), str(folder), dtype)
             if status := subprocess.run(command, check=False).returncode:
@@ -117,20 +138,19 @@ def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTraine
         return folder
 
     export_model(model, tokenizer, out_dir, *([] if config.engine in PLAIN_ENGINES else [convert]))
-    return f"dtype={dtype}"
 
 
 def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     target = open_target_of(config.checkpoint, config.target, config.revision)
     _require_format(config, target.config, target.tokenizer)
-    dtype = _choose_dtype(config, stored_dtype(target.config))
+    dtype, written_dtype = _choose_dtypes(config, target.config, is_drafter=True)
     drafter = from_pretrained(config.checkpoint, target.config, target.fingerprint, dtype=dtype)
     model = as_causal_lm(drafter, target, dtype)
-    precision = _write_lm(config, model, target.tokenizer, out_dir)
+    _write_lm(config, written_dtype, model, target.tokenizer, out_dir)
     layers = model.config.num_hidden_layers
     facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
     write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{describe_serving(3, config.engine)}", target.source, facts)
-    return f"kind=early_exit layers={layers} {precision}"
+    return f"kind=early_exit layers={layers} dtype={written_dtype}"
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
@@ -152,12 +172,16 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     model_config.update({"vocab_size": size})
     tokenizer = limit_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), size)
     _require_format(config, model_config, tokenizer)
-    dtype = _choose_dtype(config, stored_dtype(model_config))
-    precision = _write_lm(config, load_for_engine(config.checkpoint, tokenizer, dtype, target_rows), tokenizer, out_dir)
+    was_trained = (Path(config.checkpoint) / TRAINING_FILE).is_file()
+    is_drafter = was_trained or config.target is not None or draft_vocabulary is not None
+    dtype, written_dtype = _choose_dtypes(config, model_config, is_drafter=is_drafter)
+    model = load_for_engine(config.checkpoint, tokenizer, dtype, target_rows)
+    _write_lm(config, written_dtype, model, tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{min(count, size)} of {size} tokens"}
-    use = describe_serving(pass_tokens or 5, config.engine, one_pass=mask is not None)
+    drafted = LLAMA_CPP_DRAFT if config.engine == "llama_cpp" else pass_tokens or 5
+    use = describe_serving(drafted, config.engine, one_pass=mask is not None)
     write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{use}", config.target or "MODEL", facts)
-    return f"kind=small_lm tokens={count} {precision}"
+    return f"kind=small_lm tokens={count} dtype={written_dtype}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
@@ -177,13 +201,16 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
         raise UserError("target=None: expected the model that the EAGLE-3 head was trained for")
     target = read_config(config.target, config.revision)
     stored = open_head(config.checkpoint, target, changes=config.reading)
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    head, reading = stored.load(dtype), stored.reading
+    _require_blocks(config, stored.reading.hidden)
+    float_dtype = getattr(torch, config.dtype) if config.dtype and config.dtype not in QUANTISED else None
+    head, reading = stored.load(float_dtype), stored.reading
+    dtype = config.dtype or str(head.dtype).removeprefix("torch.")
     made_here = stored.made_here and not config.reading.overrides
     dialect = _DIALECTS[config.engine]
     if dialect == "gguf":
         partial_file = out_dir / f"{GGUF_FILE}.part"  # a stopped run may have left one
-        write_gguf_head(head, target, load_tokenizer(config.target, config.revision), partial_file)
+        tokenizer = load_tokenizer(config.target, config.revision)
+        write_gguf_head(head, target, tokenizer, partial_file, _block_kind(dtype))
         partial_file.replace(out_dir / GGUF_FILE)
     else:
         save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
@@ -191,7 +218,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     tokens = f"{reading.draft_vocabulary} of {reading.vocabulary}"
     facts |= {"written for readers of": dialect, "taps": list(reading.taps), "tokens": tokens}
     write_card(out_dir, describe_use(dialect), config.target, facts)
-    return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"
+    return f"kind=eagle3 dialect={dialect} dtype={dtype}"
 
 
 _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")

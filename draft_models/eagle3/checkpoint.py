@@ -274,7 +274,13 @@ _OF_HEADS = {
 }  # fmt: skip
 
 
-def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def write_gguf_head(
+    head: Eagle3,
+    target: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    block_kind: str | None = None,
+) -> None:
     """Write `head`, for a target of config `target` and with its `tokenizer`, as `write_gguf` writes a model.
 
     Facts of llama.cpp's src/models/eagle3.cpp and conversion/llama.py (2026-10): its layer is a Llama's, with rotary
@@ -292,7 +298,8 @@ def write_gguf_head(head: Eagle3, target: PreTrainedConfig, tokenizer: PreTraine
     metadata |= {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in head_fields.items()}}
     ggml_names = tensor_names(empty_model(config), "llama").items()
     names = {parameter.removeprefix("model."): name for name, parameter in ggml_names} | _OF_HEADS
-    write_file(config, metadata, {names[parameter]: tensor for parameter, tensor in head.state_dict().items()}, path)
+    tensors = {names[parameter]: tensor for parameter, tensor in head.state_dict().items()}
+    write_file(config, metadata, tensors, path, block_kind)
 
 
 TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit

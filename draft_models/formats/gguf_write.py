@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from outrider.draft_models.formats.gguf_model import load_package, tensor_names
 from outrider.draft_models.formats.gguf_tokenizer import PATTERNS, SPECIAL, gguf_tokenizer
 
 GGUF_FILE = "model.gguf"
+BLOCK = 32  # consecutive weights of a row that share a scale in Q8_0, Q5_0 and Q4_0
 _FAMILIES = ("llama", "qwen2", "qwen3")  # the families that can be written; Mistral's models are "llama"
 # Fields of a config that change no logits of a frozen model, besides those that every config has.
 _FREE = {
@@ -52,20 +54,34 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     return metadata | none if tokenizer is None else _add_tokenizer(metadata, tokenizer, config.vocab_size)
 
 
-def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
-    """Write `model`, in float32, float16 or bfloat16, as the file `path`; vectors are always float32.
+def write_gguf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: Path,
+    block_kind: str | None = None,
+) -> None:
+    """Write `model`, in float32, float16 or bfloat16, as the file `path`. block_kind: as for `write_file`.
 
     Raises `UserError` as `require_gguf`.
     """
     metadata, state = require_gguf(model.config, tokenizer), model.state_dict()
     names = tensor_names(model, str(metadata["general.architecture"]))
-    write_file(model.config, metadata, {name: state[parameter] for name, parameter in names.items()}, path)
+    tensors = {name: state[parameter] for name, parameter in names.items()}
+    write_file(model.config, metadata, tensors, path, block_kind)
 
 
 def write_file(
-    config: PreTrainedConfig, metadata: dict[str, MetadataValue], tensors: Mapping[str, Tensor], path: Path
+    config: PreTrainedConfig,
+    metadata: dict[str, MetadataValue],
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    block_kind: str | None = None,
 ) -> None:
-    """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout."""
+    """Write the file `path` of a model with `config`. tensors: by ggml's names, in Hugging Face's layout.
+
+    block_kind: ggml's name of the blocks, of `BLOCK` weights, in which matrices are quantised, such as "Q8_0". Matrices
+    without whole blocks keep their dtype. Vectors are float32.
+    """
     gguf, family = load_package(), str(metadata.pop("general.architecture"))
     writer = gguf.GGUFWriter(path, family)
     value_kinds = gguf.GGUFValueType
@@ -83,18 +99,27 @@ def write_file(
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     paired = family.startswith(("llama", "eagle"))  # rows that are rotated stand side by side; the reader undoes it
     for name, tensor in tensors.items():
-        tensor, part = tensor.detach().cpu(), f".{name}".split(".")[-2]
+        part = f".{name}".split(".")[-2]
         if part in heads and paired:
             tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
-        tensor = (tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor).contiguous()
-        if tensor.dtype != torch.bfloat16:
-            writer.add_tensor(name, tensor.numpy())
-        else:  # for which numpy has no name
-            writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        array, kind_name = _as_stored(tensor.detach().cpu().contiguous(), block_kind)
+        writer.add_tensor(name, array, raw_dtype=kind_name and gguf.GGMLQuantizationType[kind_name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _as_stored(tensor: Tensor, block_kind: str | None) -> tuple[np.ndarray, str | None]:
+    """The numbers of a tensor on the CPU as a file has them, and ggml's name of their type; None: numpy's type."""
+    if block_kind is not None and tensor.ndim == 2 and tensor.shape[1] % BLOCK == 0:
+        gguf = load_package()
+        return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[block_kind]), block_kind
+    if tensor.ndim == 1 and tensor.is_floating_point():
+        return tensor.float().numpy(), None
+    if tensor.dtype == torch.bfloat16:  # for which numpy has no name
+        return tensor.view(torch.uint8).numpy(), "BF16"
+    return tensor.numpy(), None
 
 
 def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataValue]) -> None:

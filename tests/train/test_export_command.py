@@ -21,7 +21,7 @@ from outrider.draft_models.draft_vocabulary import narrow, save_tokens
 from outrider.draft_models.eagle3.checkpoint import describe_use, open_head, save_head, write_gguf_head
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.eagle3.reading import new_reading
-from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
@@ -35,7 +35,7 @@ from outrider.train.settings.export import ExportConfig
 from tests.draft_models.test_early_exit import save_another
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
-from tests.gguf_files import laid_out, save_plain_target
+from tests.gguf_files import dequantised, laid_out, save_plain_target
 from tests.inference.serving.vllm_stand_in import vllm_config
 from tests.refusals import refusal
 from tests.tiny import VOCABULARY as TINY
@@ -89,14 +89,17 @@ def head_for(target: OpenTarget, tokens: torch.Tensor | None = None, **changes: 
     return Eagle3.of(empty.reading, weights if tokens is None else {**weights, "draft_tokens": tokens})
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "joint_norm": True, "own_embedding": True}])
-def test_llama_cpp_gets_the_head(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("changes", "dtype"), [
+    ({}, None), ({}, "q8_0"), ({"norm_before_residual": True, "joint_norm": True, "own_embedding": True}, None),
+])  # fmt: skip
+def test_llama_cpp_gets_the_head(tmp_path: Path, changes: dict[str, Any], dtype: Any) -> None:
     """By its names, rows of queries and keys as a Llama's; ids of drafted tokens are the target's. Its facts, too."""
     target = open_target(str(save_plain_target(tmp_path / "target")))
     head = head_for(target, None if changes else torch.arange(5, target.config.vocab_size, 3), **changes)
     where, out = tmp_path / "head", tmp_path / "out"
     save_head(where, head, "speculators", target.config, target.source)
-    export_drafter(ExportConfig(checkpoint=str(where), target=target.source, engine="llama_cpp", out_dir=str(out)))
+    given = ExportConfig(checkpoint=str(where), target=target.source, engine="llama_cpp", out_dir=str(out))
+    export_drafter(replace(given, dtype=dtype))
     reader, reading, state = gguf.GGUFReader(out / "model.gguf"), head.reading, head.state_dict()
     expected = {OF_HEADS[name]: state.pop(name).numpy() for name in OF_HEADS.keys() & state}
     whole = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in state.items()}
@@ -104,7 +107,8 @@ def test_llama_cpp_gets_the_head(tmp_path: Path, changes: dict[str, Any]) -> Non
     found = {tensor.name: tensor.data for tensor in reader.tensors}
     assert found.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, strict=True)
+        blocks = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0) if dtype and array.ndim == 2 else array
+        np.testing.assert_array_equal(found[name], blocks, strict=True)
     said = {name.removeprefix("eagle3."): field.contents() for name, field in reader.fields.items()}
     facts = {
         "general.architecture": "eagle3", "target_layers": [*reading.taps], "block_count": 1,
@@ -227,25 +231,56 @@ def exit_of(path: Path, where: Path, architecture: str = "llama") -> ExportConfi
     return ExportConfig(checkpoint=str(where), out_dir=str(where.with_name("out")))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_llama_cpp_gets_the_model_that_others_get(architecture: str, tmp_path: Path) -> None:
-    """Early exit and target as GGUF files, whose logits are those of what transformers loads; its lines serve them."""
+def require_logits_of(config: ExportConfig, source: Path) -> None:
+    """What was exported has the logits of the model in `source` as transformers loads it."""
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    exported = load_causal_lm(config.out_dir, dtype=torch.float32)
+    torch.testing.assert_close(exported(TEXT).logits, reference(TEXT).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [
+    ("llama", "float32"), ("qwen2", "float32"), ("llama", None), ("qwen2", None), ("llama", "q4_0"),
+])  # fmt: skip
+def test_llama_cpp_gets_the_model_that_others_get(architecture: str, dtype: Any, tmp_path: Path) -> None:
+    """An early exit as a GGUF file, quantised by default; its lines serve it."""
     given = exit_of(tmp_path / "target", tmp_path / "exit", architecture)
     plain = replace(given, engine="transformers", out_dir=str(tmp_path / "plain"))
-    ours = replace(given, engine="llama_cpp")
-    of_target = replace(ours, checkpoint=str(tmp_path / "target"), out_dir=str(tmp_path / "target_gguf"))
-    for config in (plain, ours, *([] if architecture == "qwen2" else [of_target])):  # see `test_gguf_write`
-        export_drafter(config)
-        sources = [plain.out_dir, of_target.checkpoint][config is of_target :]
-        if config is not plain:
-            found = load_causal_lm(config.out_dir, dtype=torch.float32)
-            wanted = AutoModelForCausalLM.from_pretrained(sources[0], dtype=torch.float32)
-            assert torch.equal(found(TEXT).logits, wanted(TEXT).logits)
+    ours = replace(given, engine="llama_cpp", dtype=dtype)
+    export_drafter(plain)
+    export_drafter(ours)
+    source = Path(plain.out_dir)
+    if dtype != "float32":
+        with pytest.raises(AssertionError, match="not equal"):
+            require_logits_of(ours, source)
+        source = dequantised(source, tmp_path / "dequantised", (dtype or "q8_0").upper())
+    require_logits_of(ours, source)
     assert {file.name for file in Path(ours.out_dir).iterdir()} == {".lock", "README.md", "model.gguf"}
     card = Path(ours.out_dir, "README.md").read_text()
-    assert f" -md {ours.out_dir}/model.gguf --spec-type draft-simple --spec-draft-n-max 3" in card
+    served = "model.gguf --spec-type draft-simple --spec-draft-n-max 3 --spec-draft-p-min 0.6"
+    assert f" -md {ours.out_dir}/{served}" in card
     assert "vllm" not in card
     refusal("holds a model already; resume=true replaces it", export_drafter, ours)
+
+
+def test_for_llama_cpp_a_small_lm_that_drafts_is_quantised_and_a_target_is_not(tmp_path: Path) -> None:
+    folder, out_dir = save_plain_target(tmp_path / "lm"), tmp_path / "out"
+    given = ExportConfig(checkpoint=str(folder), engine="llama_cpp", out_dir=str(out_dir), resume=True)
+
+    def matrix_kinds(config: ExportConfig) -> set[str]:
+        export_drafter(config)
+        tensors = gguf.GGUFReader(out_dir / "model.gguf").tensors
+        return {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2}
+
+    assert matrix_kinds(given) == {"F32"}
+    require_logits_of(given, folder)
+    drafter = replace(given, target=given.checkpoint)
+    assert matrix_kinds(drafter) == {"Q8_0"}
+    assert matrix_kinds(replace(drafter, dtype="bfloat16")) == {"BF16"}
+    (folder / TRAINING_FILE).write_text("{}")
+    assert matrix_kinds(given) == {"Q8_0"}
+    narrow_rows = replace(given, checkpoint=str(save_plain_target(tmp_path / "narrow", hidden_size=48)))
+    refusal("dtype='q5_0': expected a dtype of floats: rows of 48", export_drafter, replace(narrow_rows, dtype="q5_0"))
+    assert "F32" in matrix_kinds(replace(narrow_rows, target=given.checkpoint))
 
 
 def test_a_family_that_gguf_has_not_is_refused_before_weights_are_read(

@@ -1,16 +1,20 @@
 """Settings of export. Light on purpose: a mistake shows before torch is imported."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from outrider.base.settings import RunConfig, free, only, opt
 from outrider.draft_models.targets.settings import AnyDrafter, EnginePython, FloatDtype, Model, ReadingChanges
 
 Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino"]
-# The dtypes that the format of an engine does not have. An engine that is not listed has all dtypes.
-_MISSING_DTYPES: dict[Engine, tuple[FloatDtype, ...]] = {
+QuantisedDtype = Literal["q8_0", "q5_0", "q4_0"]  # ggml's, in GGUF files
+ExportDtype = FloatDtype | QuantisedDtype
+QUANTISED: tuple[QuantisedDtype, ...] = get_args(QuantisedDtype)
+# The dtypes that the format of an engine does not have.
+_MISSING_DTYPES: dict[Engine, tuple[ExportDtype, ...]] = {
+    **dict.fromkeys(("vllm", "sglang", "transformers"), QUANTISED),
     "llama_cpp": ("float64",),
-    "openvino": ("float64", "bfloat16"),
+    "openvino": ("float64", "bfloat16", *QUANTISED),
 }
 
 
@@ -31,12 +35,14 @@ class ExportConfig(RunConfig):
     engine_python: Annotated[EnginePython | None, only(engine="openvino")] = free(None)
     """environment with OpenVINO, or its Python, whose optimum-cli converts the drafter; null: the environment of this
     command"""
-    dtype: FloatDtype | None = None
-    """dtype of the written weights (a table has none); null: the dtype of the head or small LM, or of an early exit's
-    target, but with engine=openvino float16 instead of bfloat16"""
+    dtype: ExportDtype | None = None
+    """dtype of the written weights (a table has none); q8_0, q5_0 and q4_0 are ggml's, of 8, 5 and 4 bits. null: the
+    dtype of the head or small LM, or of an early exit's target, with two exceptions: engine=openvino has float16
+    instead of bfloat16, and engine=llama_cpp has q8_0 for an early exit and for a small LM that drafts (one trained
+    here, or with target=)"""
     out_dir: str = free("runs/export", "where the files go; resume=true replaces a model that is there")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_dtype = self.dtype not in _MISSING_DTYPES.get(self.engine, ())
+        has_dtype = self.dtype not in _MISSING_DTYPES[self.engine]
         self.require("dtype", has_dtype, f"another one, which engine={self.engine} has")
