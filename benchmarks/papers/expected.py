@@ -29,7 +29,7 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.target_session import eager_session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.model_plugin import without_head
+from outrider.inference.drafters.model_plugin import without_calibration
 from outrider.inference.drafters.small_lm.drafter import fit_vocabulary
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.shapes.shapes import level_sizes
@@ -127,7 +127,7 @@ class Expected:
         self._outputs = self._outputs or outputs(bench, asked, answer_of(bench, asked, sampling))
         logits, scores, said = self._outputs
         p, q = logits.float().softmax(-1), scores.float().softmax(-1)
-        small: Any = without_head(bench.drafters["small_lm"])
+        small: Any = without_calibration(bench.drafters["small_lm"])
         predicted = small.predicted
         p = p if predicted is None else p[:, predicted]
         shape = (1 if replace else DRAWS, len(said), FEW if replace or naive else MOST)
@@ -142,7 +142,7 @@ def outputs(bench: Bench, asked: Asked, text: Sequence[int]) -> tuple[Tensor, Te
     """For the tokens of `text` after the first: the target's logits [n, V], the small LM's over its draft vocabulary
     [n, K], and the tokens' places there [n], −1 for others."""
     assert bench.stack is not None
-    small: Any = without_head(bench.drafters["small_lm"])
+    small: Any = without_calibration(bench.drafters["small_lm"])
     ids, vocabulary, own = (*asked.ids, *text[:-1]), bench.vocabulary, small.predicted
     logits, scores = _logits(bench.stack, ids, len(text) - 1), _logits(small, ids, len(text) - 1)
     said = torch.tensor(text[1:], device=logits.device, dtype=torch.long)

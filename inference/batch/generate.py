@@ -43,11 +43,11 @@ from outrider.inference.loading.memory_plan import Memory, Plan, Storage, planne
 from outrider.inference.loading.target_setup import end_tokens
 from outrider.inference.measure.time_limit import TimeLimit
 
-_TOGETHER = 4  # most batches that are answered together: a prompt of the next one begins when an answer ends
+_TOGETHER = 4  # most batches that are answered together: a prompt of the next batch begins when an answer ends
 
 
 def generate_responses(config: GenerateConfig) -> None:
-    """Answer the prompts of `config.data` and write the answers to `config.out_dir` (see `responses.directory`).
+    """Answer the prompts of `config.data` and write the answers to `config.out_dir` (see `batch.directory`).
 
     Prompts are assigned to processes by their ids; each process writes its own shards. An answer depends on its prompt,
     the target, the seed and the decoding options. It does not depend on processes, batches, or interruptions of the
@@ -112,7 +112,10 @@ def generate(
     state: PartialState,
     read: Callable[[GenerateConfig, OpenTarget, int, Callable[[Task], bool]], Todo],
 ) -> None:
-    """Answer the tasks that `read` finds, given the target, its context and which are wanted, in an existing folder."""
+    """Answer the tasks that `read` returns and write the answers to an existing folder.
+
+    read: (config, target, its context, selects) → the tasks for which `selects` is true.
+    """
     target = open_target(config.target, config.revision, by_layers=False)
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
@@ -149,8 +152,8 @@ def generate(
 def _agree_on_identity(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: TargetServer | None, state: PartialState
 ) -> Facts:
-    """The identity of the run, with its kernels. Raises `UserError` if those of another process are others."""
-    # Other kernels round differently. Those here are determined by the machine, not by timing.
+    """The identity of the run, with its kernels. Raises `UserError` if the main process has other kernels."""
+    # Other kernels round differently. The machine determines which ones run here, not a timing.
     packed = "blocked" + (", steps by AMX" if has_amx() else "") if can_pack(state.device, dtype) else "PyTorch's"
     kernels = "a server's" if server else packed
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
@@ -184,8 +187,8 @@ def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task
 class Answering:
     """Answers the tasks of this process in batches, and writes its shards.
 
-    shard_numbers: of the shards that this process may write. If `limit` has no time for a batch, none begins; the
-    collected responses become the last shard.
+    shard_numbers: of the shards that this process may write. If `limit` has no time for half of a batch, none begins,
+    and the collected responses become the last shard.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class Answering:
                 self._print_progress(batch, is_first=begun == 1)
                 if len(self.shard) >= self.config.shard_size:
                     self._save()
-                if not self.limit.holds(self.limit.spent(), self._seconds() / begun):
+                if not self.limit.holds(self.limit.spent(), self._seconds() / begun):  # seconds of a batch so far
                     self._print_end(is_first=begun == 1)
                     break
         if len(self.shard):

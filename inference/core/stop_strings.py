@@ -11,11 +11,14 @@ from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Round
 
 _NO_TEXT = b"\xff"  # of an id that is no token; no stop string has this byte
-_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, bytes]] = WeakKeyDictionary()  # of tokens, by id
+_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, bytes]] = WeakKeyDictionary()  # see `_pieces_of`
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase, mode: str | None) -> dict[int, bytes]:
-    """What each token adds to a text by transformers' rule, read once: a large vocabulary takes a second."""
+    """What each token adds to a text, by id, read once: a large vocabulary takes a second.
+
+    mode: the tokens' spelling as transformers calls it: "byte_level", "byte_fallback", or None for plain text.
+    """
     if tokenizer not in _PIECES:
         texts, ids = StopStringCriteria.clean_tokenizer_vocab(tokenizer, stop_string_matching_mode=mode)
         pieces = (text if isinstance(text, bytes) else text.encode("utf-8", "replace") for text in texts)
@@ -33,8 +36,10 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()):
-        """ends: ids that the shown text leaves out, as it does special tokens. Raises `UserError` for stops that no
-        token can end."""
+        """ends: ids that the shown text leaves out, as it does special tokens.
+
+        Raises `UserError` for stops that no token can end.
+        """
         mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
         self._stops = [stop.encode() for stop in stops]
         tails = {stop[-size:] for stop in self._stops for size in range(1, len(stop) + 1)}
@@ -50,7 +55,7 @@ class StopStrings:
             ) from None
         special = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._hidden = {*ends, *special, *tokenizer.all_special_ids}
-        self._span = max(map(len, stops if mode is None else self._stops))
+        self._span = max(map(len, stops if mode is None else self._stops))  # as transformers: in characters or bytes
 
     def first_end(self, text: Sequence[int], new: int) -> int | None:
         """The number of the last `new` tokens of `text` up to its first end; None: the text continues.
@@ -65,27 +70,32 @@ class StopStrings:
     def shown_end(self, text: Sequence[int], new: int) -> str:
         """The end of the shown text that is, or may begin, a stop string; with what the last token has after it.
 
-        text: as for `first_end`. new: the number of all new tokens. Tokens that are not shown count for nothing.
+        text: as for `first_end`. new: the number of all new tokens; only they are shown, without special tokens.
+        Examples with the stop string "END" and a text of new tokens:
+
+            "a" " E"          "E", which may begin a stop string
+            "a" " E" "ND!"    "END!", a stop string and what follows it in the last token
+            "a" " E" "gg"     ""
         """
         window, tail = text[-self._span :], list[bytes]()
         pieces, begin = self._pieces(window), self._begin(text)
         begin = self._open(b"".join(pieces)) if begin is None else begin
-        for age, token, piece in zip(range(len(window), 0, -1), window, pieces, strict=True):
+        for age, token, piece in zip(range(len(window), 0, -1), window, pieces, strict=True):  # age: 1 for the last
             if age <= new and token not in self._hidden:
                 tail.append(piece[max(0, begin) :])
-            begin -= len(piece)
+            begin -= len(piece)  # counted from the next piece
         return b"".join(tail).decode("utf-8", "replace")
 
     def _begin(self, text: Sequence[int]) -> int | None:
         """Where the first stop string that ends in the last token begins, in the bytes of the last `span` tokens."""
         pieces = self._pieces(text[-self._span :])
         joined = b"".join(pieces)
-        before = len(joined) - len(pieces[-1])  # an end lies after it
+        before = len(joined) - len(pieces[-1])  # bytes before the last piece, in which a stop string has to end
         begins = [joined.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
         return min((begin for begin in begins if begin >= 0), default=None)
 
     def _open(self, joined: bytes) -> int:
-        """Where the longest end of `joined` begins that is the beginning of a stop string; its length without one."""
+        """The index of the longest suffix of `joined` that is a prefix of a stop string; len(joined) without one."""
         begins = range(max(0, len(joined) - max(map(len, self._stops)) + 1), len(joined))
         return next((i for i in begins if any(stop.startswith(joined[i:]) for stop in self._stops)), len(joined))
 

@@ -33,7 +33,7 @@ from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import require_layers
 from outrider.draft_models.targets.target import Band, Target
 from outrider.inference.doctor.scores import Fact, Recording, read_states
-from outrider.inference.drafters.model_plugin import without_head
+from outrider.inference.drafters.model_plugin import without_calibration
 from outrider.inference.drafters.plugin import read_record
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM
 
@@ -107,7 +107,7 @@ def compare_training_target(record: Mapping[str, object], target: OpenTarget) ->
 
 def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
     """An early exit that is prepared to decode on `stack`. It was loaded, so its digests are this target's."""
-    drafter, layers = without_head(model), require_layers(stack)
+    drafter, layers = without_calibration(model), require_layers(stack)
 
     @torch.inference_mode()
     def draft(recording: Recording) -> Tensor:
@@ -121,7 +121,7 @@ def examine_exit(model: EarlyExit, where: str, target: OpenTarget, stack: Target
 
 
 def examine_lm(model: SmallLM, where: str, target: OpenTarget, stack: Target, changes: ReadingChanges) -> Examinee:
-    lm = cast("SmallLM", without_head(model))
+    lm = cast("SmallLM", without_calibration(model))
 
     def draft(recording: Recording) -> Tensor:  # of as many tokens as it has, perhaps not the target's
         return read_states(lm, recording.tokens.clamp(max=last_id(lm)), recording.start - 1)[0][None, :-1]
@@ -134,7 +134,7 @@ def examine_head(model: Eagle3, where: str, target: OpenTarget, stack: Target, c
 
     changes: those with which it is read now; they count as declared.
     """
-    layered, shared = require_layers(stack), without_head(model).shared_embedding
+    layered, shared = require_layers(stack), without_calibration(model).shared_embedding
     embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight
     stored = open_head(where, target.config, changes=changes)
     tensors = stored.tensors(stack.dtype, stack.device)

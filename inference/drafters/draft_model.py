@@ -12,16 +12,16 @@ from outrider.inference.core.tree import ROOT
 
 
 class BesideTarget:
-    """What draft models that begin at the target's first layer have alike. target: the session of the text."""
+    """What draft models have alike that read no aux hidden states and share no layers unless they say so."""
 
     split = 0
     aux_layers: tuple[int, ...] = ()
-    target: Session
+    target_session: Session  # of the text in the target
     hidden: Tensor
 
     @property
     def target_hidden(self) -> Tensor:
-        return self.target.target_hidden
+        return self.target_session.target_hidden
 
 
 class PassModel(DraftModel, Protocol):
@@ -55,8 +55,8 @@ class OnePass:
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if parents[0] == ROOT:
-            positions = self._session.context - self._session.base  # of the text, that are left
-            masks = tokens.new_full((max(0, min(self.pass_tokens, positions) - 1),), self.mask)  # [n − 1]
+            free = self._session.context - self._session.base  # positions that the text may still reach
+            masks = tokens.new_full((max(0, min(self.pass_tokens, free) - 1),), self.mask)  # [n − 1]
             self._logits = self.model.run_pass(torch.cat([tokens, masks]))  # [n, K] by depth
             self._hidden = self.model.hidden  # [n, d] by depth
             self._depths: list[int] = []  # of the round's rows

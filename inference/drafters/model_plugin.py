@@ -26,14 +26,14 @@ from outrider.inference.sizing.policy import Tuning
 
 @dataclass(frozen=True)
 class Calibrated(Generic[Model]):
-    """A drafter of any kind with hidden states, and its calibration head; None: no method uses one."""
+    """A drafter of any kind with hidden states, and its calibration head, which some stop rules ask."""
 
     drafter: Model
-    head: CalibrationHead | None = None
+    head: CalibrationHead | None = None  # None: no method uses one
 
 
-def without_head(model: Model | Calibrated[Model]) -> Model:
-    """The drafter without its head, if `model` is `Calibrated`."""
+def without_calibration(model: Model | Calibrated[Model]) -> Model:
+    """The drafter without its calibration head, if `model` is `Calibrated`."""
     return model.drafter if isinstance(model, Calibrated) else model
 
 
@@ -46,16 +46,15 @@ def head_identity(kind: Kind, where: str | None) -> str | None:
 
 
 def copies_of(method: MethodConfig, structure: Structure, tuning: Tuning | None = None) -> Drafter | None:
-    """What drafts from the text itself for a drafter of `method`, if `copy` is a length: by `tuning` as many tokens as
-    pay.
+    """The drafter that copies from the text before a drafter of `method` is asked; None if `copy` is no n-gram length.
 
-    The evidence of `tuning` is about other drafts.
+    It drafts as many tokens as the costs in `tuning` make worthwhile; without `tuning` as many as `structure` allows.
     """
     if not isinstance(method.copy, int):
         return None
-    if tuning is not None:
-        alone = Tuning(tuning.costs)
-        tuning = alone if tuning.shared is None else alone.of_all(tuning.shared().sharing)
+    if tuning is not None:  # its costs without its evidence, which is about the model's drafts
+        copy_tuning = Tuning(tuning.costs)
+        tuning = copy_tuning if tuning.shared is None else copy_tuning.of_all(tuning.shared().sharing)
     return PromptLookup(method.copy, structure.max_rows, tuning, min_ngram=method.copy)
 
 
@@ -71,10 +70,8 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     ) -> Drafter:
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
-        drafting, allowance = (
-            self.draft_model(without_head(model), method),
-            None if tuning is None else tuning.allowance(),
-        )
+        drafting = self.draft_model(without_calibration(model), method)
+        allowance = None if tuning is None else tuning.allowance()
         if isinstance(drafting, OnePass) and method.structure.kind == "chain":
             drafting.pass_tokens = min(drafting.pass_tokens, method.stop.longest())
         return ModelDrafter(drafting, structure, allowance, copies_of(method, structure, tuning))
@@ -92,15 +89,15 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
 
     @abstractmethod
     def load_drafter(self, where: str, target: OpenTarget, **options: Unpack[ModelOptions]) -> Model:
-        """As `load`, without a calibration head."""
+        """The drafter without a calibration head (see `load`)."""
 
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
     ) -> Model:
         if not any(method.source == self.kind.name and method.stop.needs_head for method in methods.values()):
             return self.load_drafter(where, target, **options)
-        made_for, folder = asdict(target.fingerprint), self.kind.calibration or ""
-        head = load_calibration(where, self.digest(where), options["device"], made_for, folder=folder)
+        fingerprint, folder = asdict(target.fingerprint), self.kind.calibration or ""
+        head = load_calibration(where, self.digest(where), options["device"], fingerprint, folder=folder)
         return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))  # weights last
 
     def identity(self, where: str | None) -> dict[str, object]:

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,14 @@ from outrider.inference.stopping.interface import Source, ToProbs, require_value
 class OptTree(Tree):
     """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
 
-    Its sizes are given, or the fastest ones. It grows level by level. The next level holds the `nodes` children of the
-    last level with the largest p̂. Drafting ends when a level raises the best tree's E by `delta` or less, or when the
-    rule stops. Nodes with p̂ = 0 are left out.
+    p̂ of a node is the product of q along its path. The tree grows level by level. The next level holds the `nodes`
+    children of the last level with the largest p̂. Drafting ends when a level raises the best tree's E by `delta` or
+    less, or when the rule stops. Nodes with p̂ = 0 are left out. Example with nodes=3 and delta=0:
+
+        level  fed           drafted, with p̂             the best tree so far                      E
+        1      the root      a 0.6, b 0.3, c 0.1         a, b, c                                   2.0
+        2      a, b, c       a a 0.5, b a 0.2, a b 0.05  a, a a, b: c is out                       2.4
+        3      a a           a a a 0.2, …                the same, as b 0.3 is not below 0.2       2.4, so it ends
 
     Only nodes of the last level that are in the best tree so far are fed. In the order by (p̂, depth) a child follows
     its parent, so descendants of a node outside the best `nodes` can never enter. So the best tree contains a prefix of
@@ -32,7 +38,7 @@ class OptTree(Tree):
 
     Nodes are ranked by q after the sampler, or by the softmax of logits / temperature (see `Tree.ranking`).
 
-    sizes: chooses the sizes that are "auto", and learns from their outcomes; None: none is.
+    sizes: chooses the sizes that are "auto", and learns from their outcomes; None: both sizes are given.
 
     width: the most nodes of a level that are fed, most likely first. With it and δ = 0 the tree is EAGLE-2's (arXiv
     2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.
@@ -60,29 +66,23 @@ class OptTree(Tree):
         delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
         levels: list[_Level] = []
         best: list[tuple[float, int]] = []  # (−p̂, level) of the nodes of the best tree, ascending
-        tokens, parent_rows, rows = root, [ROOT], range(0)  # what to feed next, and the rows that were fed last
-        fed_probs, weights = [1.0], None  # p̂ of what to feed next: on the host, and on the device (None: 1)
+        frontier, rows = _Frontier(root, [ROOT], [1.0], None), range(0)  # rows: of the nodes that were fed last
         gain, expected, count = math.inf, 0.0, 0
-        while len(levels) < steps and gain > delta and parent_rows:
-            logits = source.extend(tokens, parent_rows)  # [m, V]
+        while len(levels) < steps and gain > delta and frontier.parent_rows:
+            logits = source.extend(frontier.tokens, frontier.parent_rows)  # [m, V]
             if levels:
-                levels[-1].fed = len(parent_rows)
-            rows, depth = range(rows.stop, rows.stop + len(parent_rows)), len(levels)
-            probs, level_tokens, values, parents = _children(
-                logits, rows, fed_probs, weights, nodes, to_probs, temperature
-            )
-            branch_probs = [value / fed_probs[parent] for value, parent in zip(values, parents, strict=True)]
-            levels.append(_Level(level_tokens, probs, parents, branch_probs, rows.stop))
-            best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
-            count, beam = len(best), sum(level == depth for _, level in best)
+                levels[-1].fed = len(logits)
+            rows, depth = range(rows.stop, rows.stop + len(logits)), len(levels)
+            level = _draft_level(logits, rows, frontier, nodes, to_probs, temperature)
+            levels.append(level)
+            best = sorted([*best, *((-prob, depth) for prob in level.host_probs if prob > 0)])[:nodes]
+            count, beam = len(best), sum(level_of_node == depth for _, level_of_node in best)
             if growth is not None:
-                count, beam = growth.after_level(len(rows), branch_probs, parents, best)
-            beam = beam if width is None else min(beam, width)
+                count, beam = growth.after_level(len(rows), level.branch_probs, level.parents, best)
             total = -math.fsum(value for value, _ in best)
             gain, expected = total - expected, total
-            tokens, weights, fed_probs = level_tokens[:beam], probs[:beam], values[:beam]
-            parent_rows = [rows[parent] for parent in parents[:beam]]
-            if self.stops(depth + 1, level_tokens, logits, source, parents[0]):
+            frontier = level.frontier(rows, beam if width is None else min(beam, width))
+            if self.stops(depth + 1, level.tokens, logits, source, level.parents[0]):
                 break
         return _assemble(root, levels, best[:count])
 
@@ -100,41 +100,51 @@ class OptTree(Tree):
         return trials_by_band(tree.parents, tree.branch_probs, accepted)
 
 
+class _Frontier(NamedTuple):
+    """The nodes to feed next, most likely first: the root, later nodes of the last level."""
+
+    tokens: Tensor  # [m]
+    parent_rows: list[int]  # [m]
+    host_probs: list[float]  # [m]: p̂
+    path_probs: Tensor | None  # [m]: p̂ on the device; None: 1
+
+
 @dataclass
 class _Level:
     """The drafted nodes of a level, most likely first."""
 
     tokens: Tensor  # [n]
     path_probs: Tensor  # [n]: p̂
+    host_probs: list[float]  # [n]: p̂
     parents: list[int]  # [n]: indices in the level above
     branch_probs: list[float]  # [n]: q given the parent
     first_row: int  # of the first node, if it was fed
     fed: int = 0  # how many nodes were fed
 
+    def frontier(self, rows: Sequence[int], count: int) -> _Frontier:
+        """The first `count` nodes. rows: of the level above."""
+        parent_rows = [rows[parent] for parent in self.parents[:count]]
+        return _Frontier(self.tokens[:count], parent_rows, self.host_probs[:count], self.path_probs[:count])
 
-def _children(
-    logits: Tensor,
-    rows: Sequence[int],
-    parents: Sequence[float],
-    weights: Tensor | None,
-    count: int,
-    to_probs: ToProbs | None,
-    temperature: float,
-) -> tuple[Tensor, Tensor, list[float], list[int]]:
-    """The most likely children of a level: p̂, descending, and tokens; p̂ and the parents' indices on the host.
 
-    parents, weights: p̂ of the level's nodes on the host, and on the logits' device (None if all are 1).
-    """
-    compiled = likeliest_children(logits, parents, count, 1 / temperature) if to_probs is None else None
+def _draft_level(
+    logits: Tensor, rows: range, frontier: _Frontier, count: int, to_probs: ToProbs | None, temperature: float
+) -> _Level:
+    """The `count` most likely children of the frontier's nodes, from the logits [m, V] after them, which are `rows`."""
+    compiled = likeliest_children(logits, frontier.host_probs, count, 1 / temperature) if to_probs is None else None
     if compiled is not None:
-        top, parent_indices, tokens = compiled
-        return top, tokens, top.tolist(), parent_indices.tolist()
-    probs = softmax_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
-    if weights is not None:
-        probs = probs * weights[:, None]
-    top, indices = top_k_chunked(probs.flatten(), min(count, probs.numel()))
-    values, parent_list = torch.stack([top, (indices // probs.shape[-1]).to(top.dtype)]).tolist()
-    return top, indices % probs.shape[-1], values, [int(parent) for parent in parent_list]
+        path_probs, parent_indices, tokens = compiled
+        host_probs, parents = path_probs.tolist(), parent_indices.tolist()
+    else:
+        probs = softmax_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
+        if frontier.path_probs is not None:
+            probs = probs * frontier.path_probs[:, None]
+        path_probs, indices = top_k_chunked(probs.flatten(), min(count, probs.numel()))  # [n]
+        tokens, parent_indices = indices % probs.shape[-1], indices // probs.shape[-1]
+        host_probs, floats = torch.stack([path_probs, parent_indices.to(path_probs.dtype)]).tolist()  # one transfer
+        parents = [int(parent) for parent in floats]
+    branch_probs = [prob / frontier.host_probs[parent] for prob, parent in zip(host_probs, parents, strict=True)]
+    return _Level(tokens, path_probs, host_probs, parents, branch_probs, rows.stop)
 
 
 def _assemble(root: Tensor, levels: Sequence[_Level], best: Sequence[tuple[float, int]]) -> OptimalTree:

@@ -18,7 +18,7 @@ DRIFT = 0.03  # share of the prior's variances added per round: text has easy an
 
 @dataclass(frozen=True)
 class Belief:
-    """The prior: mean and standard deviation of the offset a and of the slope b (see `Trust`)."""
+    """The prior of the offset a and of the slope b (see `Trust`), each as (mean, standard deviation)."""
 
     offset: tuple[float, float]
     slope: tuple[float, float]
@@ -85,12 +85,12 @@ class Survival(StopRule):
         self._tuning, self._costs = tuning, tuning.costs_now
         self._evidence = Evidence(LONGEST_CHAIN, tuning)
         self._shares = self._evidence.shares()
-        self._begin(*best_length(self._shares, self._costs))
+        self._reset_rate(*best_length(self._shares, self._costs))
         self._scores: list[float] = []
         self._survival = 1.0
 
-    def _begin(self, length: int, rate: float) -> None:
-        """Begin at the rate that is expected of the best length."""
+    def _reset_rate(self, length: int, rate: float) -> None:
+        """Begin the running rate at `rate`, expected of chains of the best length, as after `PRIOR_ROUNDS` of them."""
         self._seconds = PRIOR_ROUNDS * self._costs.of_chain(length)
         self._emitted = rate * self._seconds
 
@@ -100,12 +100,16 @@ class Survival(StopRule):
         return self._emitted / self._seconds
 
     def gain(self) -> float:
-        """By the best length, or by the running rate, which also knows what the scores are good for."""
+        """The gain in tokens of a chain of the best length (see `Allowance`), at its expected rate or the running rate.
+
+        The larger one counts: the running rate also knows what the scores are good for. If the number of texts that
+        share passes has changed, the costs have too, and the running rate begins anew.
+        """
         costs = self._tuning.costs_now
         length, rate = best_length(self._shares, costs)
         if costs is not self._costs:
             self._costs = costs
-            self._begin(length, rate)
+            self._reset_rate(length, rate)
         return (max(rate, self.rate) - 1 / costs.autoregressive) * costs.of_chain(length)
 
     def stop(self, step: Step) -> bool:
@@ -147,9 +151,10 @@ def make_survival(max_draft: int, stop: StopConfig, inputs: RuleInputs) -> Survi
 
 
 class BestLength(StopRule):
-    """max_draft=auto: the chain length with the most tokens per second, chosen again before every round.
+    """max_draft=auto: the chain length with the most tokens per second, by measured costs and the acceptance so far.
 
-    It follows from measured costs and the acceptance of each position so far.
+    length: chosen again after every round (`observe`), and when a round begins (`gain`), as costs depend on how many
+    texts share passes.
     """
 
     max_draft = LONGEST_CHAIN
@@ -157,16 +162,21 @@ class BestLength(StopRule):
     def __init__(self, tuning: Tuning):
         self._tuning = tuning
         self._evidence = Evidence(self.max_draft, tuning)
-        self.gain()
+        self._choose_length()
 
     def stop(self, step: Step) -> bool:
         return step.drafted >= self.length
 
     def observe(self, drafted: int, accepted: int) -> None:
         self._evidence.add(trials_in_chain(drafted, accepted))
-        self.gain()
+        self._choose_length()
+
+    def _choose_length(self) -> float:
+        """Update `length`; returns the tokens per second expected of it."""
+        self.length, rate = best_length(self._evidence.shares(), self._tuning.costs_now)
+        return rate
 
     def gain(self) -> float:
-        costs = self._tuning.costs_now
-        self.length, rate = best_length(self._evidence.shares(), costs)
+        """The gain in tokens of a chain of the best length, which this updates (see `Allowance`)."""
+        costs, rate = self._tuning.costs_now, self._choose_length()
         return (rate - 1 / costs.autoregressive) * costs.of_chain(self.length)

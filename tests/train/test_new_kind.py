@@ -97,7 +97,7 @@ class BigramDraftModel(BesideTarget):
         self.model = model
 
     def begin(self, session: Session) -> None:
-        self.target = session
+        self.target_session = session
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget
 from outrider.inference.drafters.eagle3 import KIND
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_head
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_calibration
 from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import MethodConfig
@@ -51,7 +51,7 @@ class Eagle3DraftModel(BesideTarget):
 
     def begin(self, session: Session) -> None:
         tokens = session.tokens
-        self.target = session
+        self.target_session = session
         self.session = session.require_layers().draft_layers_session(self.head)
         aux = session.aux_hidden(range(len(tokens)))
         if len(tokens) > 1:
@@ -98,7 +98,7 @@ class Eagle3DraftModel(BesideTarget):
         return logits[0]
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        aux = self.target.aux_hidden(rows)
+        aux = self.target_session.aux_hidden(rows)
         if self.session.rows:
             self.session.commit(range(self._pairs))
             self._aux_hidden, fresh = aux, tokens[1:]  # the root's pair has run
@@ -135,7 +135,7 @@ class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
         return checkpoint.open_head(where, target.config, self.changes).load(**options)
 
     def prepare(self, model: Eagle3, target: Target) -> None:
-        drafter = without_head(model)
+        drafter = without_calibration(model)
         stack = require_layers(target)
         if not drafter.reading.own_embedding:
             drafter.use_embedding(stack.embed_tokens.weight)

@@ -21,7 +21,7 @@ from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
 from outrider.inference.drafters.early_exit import KIND
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, head_identity, without_head
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, head_identity, without_calibration
 from outrider.inference.drafters.plugin import ModelOptions, TrainingRecord
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.method import MethodConfig
@@ -31,7 +31,13 @@ class EarlyExitDraftModel(BesideTarget):
     """EESD's draft model: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
 
     The exit layer has its own cache. A row that was verified without being extended (the last token of a draft) has no
-    entry there; its hidden state is kept in `_pending` and is run with the next extension.
+    entry there. Its hidden state is kept in `_pending` and is run with the next extension. Example of a round, with
+    `base` committed positions and nothing pending:
+
+        extend(root), extend("a")     the session has rows 0 and 1, the exit's cache entries for them; "b" is drafted
+        run_tree(root; "a", "b")      the session adds row 2 for "b" and verifies: both are accepted
+        commit([0, 1, 2], …)          the exit's cache keeps rows 0 and 1; the hidden state of row 2 is pending
+        extend(root)                  the exit runs "b" and the new root: start = −1
     """
 
     def __init__(self, drafter: EarlyExit):
@@ -40,7 +46,7 @@ class EarlyExitDraftModel(BesideTarget):
         self.predicted = drafter.draft_tokens
 
     def begin(self, session: Session) -> None:
-        self.target = self.session = session = session.require_layers()
+        self.target_session = self.session = session = session.require_layers()  # there is no other
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, logit_count=0)
@@ -62,7 +68,7 @@ class EarlyExitDraftModel(BesideTarget):
         return self.session.feed(tokens, parents)
 
     def _exit(self, hidden: Tensor, start: int, logit_count: int) -> tuple[Tensor, Tensor]:
-        """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
+        """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …; negative rows are committed ones.
 
         Returns its output [1, n, d] and the logits of the last `logit_count` rows [1, logit_count, K].
         """
@@ -88,10 +94,10 @@ class EarlyExitDraftModel(BesideTarget):
 
 
 class EarlyExitPasses(EarlyExitDraftModel):
-    """The passes of an early exit that drafts several tokens in one (see `OnePass`), the target's first layers too.
+    """The passes of an early exit that drafts several tokens in one (see `OnePass`).
 
-    The session drops the whole pass: its cache never has masks, and the root runs again with what is drafted. The
-    exit's cache keeps the root.
+    They run the target's first layers over masks, too. So the session drops the whole pass, and the root runs again
+    when the draft is verified. The exit's cache keeps the root.
     """
 
     def run_pass(self, tokens: Tensor) -> Tensor:
@@ -145,7 +151,7 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         )
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
-        drafter = without_head(model)
+        drafter = without_calibration(model)
         lay_out(drafter, target.device)
         if drafter.head is not None:
             return

@@ -19,9 +19,8 @@ from outrider.inference.settings.method import MethodConfig
 class SkipLayersDraftModel(BesideTarget):
     """The target without the layers `skip`; embedding, norm, head and cache are the target's.
 
-    A drafted token sees the whole target's keys and values of the text before the draft; those of the draft come from
-    the remaining layers. They are in the slots that the target's pass over the draft overwrites: that pass begins with
-    an empty round, so nothing of the draft is committed.
+    A drafted token sees the whole target's keys and values of the text before the draft. The draft's keys and values
+    come from the remaining layers. The target's pass over the draft overwrites their slots, so none is committed.
     """
 
     predicted = None
@@ -30,7 +29,7 @@ class SkipLayersDraftModel(BesideTarget):
         self.skip = skip
 
     def begin(self, session: Session) -> None:
-        self.target = self.session = session = session.require_layers()
+        self.target_session = self.session = session = session.require_layers()  # there is no other
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
         self._layers = [layer for layer in range(count) if layer not in skipped]

@@ -28,7 +28,7 @@ from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.draft_model import BesideTarget, OnePass
-from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_head
+from outrider.inference.drafters.model_plugin import TrainedDrafterPlugin, without_calibration
 from outrider.inference.drafters.plugin import ModelOptions
 from outrider.inference.drafters.small_lm import KIND
 from outrider.inference.engines.packing import lay_out
@@ -39,9 +39,9 @@ from outrider.inference.settings.method import MethodConfig
 class SmallLMDraftModel(BesideTarget):
     """A small LM that shares only the vocabulary with the target.
 
-    It runs in its own session, next to the target's. A row that was verified without being extended has no entry in
-    its cache. The row's token waits in `_pending` and runs with the next extension, before the root. Logits of all
-    tokens are cut or padded with −∞ to the target's vocabulary size.
+    It runs in its own session, next to the target's. A token that was accepted without being extended has no entry in
+    its cache. The token waits in `_pending` and runs with the next extension, before the root. Logits of all tokens are
+    cut or padded with −∞ to the target's vocabulary size.
     """
 
     def __init__(self, lm: Target):
@@ -56,7 +56,7 @@ class SmallLMDraftModel(BesideTarget):
                 f"prompt + max_new_tokens = {session.context} positions, but the drafter has learned only {limit}; "
                 "shorten one of them, or use a drafter with a longer context"
             )
-        self.target = session
+        self.target_session = session
         self.vocabulary = session.vocabulary
         self._last = last_id(self.lm)
         prompt = self._clamp(session.tokens.to(self.lm.device))
@@ -66,22 +66,26 @@ class SmallLMDraftModel(BesideTarget):
         self._pending = prompt[:0]  # [n], tokens that the model has not read
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """See `DraftModel.extend`. A round's first pass is over a chain from the root, after the pending tokens."""
         pending = len(self._pending)
-        first = self.session.rows == 0
-        if first and pending:
+        pending_rows = pending if self.session.rows == 0 else 0  # of this pass
+        if pending_rows:
             tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, pending + len(parents))
         elif pending:
             parents = [parent + pending for parent in parents]
-        skip = pending if first else 0
-        hidden, logits = self.session.extend(self._clamp(tokens), parents, len(parents) - skip)
-        self.hidden = hidden[skip:]
+        hidden, logits = self.session.extend(self._clamp(tokens), parents, len(parents) - pending_rows)
+        self.hidden = hidden[pending_rows:]
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
 
     def _clamp(self, tokens: Tensor) -> Tensor:
-        """The ids; ids beyond its embedding, which a text may contain, are replaced by its last one."""
+        """`tokens`, where ids beyond the model's embedding, which a text may contain, are its last id."""
         return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """See `DraftModel.commit`. Example: with one token pending, the root and "a" were extended, and "b" after them
+        was drafted from the logits of "a". The session's rows are the pending token, the root and "a". If both drafted
+        tokens are accepted, rows [0, 1, −1] commit these three, and "b" is pending.
+        """
         pending = len(self._pending)
         extended_rows = self.session.rows - pending  # ≤ 0: none was extended, and the pending tokens still wait
         cached_rows = [row for row in rows if 0 <= row < extended_rows]
@@ -124,10 +128,10 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         return load_small_lm(where, target.tokenizer, **options)
 
     def prepare(self, model: SmallLM, target: Target) -> None:
-        lay_out(without_head(model), target.device)
+        lay_out(without_calibration(model), target.device)
 
     def causal_lms(self, model: SmallLM) -> list[Target]:
-        return [cast(Target, without_head(model))]
+        return [cast(Target, without_calibration(model))]
 
     def draft_vocabulary(self, where: str) -> Sequence[int] | None:
         vocabulary = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))
