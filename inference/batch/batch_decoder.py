@@ -112,11 +112,16 @@ class Generator:
                     text.end(TimeoutError())
 
     def _pace(self) -> Callable[[int, float, float], int]:
-        """For a batch that begins now: (its rows, its tokens or a row's so far, and in all) → how many rows go on."""
+        """For a batch that begins now, a function that tells after each step how many of its `rows` go on.
+
+        tokens, total: so far and in all, of the batch or of a row. Example: 60 seconds were left at the beginning, and
+        10 are left after half of the tokens. The other half takes 50, more than `_SLOWER` times the 10 seconds. So a
+        fifth of the rows goes on.
+        """
         seconds, steps = self.seconds_left(), itertools.count(1)
 
         def rows_that_fit(rows: int, tokens: float, total: float) -> int:
-            if seconds == math.inf or (step := next(steps)) < _FIRST or step & (step - 1):
+            if seconds == math.inf or (step := next(steps)) < _FIRST or step & (step - 1):  # is no power of two
                 return rows
             ahead = self.seconds_left()
             due = (seconds - ahead) / max(1, tokens) * (total - tokens)

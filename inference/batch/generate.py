@@ -1,7 +1,8 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -127,7 +128,7 @@ def generate(
     check_run(folder, identity, config.resume)
     identity["code"] = code_version()
     ids, first, spent = from_main(state, lambda: (answered_ids(folder), next_number(folder), seconds_spent(folder)))
-    shard_numbers = range(first + state.process_index, 10**9, state.num_processes)
+    shard_numbers = count(first + state.process_index, state.num_processes)
     state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
         open_run(folder, identity)
@@ -184,27 +185,24 @@ def batch_tasks(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task
     return groups if config.minutes is None else sorted(groups, key=lambda batch: batch[0].id)
 
 
+@dataclass
 class Answering:
     """Answers the tasks of this process in batches, and writes its shards.
 
-    shard_numbers: of the shards that this process may write. If `limit` has no time for half of a batch, none begins,
-    and the collected responses become the last shard.
+    If `limit` has no time for half of a batch, none begins, and the collected responses become the last shard.
     """
 
-    def __init__(
-        self,
-        config: GenerateConfig,
-        responder: Responder | None,
-        todo: Todo,
-        folder: Path,
-        shard_numbers: Iterable[int],
-        limit: TimeLimit,
-        is_main: bool,
-    ):
-        self.config, self.responder, self.todo, self.folder = config, responder, todo, folder
-        self.shard_numbers, self.is_main = iter(shard_numbers), is_main
-        self.limit = replace(limit, started=limit.clock())
-        self.shard = Shard(skipped=list(todo.skipped))
+    config: GenerateConfig
+    responder: Responder | None  # None: there are no tasks
+    todo: Todo
+    folder: Path
+    shard_numbers: Iterator[int]  # of the shards that this process may write
+    limit: TimeLimit
+    is_main: bool
+
+    def __post_init__(self) -> None:
+        self.limit = replace(self.limit, started=self.limit.clock())
+        self.shard = Shard(skipped=list(self.todo.skipped))
         self.answered = self.unanswered = self.tokens = 0  # prompts, prompts, tokens of answers
         self._has_warned = False
 

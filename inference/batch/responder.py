@@ -99,7 +99,7 @@ class Responder:
             record |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
         record["tokens"] = sum(len(answer.tokens) for answer in task.answers)
         record["finish"] = "end" if task.answers[-1].ended else "length"
-        record |= {"retokenised": task.retokenised, "text_differs": bool(task.parted)}
+        record |= {"retokenised": task.retokenised, "text_differs": bool(task.difference)}
         origin = (*origin_digests(record, self.tokenizer, task.template), text_digest(record))
         record["written"] = asdict(Written(*origin, task.documents))
         return Response(record, task.top)
@@ -122,9 +122,8 @@ class Responder:
         tokens = [*task.prompt, *answer.content]
         if task.messages is None:
             messages = [{"role": "assistant", "content": self._text(tokens)}]
-            task.parted = (
-                "" if task.template == WRITTEN_ONLY else describe_difference(tokens, messages, self.tokenizer, "none")
-            )
+            if task.template != WRITTEN_ONLY:
+                task.difference = describe_difference(tokens, messages, self.tokenizer, "none")
             return False
         decodings = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (task.prompt, tokens))
         before, through = map(str, decodings)
@@ -133,7 +132,9 @@ class Responder:
         task.messages = [*conversation, {"role": "assistant", "content": verbatim}]
         if describe_difference(written, task.messages, self.tokenizer, task.template):
             task.messages = [*conversation, {"role": "assistant", "content": text}]
-            task.parted = task.parted or describe_difference(written, task.messages, self.tokenizer, task.template)
+            task.difference = task.difference or describe_difference(
+                written, task.messages, self.tokenizer, task.template
+            )
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 
     def _ask_next(self, task: Task) -> bool:
@@ -144,7 +145,7 @@ class Responder:
         if task.problem or len(task.prompt) >= self.context:
             task.upcoming.insert(0, task.messages.pop())
             return False
-        task.parted = task.parted or describe_difference(
+        task.difference = task.difference or describe_difference(
             task.documents[-1].ids, task.messages, self.tokenizer, task.template
         )
         return True

@@ -135,8 +135,6 @@ class TargetServer:
             tokens = self._tokenise(reply["choices"][0]["text"])
             return chunks, reply, Answer(tuple(tokens), retokenised=True, failure=RETOKENISED)
 
-    # ------------------------------------------------------------------------------------------- before the run
-
     def _find_model(self, context: int) -> tuple[str, int]:
         """The name of the model to request, and its context length (which vLLM reports)."""
         retries = min(2, self.config.server_retries)
@@ -165,8 +163,6 @@ class TargetServer:
                 "its log-probabilities are those after temperature, top_k and top_p, and the target's own are needed "
                 "(vLLM: --logprobs-mode raw_logprobs); or sample with temperature=1 top_k=0 top_p=1"
             )
-
-    # --------------------------------------------------------------------------------------------- one question
 
     def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
         """(error or None, answer): a greedy request, then a sampled one that continues it."""
@@ -203,15 +199,11 @@ class TargetServer:
 
         return self.client.retry(partial(self.client.fetch, "/v1/completions", body, read))
 
-    # ------------------------------------------------------------------------------------------------ one reply
-
     def _read(self, reply: Json, prompt: list[int], count: int, *, greedy: bool) -> Answer:
         """The answer in a reply, checked as the module's text says; at most `count` tokens after `prompt`."""
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        if choice.get("prompt_token_ids") not in (None, prompt) or usage.get("prompt_tokens") not in (
-            None,
-            len(prompt),
-        ):
+        ids_read, count_read = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
+        if ids_read not in (None, prompt) or count_read not in (None, len(prompt)):
             raise ReplyError("the answer to another prompt")
         rows = read_rows(choice.get("logprobs")) if self.checked or not choice.get("token_ids") else None
         ids = list(choice.get("token_ids") or [row.token for row in rows or ()])
@@ -262,7 +254,9 @@ class TargetServer:
 
 def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
     """The choices with tokens or text, when each came, and all as one reply, which has the "timings" of every chunk.
-    Raises `ReplyError` unless it streamed."""
+
+    Raises `ReplyError` unless it streamed.
+    """
     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         raise ReplyError("it does not stream its answers")
     lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]

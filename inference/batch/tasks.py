@@ -22,21 +22,17 @@ from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.inference.batch.settings import GenerateConfig
 
-WRITTEN_ONLY = "own"  # the template of texts whose beginnings are no prompts: only what is written counts
+WRITTEN_ONLY = "own"  # the template of texts whose beginnings are no prompts: only what the target writes counts
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
 
 
 class TopK(NamedTuple):
-    """The target's own distribution (temperature 1) at each of n emitted tokens: the top k, and the rest.
+    """The target's own distribution (temperature 1) at each of n emitted tokens: the top k, and the rest."""
 
-    tokens int64 [n]: the emitted tokens. ids int64 [n, k], logprobs float32 [n, k]: the k most likely tokens, most
-    likely first. tail float32 [n]: the total probability of all others.
-    """
-
-    tokens: Tensor
-    ids: Tensor
-    logprobs: Tensor
-    tail: Tensor
+    tokens: Tensor  # int64 [n]: the emitted tokens
+    ids: Tensor  # int64 [n, k]: the k most likely tokens, most likely first
+    logprobs: Tensor  # float32 [n, k]: of these
+    tail: Tensor  # float32 [n]: the total probability of all other tokens
 
     def at(self, indices: slice | Tensor) -> "TopK":
         return TopK(*(part[indices] for part in self))
@@ -69,24 +65,19 @@ def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
 
 @dataclass
 class Task:
-    """A prompt, and its answers so far.
-
-    source: the location of the record. prompt: token ids to continue now. messages: the conversation up to and
-    including the user's turn to answer; None for a plain text. bare: the texts or messages to render without a
-    template. upcoming: the user's turns after `messages`.
-    """
+    """A prompt, and its answers so far."""
 
     id: str
-    source: str
+    source: str  # the location of the record
     template: str
-    prompt: list[int]
-    messages: list[Message] | None = None
-    bare: Sequence[str | Message] = ()
-    upcoming: list[Message] = field(default_factory=list)
+    prompt: list[int]  # token ids to continue now
+    messages: list[Message] | None = None  # up to the user's turn to answer, included; None for a plain text
+    bare: Sequence[str | Message] = ()  # the texts or messages to render without a template
+    upcoming: list[Message] = field(default_factory=list)  # the user's turns after `messages`
     answers: list[Answer] = field(default_factory=list)
     top: TopK | None = None  # distributions at the answers' tokens
     documents: list[TokenisedText] = field(default_factory=list)  # successive turns share one if possible
-    parted: str = ""  # the first place where the text of an answer gives other tokens than the target wrote
+    difference: str = ""  # the first place where the text of an answer gives other tokens than the target wrote
     retokenised: bool = False  # a server gave text instead of tokens
     problem: str = ""  # why there is no answer, or no further one
     detail: str = ""
@@ -199,11 +190,12 @@ def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: 
 
 def describe_texts(tasks: Sequence[Task], answered: int) -> str:
     """A warning if texts of `tasks` give other tokens than the target wrote, else ""; answered: prompts so far."""
-    again, parted = sum(task.retokenised for task in tasks), [task for task in tasks if task.parted]
+    again, different = sum(task.retokenised for task in tasks), [task for task in tasks if task.difference]
     lines = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
-    if parted:
+    if different:
         what = "tokenising the text gives other tokens than the target wrote; training uses the target's; first"
-        lines.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
+        first = different[0]
+        lines.append(f"text_differs={len(different)}/{answered}: {what} {first.source}, {first.difference}")
     return "\n".join(f"responses {line}" for line in lines)
 
 

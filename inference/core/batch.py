@@ -62,17 +62,17 @@ class PassRequest:
 
 
 class TextCaches:
-    """The caches of several texts in one pass. `shown`: see `TextMasks`."""
+    """The caches of several texts in one pass. entries: of the running layer, as in `TextMasks`."""
 
     def __init__(self, requests: list[PassRequest]):
         self.rows = tuple(request.rows for request in requests)
         self.caches = tuple(request.view.cache for request in requests)
-        self.shown: list[tuple[Tensor, Tensor]] = []
+        self.entries: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, ΣQ, head_dim] to the texts' caches; returns them as they are."""
         parts = zip(self.caches, key.split(self.rows, dim=2), value.split(self.rows, dim=2), strict=True)
-        self.shown[:] = [(key, value), *(cache.update(*states, layer_idx) for cache, *states in parts)]
+        self.entries[:] = [(key, value), *(cache.update(*states, layer_idx) for cache, *states in parts)]
         return key, value
 
 
@@ -95,12 +95,12 @@ class JointView:
 
     def masks(self) -> Masks:
         masks_of_texts = [request.view.masks() for request in self.requests]
-        rows, caches, shown = self.cache.rows, self.cache.caches, self.cache.shown
+        rows, caches, entries = self.cache.rows, self.cache.caches, self.cache.entries
         by_window = {window: tuple(masks[window] for masks in masks_of_texts) for window in masks_of_texts[0]}
-        return {window: TextMasks(rows, masks, caches, shown) for window, masks in by_window.items()}
+        return {window: TextMasks(rows, masks, caches, entries) for window, masks in by_window.items()}
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
-        if all(request.rows == request.view.last for request in self.requests):
+        if all(request.rows == request.view.logit_count for request in self.requests):
             return hidden
         parts = zip(hidden.split(self.cache.rows, dim=1), self.requests, strict=True)
         return torch.cat([request.view.logit_rows(part) for part, request in parts], dim=1)
@@ -123,37 +123,30 @@ def run_jointly(requests: list[PassRequest]) -> list[Outcome]:
         outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
     if outputs is None:  # outside the handler: its traceback holds the pass's tensors
         return run_jointly(requests[:half]) + run_jointly(requests[half:])
-    rows, last = view.cache.rows, [request.view.last for request in requests]
+    rows, last = view.cache.rows, [request.view.logit_count for request in requests]
     parts = [output.split(rows if output.shape[1] == sum(rows) else last, dim=1) for output in outputs]
     return list(zip(*parts, strict=True))
 
 
 @dataclass(eq=False)
 class BatchText:
-    """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
+    """A text of a batch."""
 
-    end: called at the end, with the error that ended it, if any. positions: its tokens so far, the prompt included.
-    `waits`: for this pass. `reader`: who reads it.
-    """
-
-    rounds: Iterator[Round]
-    take: Callable[[Round], None]
-    end: Callable[[Exception | None], None]
-    positions: int = 0
+    rounds: Iterator[Round]  # of its loop, in this batch's sessions
+    take: Callable[[Round], None]  # called with each round
+    end: Callable[[Exception | None], None]  # called at the end, with the error that ended it, if any
+    positions: int = 0  # its tokens so far, the prompt included
     run: greenlet | None = None
-    waits: PassRequest | None = None
+    waits: PassRequest | None = None  # the pass that it waits for
     reader: Thread = field(default_factory=current_thread)
 
 
 @dataclass(frozen=True, order=True)
 class CacheBudget:
-    """The memory for the KV caches of texts that are decoded together, without what a graph's fixed shapes take.
+    """The memory for the KV caches of texts that are decoded together, without what a graph's fixed shapes take."""
 
-    position_bytes: of one position in all caches of a text, the drafter's included. most: bytes of all texts.
-    """
-
-    position_bytes: int
-    most: int
+    position_bytes: int  # of one position in all caches of a text, the drafter's included
+    most: int  # bytes of all texts
 
     def bytes_of(self, positions: int) -> int:
         """Bytes that the caches of a text of so many positions take; half as much again while they grow."""
@@ -241,9 +234,9 @@ class Batch(Runtime):
         """Run a text until it waits, has decoded a round, or ends. outcome: of the pass it waited for."""
         assert text.run is not None
         error: Exception | None = None
-        go_on = text.run.throw if outcome and isinstance(outcome[0], Exception) else text.run.switch
+        resume = text.run.throw if outcome and isinstance(outcome[0], Exception) else text.run.switch
         try:
-            text.waits = go_on(*outcome)
+            text.waits = resume(*outcome)  # until its greenlet switches here, with the next request or None
         except Exception as ended_by:
             error = ended_by
         if text.run.dead:
@@ -277,9 +270,9 @@ class _BetweenLayers:
 
 
 def _wait(yielding: bool, kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
-    """The outputs of a pass, for a text that runs in a batch; outside of one the pass runs at once.
+    """The outputs of a pass, which a text of a batch requests and waits for; outside of a batch the pass runs here.
 
-    A prompt fills a pass by itself. yielding: see `Batch`.
+    The pass over a prompt runs here too, by itself. yielding: see `Batch`.
     """
     above = getcurrent().parent
     if above is not None and view.layout.base:

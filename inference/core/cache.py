@@ -27,7 +27,7 @@ class KVCache:
         self.slots = capacity if clean else 0
         self._buffer: Tensor | None = None
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, slots, head_dim]
-        self._odd: list[Tensor] = []  # of layers of another shape, [1, heads, slots, head_dim]
+        self._separate: list[Tensor] = []  # of layers of another shape, [1, heads, slots, head_dim]
         self.fixed: tuple[Tensor, int] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -61,13 +61,13 @@ class KVCache:
             shape = like.new_empty(()).expand(1, heads, rows, head_dim)
             for layer in self.layers:
                 self.views(shape, shape, layer)
-        fits = self._buffer is not None and self._buffer.shape[2::2] == (heads, head_dim) and not self._odd
+        fits = self._buffer is not None and self._buffer.shape[2::2] == (heads, head_dim) and not self._separate
         return self._buffer if fits else None
 
     def _grow(self, positions: int) -> None:
         """Move every layer to buffers with slots for so many positions."""
         self.slots = min(slots_of(positions), self.capacity)
-        before, self._buffer, self._views, self._odd = self._views, None, {}, []
+        before, self._buffer, self._views, self._separate = self._views, None, {}, []
         for layer, states in before.items():
             for buffer, state in zip(self._allocate(*states, layer), states, strict=True):
                 buffer[:, :, : state.shape[2]] = state
@@ -85,12 +85,12 @@ class KVCache:
             self._views[layer_idx] = (states[0, None], states[1, None])
         else:
             self._views[layer_idx] = (key.new_zeros(shape), value.new_zeros(of_values))
-            self._odd += self._views[layer_idx]
+            self._separate += self._views[layer_idx]
         return self._views[layer_idx]
 
     def _all(self) -> list[Tensor]:
         """Every buffer [..., slots, head_dim]."""
-        return [] if self._buffer is None else [self._buffer, *self._odd]
+        return [] if self._buffer is None else [self._buffer, *self._separate]
 
     @contextmanager
     def at(self, slots: Tensor, seen: int) -> Iterator[None]:
@@ -104,13 +104,14 @@ class KVCache:
     def keep(self, base: int, rows: Sequence[int]) -> None:
         """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`.
 
-        `rows` ascends, so rows only move towards the front; rows already in place are not copied.
+        `rows` ascends, so rows only move towards the front; the first `unmoved` ones are not copied. Example: with base
+        10 and rows [0, 2, 5], position 10 stays, 12 and 15 move to 11 and 12, and `length` becomes 13.
         """
-        settled = next((index for index, row in enumerate(rows) if row != index), len(rows))
-        if settled < len(rows) and self._buffer is not None:
-            chosen = torch.tensor(rows[settled:], device=self._buffer.device) + base
+        unmoved = next((index for index, row in enumerate(rows) if row != index), len(rows))
+        if unmoved < len(rows) and self._buffer is not None:
+            chosen = torch.tensor(rows[unmoved:], device=self._buffer.device) + base
             for buffer in self._all():
-                buffer[..., base + settled : base + len(rows), :] = buffer.index_select(-2, chosen)
+                buffer[..., base + unmoved : base + len(rows), :] = buffer.index_select(-2, chosen)
         stop = base + len(rows)
         if self.clean and stop < self.length:
             for buffer in self._all():

@@ -50,7 +50,7 @@ def autoregressive(
         selector.begin(session, prompt)
         root = selector.next_token(logits)
         token = _require_token(int(root), session, session.base - 1)
-        yield Round((token,), 0, 0, 0, clock() - started)
+        yield Round((token,), drafted=0, accepted=0, depth=0, seconds=clock() - started)
         for _ in range(max_new_tokens - 1):
             if token in eos:
                 return
@@ -65,7 +65,8 @@ def autoregressive(
                 session.commit((0,))
                 root = selector.next_token(logits)
             token = _require_token(int(root), session, session.base - 1)
-            yield Round((token,), 0, 0, 0, clock() - started, verify_seconds=passed - started)
+            seconds, verify_seconds = clock() - started, passed - started
+            yield Round((token,), drafted=0, accepted=0, depth=0, seconds=seconds, verify_seconds=verify_seconds)
 
 
 @torch.inference_mode()
@@ -82,11 +83,8 @@ def speculative(
 ) -> Iterator[Round]:
     """Speculative decoding: tokens, or their distribution under sampling, equal `autoregressive`'s for any drafter.
 
-    drafter: a new one for each generation.
-    selector: the token selector; None: greedy.
-    runtime: how passes run; None: eagerly.
-
-    Raises `UserError` for an impossible length, and if the target's logits are not finite.
+    drafter: a new one for each generation. Other arguments are those of `autoregressive`. Raises `UserError` for an
+    impossible length, and if the target's logits are not finite.
     """
     session = _new_session(runtime, target, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
     with closing(session):
@@ -111,7 +109,7 @@ def decode_rounds(
     selector.begin(session, prompt)
     root = selector.next_token(logits)
     token = _require_token(int(root), session, session.base - 1)
-    yield Round((token,), 0, 0, 0, watch.seconds)
+    yield Round((token,), drafted=0, accepted=0, depth=0, seconds=watch.seconds)
     budget = max_new_tokens - 1
     while budget > 0 and token not in eos:
         watch.restart("structure")
@@ -127,8 +125,17 @@ def decode_rounds(
         tokens = cut([*accepted, bonus], eos, budget)
         budget -= len(tokens)
         token = tokens[-1]
-        counts, seconds = (len(tree), min(len(nodes), len(tokens)), tree.depth), (watch.seconds, *watch.parts.values())
-        yield Round(tokens, *counts, *seconds, source=tree.source if len(tree) else "")
+        yield Round(
+            tokens,
+            drafted=len(tree),
+            accepted=min(len(nodes), len(tokens)),
+            depth=tree.depth,
+            seconds=watch.seconds,
+            draft_seconds=watch.parts["draft"],
+            structure_seconds=watch.parts["structure"],
+            verify_seconds=watch.parts["verify"],
+            source=tree.source if len(tree) else "",
+        )
 
 
 def _verify(

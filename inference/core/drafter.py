@@ -63,20 +63,13 @@ class Stopwatch:
 
 
 class Drafter(ABC):
-    """Drafts one tree per round and receives its outcome, for one generation.
+    """Drafts one tree per round and receives its outcome, for one generation."""
 
-    split: the number of the target's first layers that it shares. The session is split there.
-    aux_layers: the boundaries of the target's layers at which it reads aux hidden states (see `Session.aux_hidden`).
-    top_count: the number of top-k continuations of every row that it reads (see `Session.top_tokens_of_rows`).
-    max_rows: the most rows that a round adds to the caches, not counting the root.
-    sizes: chooses how many nodes to submit, if the drafter shapes its drafts itself and their size is "auto".
-    """
-
-    split: int = 0
-    aux_layers: tuple[int, ...] = ()
-    top_count: int = 0
-    max_rows: int
-    sizes: Sizes | None = None
+    split: int = 0  # the target's first layers that it shares; the session is split after them
+    aux_layers: tuple[int, ...] = ()  # boundaries of the target's layers whose hidden states it reads (`aux_hidden`)
+    top_count: int = 0  # top-k continuations of every row that it reads (`Session.top_tokens_of_rows`)
+    max_rows: int  # the most rows that a round adds to the caches, not counting the root
+    sizes: Sizes | None = None  # chooses how many nodes to submit, if that is "auto" and there is no structure
 
     @property
     def totals(self) -> Mapping[str, float]:

@@ -15,25 +15,18 @@ Clock = Callable[[], float]
 class Round:
     """The tokens committed by one pass of the target. The first round of a generation is the prefill.
 
-    tokens: committed ids, never beyond the first EOS or the budget.
-    drafted: proposed tokens. accepted: how many of `tokens` came from the draft. depth: the draft's depth, which is the
-    largest possible `accepted`.
-
-    source: who drafted (see `DraftTree`); empty: nothing was drafted, or it is not recorded.
-
-    seconds: of the whole round. draft: of the drafter's forward passes. structure: of its other work. verify: of the
-    target's pass and its transfer; in plain decoding the pass alone. In a batch they include waits for other texts.
+    In a batch, seconds include waits for other texts.
     """
 
-    tokens: tuple[int, ...]
-    drafted: int
-    accepted: int
-    depth: int
-    seconds: float
-    draft_seconds: float = 0.0
-    structure_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    source: DraftSource = field(default="", kw_only=True)
+    tokens: tuple[int, ...]  # committed ids, never beyond the first EOS or the budget
+    drafted: int  # the number of proposed tokens
+    accepted: int  # how many of `tokens` came from the draft
+    depth: int  # of the draft: the largest possible `accepted`
+    seconds: float  # of the whole round
+    draft_seconds: float = 0.0  # of the drafter's forward passes
+    structure_seconds: float = 0.0  # of the drafter's other work
+    verify_seconds: float = 0.0  # of the target's pass and its transfer; in plain decoding of the pass alone
+    source: DraftSource = field(default="", kw_only=True)  # who drafted; "": nobody, or it is not recorded
 
 
 def synchronized_clock() -> float:

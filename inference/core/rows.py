@@ -16,17 +16,16 @@ from outrider.inference.core.tree import chain_parents
 class RowLayout:
     """Rows start..stop−1 of a round, as one pass computes them; a negative start includes committed positions.
 
-    base: committed positions before row 0. depths, ancestors: depths and ancestor masks of the round's rows 0..stop−1.
     Bit j of ancestors[i] is set if row j is row i or an ancestor of it: row i sees these rows and every committed
-    position. is_chain: every row is the parent of the next, so the mask is causal.
+    position. Example: "cat" and "dog" under the root "the" have the ancestors 0b011 and 0b101.
     """
 
-    base: int
+    base: int  # committed positions before row 0
     start: int
     stop: int
-    depths: Sequence[int]
-    ancestors: Sequence[int]
-    is_chain: bool
+    depths: Sequence[int]  # of rows 0..stop−1
+    ancestors: Sequence[int]  # ancestor masks of rows 0..stop−1
+    is_chain: bool  # every row is the parent of the next, so the mask is causal
 
     @property
     def span(self) -> slice | None:
@@ -47,10 +46,10 @@ class RowLayout:
         window over a long text from position 0.
         """
         past, keys = self.base + self.start, self.base + self.stop
-        trivial = self.is_chain and (keys - past == 1 or past == 0)
-        binding = {window: window if window is not None and window < keys else None for window in windows}
-        masks = {w: None if trivial and w is None else self._mask(w, device, dtype) for w in {*binding.values()}}
-        return {window: masks[cut] for window, cut in binding.items()}
+        unmasked = self.is_chain and (keys - past == 1 or past == 0)
+        effective = {window: window if window is not None and window < keys else None for window in windows}
+        masks = {w: None if unmasked and w is None else self._mask(w, device, dtype) for w in {*effective.values()}}
+        return {window: masks[w] for window, w in effective.items()}
 
     def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor | Band:
         past, keys = self.base + self.start, self.base + self.stop
@@ -66,8 +65,8 @@ class RowLayout:
         if self.is_chain:
             mask.masked_fill_(columns > columns[past:, None], lowest)
         else:
-            closure = torch.from_numpy(unpack(self.ancestors[self.start : self.stop], self.stop))
-            mask[:, self.base :].masked_fill_(~closure.to(device), lowest)
+            visible = torch.from_numpy(unpack(self.ancestors[self.start : self.stop], self.stop))
+            mask[:, self.base :].masked_fill_(~visible.to(device), lowest)
         if window is not None:
             if not self.is_chain:
                 columns = torch.cat([columns[: self.base], self.base + torch.tensor(self.depths, device=device)])

@@ -102,7 +102,10 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 def top_k_chunked(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
-    """`scores.topk(count)` of [..., V] in one pass over V: the results are in the `count` chunks of largest maxima."""
+    """`scores.topk(count)` of [..., V] in one pass over V: the results are in the `count` chunks of largest maxima.
+
+    Example with chunks of 2: of the scores (5, 1, 7, 6, 2, 3) the best two are in the chunks (5, 1) and (7, 6).
+    """
     size = scores.shape[-1]
     boundary = size - size % chunk
     if count * chunk * 4 > size:

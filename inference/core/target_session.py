@@ -39,8 +39,8 @@ class TargetSession(Session):
     runs only the second half over all rows, so no layer computes a row twice. Any other drafter uses split = 0, where
     the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
-    Aux hidden states (`aux_layers`) need split = 0. `context` defaults to `capacity`. together: runs its passes, if
-    several texts share them.
+    Aux hidden states (`aux_layers`) need split = 0. `context` defaults to `capacity`. together: runs each pass, jointly
+    with the passes of other texts; None: a pass runs alone.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class TargetSession(Session):
         self.second_cache.keep(self.base, ())
         self.finished = range(self.rows) if rows is None else rows
         count = len(self.finished)
-        everything = count == self.rows
-        hidden = self.hidden if everything else self.hidden[:, list(self.finished)]
-        chosen = self.round if everything else self.round.select(self.finished)
+        runs_all = count == self.rows
+        hidden = self.hidden if runs_all else self.hidden[:, list(self.finished)]
+        chosen = self.round if runs_all else self.round.select(self.finished)
         logit_count = 1 if last_only else count
 
         def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
@@ -199,7 +199,7 @@ class TargetSession(Session):
         if self._view is None or self._view.layout is not layout:
             self._view = TextView(self, layout)
         view = self._view
-        view.cache, view.last = cache, layout.stop - layout.start if logit_count is None else logit_count
+        view.cache, view.logit_count = cache, layout.stop - layout.start if logit_count is None else logit_count
         if self.together is None or not cache.layers:
             outputs = pass_(x, view)
         else:
@@ -217,11 +217,11 @@ class TargetSession(Session):
 class TextView:
     """The view of rows of one text: rotary tables and masks are built on first use.
 
-    cache, last: of the pass that runs; last: the number of its `logit_rows`.
+    The session sets `cache` and `logit_count` for each pass.
     """
 
     cache: KVCache
-    last: int
+    logit_count: int  # the number of `logit_rows`
 
     def __init__(self, session: TargetSession, layout: RowLayout):
         self.layout, self._layers = layout, session.layers
@@ -241,7 +241,7 @@ class TextView:
         return self._masks
 
     def logit_rows(self, hidden: Tensor) -> Tensor:
-        return hidden[:, hidden.shape[1] - self.last :]
+        return hidden[:, hidden.shape[1] - self.logit_count :]
 
 
 # Runs a pass of a kind over rows x [1, n, …] or [n], possibly as one with those of other texts: (kind, pass, x, view).

@@ -1,4 +1,4 @@
-"""The drafter that combines a draft model and a structure, the shape of its drafts."""
+"""`ModelDrafter`, and the draft model as its structure sees it."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ class ModelDrafter(Drafter):
     """A drafter that combines a draft model and a structure, the shape of its drafts.
 
     allowance: decides which rounds skip drafting; None: no round does. The model catches up with the tokens of skipped
-    rounds when it drafts again. copies: where it drafts, a round skips the model; structure and allowance learn nothing
-    from its drafts.
+    rounds when it drafts again. copies: drafts first. A round with a draft of it skips the model, and structure and
+    allowance learn nothing from such a round.
     """
 
     def __init__(

@@ -111,12 +111,12 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
     }
     by_shape: dict[tuple[object, ...], list[Linear]] = {}
     for linear in linears.values():
-        alike = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
-        by_shape.setdefault(alike, []).append(linear)
+        shape = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
+        by_shape.setdefault(shape, []).append(linear)
     laid_out: dict[int, nn.Module] = {}
-    for same in by_shape.values():
-        lay_out = LAYOUTS[choose(same)]
-        laid_out |= {id(linear): lay_out(linear) for linear in same}
+    for of_one_shape in by_shape.values():
+        convert = LAYOUTS[choose(of_one_shape)]
+        laid_out |= {id(linear): convert(linear) for linear in of_one_shape}
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if id(child) in laid_out:
@@ -230,6 +230,7 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     def layout(linears: Sequence[Linear]) -> str:
         return choose_layout(linears, device, panels=id(linears[0]) not in of_layers)
 
+    # First the products of layers, whose speed one by one decides whether these layers run at once.
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)
     for holder, layers in together:

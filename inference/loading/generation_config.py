@@ -26,15 +26,11 @@ from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 
 @dataclass(frozen=True)
 class Inherited:
-    """The target's generation config as used by an evaluation.
+    """The target's generation config as used by an evaluation."""
 
-    config: the basis of `TextSettings`. fields: those of it that affect greedy decoding (`stop_strings` too);
-    ignored: such fields that were left out because the config is not used.
-    """
-
-    config: GenerationConfig
-    fields: Mapping[str, Any]
-    ignored: Mapping[str, object]
+    config: GenerationConfig  # the basis of `TextSettings`
+    fields: Mapping[str, Any]  # of the config: those that affect greedy decoding, `stop_strings` too
+    ignored: Mapping[str, object]  # such fields that were left out because the config is not used
 
 
 # The fields that act on the choice of a token, with the value that does nothing, as None does.
@@ -167,17 +163,13 @@ def find_other_strategies(config: GenerationConfig) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class TextSettings:
-    """How the tokens of a text are chosen and where it ends, in every arm.
-
-    eos: the ids that end it. generation: the target's generation config, for its other logits processors. stops: stop
-    strings; they need the `tokenizer`.
-    """
+    """How the tokens of a text are chosen and where it ends, in every arm."""
 
     max_new_tokens: int
-    eos: Collection[int] = ()
+    eos: Collection[int] = ()  # the ids that end it
     sampling: SamplingConfig = GREEDY
-    generation: GenerationConfig | None = None
-    stops: Sequence[str] = ()
+    generation: GenerationConfig | None = None  # the target's, for its other logits processors
+    stops: Sequence[str] = ()  # stop strings, which need the tokenizer
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def for_generate(self) -> GenerationConfig:

@@ -81,8 +81,10 @@ def pass_bytes(config: PreTrainedConfig, storage: Storage) -> int:
 def target_memory(
     target: PreTrainedConfig, storage: Storage, layers: int | None = None, int8: str = ""
 ) -> list[Memory]:
-    """The target's weights. layers: the only ones that are read, with embedding and head; int8: whose codes are held,
-    named for errors. Raises `UserError` for a model that int8 cannot hold."""
+    """The target's weights. layers: only so many first ones are read, with embedding and head; None: all.
+
+    int8: the model's name in errors, if it is held as int8 codes. Raises `UserError` for one that int8 cannot hold.
+    """
     if int8:
         require_linear(model := empty_model(target), int8)
         return [Memory("target's weights", int8_bytes(model, storage.itemsize))]

@@ -26,16 +26,13 @@ from outrider.inference.settings.kinds import KINDS
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded models of an evaluation. reference: the target as transformers runs it; stack: as `runtime` does.
+    """The loaded models of an evaluation."""
 
-    products: the CPU kernels of their matrix products (see `inference.engines.cpu.recorded`).
-    """
-
-    reference: PreTrainedModel
-    stack: Target
+    reference: PreTrainedModel  # the target as transformers runs it
+    stack: Target  # the target as `runtime` runs it
     drafters: Drafters
     runtime: Runtime
-    products: dict[str, str] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)  # CPU kernels by question (see `engines.cpu.recorded`)
 
 
 def load_models(

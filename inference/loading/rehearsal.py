@@ -74,9 +74,6 @@ def rehearse(run: Callable[[Run], object], config: Run, typed_keys: Collection[s
         run(replace(shrink(config, folder, models), **changes))
 
 
-# --- small settings ---
-
-
 def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
     """`config` at almost no cost: small numbers, no network, a few rows of text.
 
@@ -151,9 +148,6 @@ def _is_source_in(folder: Path, source: SourceConfig) -> bool:
 
 def _is_in(folder: Path, path: str) -> bool:
     return Path(path).absolute().is_relative_to(folder.absolute())
-
-
-# --- inputs ---
 
 
 def check_inputs(config: Any, is_checked: Callable[[str], bool]) -> "PreTrainedConfig | None":

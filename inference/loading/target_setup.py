@@ -23,24 +23,18 @@ from outrider.inference.settings.sampling import SamplingConfig
 
 @dataclass(frozen=True)
 class TargetSetup:
-    """The target before its weights are loaded, and how it will run.
-
-    eos: the ids that end a text. stops: the stop strings. inherited: settings from its generation config.
-    int8: whether it is quantised to int8, computing in `dtype`.
-    template: as requested; trained: the templates of the drafters' training, by kind (see `templates_of`).
-    arguments: what the chat template reads besides.
-    """
+    """The target before its weights are loaded, and how it will run."""
 
     target: OpenTarget
-    eos: frozenset[int]
-    stops: tuple[str, ...]
-    inherited: Inherited
+    eos: frozenset[int]  # the ids that end a text
+    stops: tuple[str, ...]  # the stop strings
+    inherited: Inherited  # settings from its generation config
     device: torch.device
     dtype: torch.dtype
-    int8: bool = False
-    template: PromptTemplate = "auto"
-    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    int8: bool = False  # whether it is quantised to int8, computing in `dtype`
+    template: PromptTemplate = "auto"  # as requested
+    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)  # of the drafters' training, by kind
+    arguments: Mapping[str, object] = field(default_factory=dict)  # what the chat template reads besides messages
 
     @property
     def chat_template(self) -> PromptTemplate:

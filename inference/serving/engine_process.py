@@ -100,7 +100,8 @@ def to_generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafte
     (first, *passes), (begun, prefilled, *times) = steps, times
     spent = [end - start for start, end in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(
-        Round(tuple(ids), drafted, len(ids) - 1, drafted, seconds) for ids, seconds in zip(passes, spent, strict=True)
+        Round(tuple(ids), drafted=drafted, accepted=len(ids) - 1, depth=drafted, seconds=seconds)
+        for ids, seconds in zip(passes, spent, strict=True)
     )
     text = tuple(token for tokens in (first, *passes) for token in tokens)
     return Generation(text, prefilled - begun, sum(spent), rounds)

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -153,23 +154,21 @@ def _assemble(root: Tensor, levels: Sequence[_Level], best: Sequence[tuple[float
     for value, depth in best:
         counts[depth] += 1
         masses[depth] -= value
-    parents: list[int] = []
-    rows: list[int] = []
-    branch_probs: list[float] = []
-    first_above = 0  # the number of the first node of the level above
-    for depth, (level, count) in enumerate(zip(levels, counts, strict=True)):
-        first = len(parents)
-        parents += [first_above + index if depth else ROOT for index in level.parents[:count]]
-        rows += [level.first_row + index if index < level.fed else -1 for index in range(count)]
-        branch_probs += level.branch_probs[:count]
-        first_above = first
     prefixes = list(zip(levels, counts, strict=True))
-    no_probs = torch.zeros(1, device=root.device)
+    firsts = [0, *accumulate(counts)]  # the number of the first node of every level
+    parents = [
+        firsts[depth - 1] + index if depth else ROOT
+        for depth, (level, count) in enumerate(prefixes)
+        for index in level.parents[:count]
+    ]
+    rows = (level.first_row + index if index < level.fed else -1 for level, count in prefixes for index in range(count))
     return OptimalTree(
         cat_levels([level.tokens[:count] for level, count in prefixes], root),
         tuple(parents),
         tuple(rows),
-        path_probs=cat_levels([level.path_probs[:count] for level, count in prefixes], no_probs),
+        path_probs=cat_levels(
+            [level.path_probs[:count] for level, count in prefixes], torch.zeros(1, device=root.device)
+        ),
         masses=tuple(masses),
-        branch_probs=tuple(branch_probs),
+        branch_probs=tuple(prob for level, count in prefixes for prob in level.branch_probs[:count]),
     )

@@ -24,7 +24,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -127,12 +127,8 @@ def binary_shape(nodes: int) -> Shape:
 @lru_cache
 def full_shape(widths: tuple[int, ...]) -> Shape:
     """The tree in which every node of level i has widths[i] children."""
-    level: list[tuple[int, ...]] = [()]
-    paths: list[tuple[int, ...]] = []
-    for width in widths:
-        level = [(*path, rank) for path in level for rank in range(width)]
-        paths += level
-    return parse_shape(paths)
+    levels = [widths[:depth] for depth in range(1, len(widths) + 1)]
+    return parse_shape([path for level in levels for path in product(*map(range, level))])
 
 
 def find_shape(name: str, nodes: int) -> Shape:

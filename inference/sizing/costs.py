@@ -15,24 +15,21 @@ SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths that a report lists and that a pa
 class Costs:
     """Seconds of the parts of a round. Item w of a curve is for a pass over w rows, w = 0 … WIDEST.
 
-    step: one draft step: a forward pass of the drafter and the structure's work on its logits.
-    verify: the target's pass over the root and the draft, and token selection. For an early-exit drafter only the
-    layers that the draft has not run.
-    overhead: bookkeeping at the end of a round.
-    autoregressive: one token of autoregressive decoding.
-    unshared: the seconds of a step, of `verify` and of `autoregressive` that are not a pass: no other text shares them.
+    verify: for an early-exit drafter only of the layers that the draft has not run. unshared: of a step, of `verify`
+    and of `autoregressive` the seconds that are not a pass, which no other text shares.
     """
 
-    step: tuple[float, ...]
-    verify: tuple[float, ...]
-    overhead: float
-    autoregressive: float
+    step: tuple[float, ...]  # curve of a draft step: a drafter's pass and the structure's work on its logits
+    verify: tuple[float, ...]  # curve of the target's pass over the root and the draft, and token selection
+    overhead: float  # bookkeeping at the end of a round
+    autoregressive: float  # one token of autoregressive decoding
     unshared: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def of_one(self, texts: int) -> "Costs":
-        """The costs of one of `texts` texts that share their passes: its part of those over all rows, and `unshared`.
+        """The costs of one of `texts` texts that share their passes: its part of passes over all rows, and `unshared`.
 
-        All are taken to have as many rows. So drafts get shorter as rows cost more, and end where each costs its own.
+        All texts are taken to have equally many rows. So a draft is worth less in a batch, where a wide pass costs more
+        for every further row.
         """
         widths = [*map(float, range(len(self.verify)))]
 
@@ -140,7 +137,7 @@ class Allowance:
         self._by_texts, self._loss, self.sharing = {1: costs}, loss, sharing
         self._emitted = self._spent = float(MEMORY)
         self._credit = 1.0  # tokens that trials may lose: at first those of one, as texts differ from the measured one
-        self._gain, self._round, self._open = 0.0, -1, True  # of all texts
+        self._gain, self._round, self._open = 0.0, -1, True  # of all texts: see `opens_round`
         self.trials: tuple[list[float], list[float]] = ([], [])
 
     @property
@@ -172,7 +169,7 @@ class Allowance:
         gain: of the draft that its evidence recommends; None: unknown, and taken to pay.
         """
         texts, number = self.sharing()
-        self._gain += ((1.0 if gain is None else gain) - self._gain) / texts
+        self._gain += ((1.0 if gain is None else gain) - self._gain) / texts  # the mean of about the last `texts` gains
         if texts == 1 or number != self._round:
             self._round = number
             self._open = not self.is_spent() and (self._gain > 0 or self.takes_trial(-self._gain * texts))

@@ -25,6 +25,7 @@ from outrider.inference.sizing.policy import (
     Trials,
     Tuning,
     band,
+    best_prefix,
     trials_by_band,
 )
 
@@ -66,7 +67,7 @@ class BestNodes:
         if trial and not self._allowance.is_spent():
             seconds = self._tuning.costs_now.of_nodes
             worths = worths_of(parents, probs, self._evidence.shares())
-            count = best_nodes(worths, seconds)
+            count, _ = best_prefix(worths, seconds[1:], 1 / seconds[0])
             if not count:
                 loss = seconds[trial] / seconds[0] - 1.0 - sum(worths[:trial])
                 count = trial if self._allowance.takes_trial(loss) else 0
@@ -100,13 +101,3 @@ def worths_of(parents: np.ndarray, probs: np.ndarray, trust: Sequence[float]) ->
         above = worths[parent] if parent >= 0 else 1.0
         worths.append(above * min(1.0, q * trust[band(q)]))
     return worths
-
-
-def best_nodes(worths: Sequence[float], seconds: Sequence[float]) -> int:
-    """The number of leading nodes with the most tokens per second. seconds: of rounds with 0, 1, … nodes."""
-    best, count, emitted = 1.0 / seconds[0], 0, 1.0
-    for nodes, (worth, duration) in enumerate(zip(worths, seconds[1:], strict=False), start=1):
-        emitted += worth
-        if emitted / duration > best:
-            best, count = emitted / duration, nodes
-    return count

@@ -9,10 +9,12 @@ A choice never depends on the tokens sampled in this round. It depends on earlie
 most likely tokens, so the distribution of sampled text stays exact. Greedy text does not depend on these choices.
 """
 
+import itertools
 import math
+import operator
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.inference.core.tree import ROOT, OptimalTree
@@ -64,7 +66,7 @@ class Tuning:
 
 
 class Evidence:
-    """The estimated share of right trials per index 0 … count − 1, from this generation's trials and a prior.
+    """The estimated share of right trials per index 0 … size − 1, from this generation's trials and a prior.
 
     The estimate of an index weighs its own trials, `prior` trials at the prior's share, and `neighbour` trials at the
     previous index's estimate: an untried index follows the last tried one. start: the share of the first index without
@@ -72,18 +74,18 @@ class Evidence:
     """
 
     def __init__(
-        self, count: int, tuning: Tuning, *, prior: float = OWN, neighbour: float = NEIGHBOUR, start: float = 0.5
+        self, size: int, tuning: Tuning, *, prior: float = OWN, neighbour: float = NEIGHBOUR, start: float = 0.5
     ):
-        self.tried, self.right = [0.0] * count, [0.0] * count
-        self._weights, self._neighbour, self._start = [prior] * count, neighbour, [start] * count
+        self.tried, self.right = [0.0] * size, [0.0] * size
+        self._weights, self._neighbour, self._start = [prior] * size, neighbour, [start] * size
         self._shared = tuning.shared is not None
-        self._all = tuning.shared().trials if tuning.shared is not None else ([*tuning.tried], [*tuning.right])
-        for counts in self._all:
-            counts += [0.0] * (count - len(counts))
+        self._prior_trials = tuning.shared().trials if tuning.shared else ([*tuning.tried], [*tuning.right])
+        for counts in self._prior_trials:
+            counts += [0.0] * (size - len(counts))
 
     def add(self, trials: Trials) -> None:
         outcomes = [*trials]
-        for tried, right in [(self.tried, self.right), *([self._all] if outcomes and self._shared else ())]:
+        for tried, right in [(self.tried, self.right), *([self._prior_trials] if outcomes and self._shared else ())]:
             tried[:], right[:] = [KEEP * count for count in tried], [KEEP * count for count in right]
             for index, number, hits in outcomes:
                 tried[index] += number
@@ -91,7 +93,8 @@ class Evidence:
 
     def shares(self) -> list[float]:
         """The estimate for every index."""
-        prior = self._smooth(*self._all, self._start, [1.0] + [0.0] * (len(self._start) - 1))
+        start_weights = [1.0] + [0.0] * (len(self._start) - 1)  # one trial at `start`, of the first index alone
+        prior = self._smooth(*self._prior_trials, self._start, start_weights)
         return self._smooth(self.tried, self.right, prior, self._weights)
 
     def _smooth(
@@ -104,34 +107,31 @@ class Evidence:
         return estimates
 
 
+def best_prefix(worths: Iterable[float], seconds: Iterable[float], rate: float = 0.0) -> tuple[int, float]:
+    """How many of the tokens to submit for the most tokens per second, and that rate.
+
+    worths: of each token, the expected accepted ones. seconds: of rounds that submit 1, 2, … tokens. rate: the tokens
+    per second to exceed, else none is submitted.
+    """
+    count, emitted = 0, 1.0
+    for tokens, (worth, duration) in enumerate(zip(worths, seconds, strict=False), start=1):
+        emitted += worth
+        if emitted / duration > rate:
+            count, rate = tokens, emitted / duration
+    return count, rate
+
+
 def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
-    """The K ≥ 1 with the most tokens per second, and that rate; shares[k]: how often token k + 1 is right if all
-    earlier ones are."""
-    best, length = 0.0, 1
-    emitted, path = 1.0, 1.0
-    for k, share in enumerate(shares, start=1):
-        path *= share
-        emitted += path
-        rate = emitted / costs.of_chain(k)
-        if rate > best:
-            best, length = rate, k
-    return length, best
+    """The length ≥ 1 of a chain with the most tokens per second, and that rate.
+
+    shares[k]: how often token k + 1 is right if all earlier ones are.
+    """
+    return best_prefix(itertools.accumulate(shares, operator.mul), map(costs.of_chain, itertools.count(1)))
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
     """One trial per tested position; positions after a wrong token are not tested."""
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
-
-
-def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int, float]:
-    """The number of leading nodes to submit and the tokens per second; worths: expected accepted tokens by node."""
-    best, count, emitted = 0.0, 0, 1.0
-    for n, worth in enumerate(worths, start=1):
-        emitted += worth
-        rate = emitted / (spent + costs.verify[n + 1] + costs.overhead)
-        if rate > best:
-            best, count = rate, n
-    return count, best
 
 
 class TreeSizes:
@@ -215,7 +215,8 @@ class TreeGrowth:
         worths = [next(unread[depth]) for _, depth in best]
         count, rate = len(best), 0.0
         if sizes.nodes is None:
-            count, rate = best_count(worths, self._spent, costs)
+            seconds = (self._spent + verify + costs.overhead for verify in costs.verify[2:])
+            count, rate = best_prefix(worths, seconds)
         emitted = 1.0 + math.fsum(worths[:count])
         rate = rate or emitted / (self._spent + costs.verify[count + 1] + costs.overhead)
         last_depth = len(self._worths) - 1

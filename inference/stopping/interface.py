@@ -42,16 +42,12 @@ class Step:
     token graph. If no p̂ is computed, it is the level's first node, which a chain would have drafted: the most likely
     child of the most likely child … in a fixed shape, the first draw under the first draw … in a sampled k-config
     tree.
-
-    drafted: tokens on the path to the token, including itself: the draft's depth so far.
-    token [1]; logits [1, V] that predicted it.
-    source: holds the hidden states of those logits, in row `row` of the last rows it was fed.
     """
 
-    drafted: int
-    token: Tensor
-    logits: Tensor
-    source: Source
+    drafted: int  # tokens on the path to the token, including itself: the draft's depth so far
+    token: Tensor  # [1]
+    logits: Tensor  # [1, V], which predicted the token
+    source: Source  # holds the hidden states of these logits, in row `row` of the last rows it was fed
     row: int = 0
 
     @property
@@ -110,16 +106,12 @@ def ask_head(head: CalibrationHead, step: Step) -> float:
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What a rule of one generation, from which it learns, may ask besides its settings.
+    """What a rule of one generation, from which it learns, may ask besides its settings."""
 
-    streams: the generation's. calibration_head: the drafter's, if it has one. measured: costs, if they were measured.
-    drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
-    """
-
-    streams: Streams
-    calibration_head: CalibrationHead | None = None
-    measured: Tuning | None = None
-    drawn: bool = False
+    streams: Streams  # the generation's
+    calibration_head: CalibrationHead | None = None  # the drafter's, if it has one
+    measured: Tuning | None = None  # costs, if they were measured
+    drawn: bool = False  # whether drafts are sampled from q; otherwise they are the most likely tokens
 
     @property
     def head(self) -> CalibrationHead:

@@ -90,9 +90,6 @@ class RejectionRisk(Thresholded):
         return step.drafted >= self.max_draft or 1 - self._survival > self.threshold
 
 
-# --- EESD ---
-
-
 class BetaThompson(StopRule):
     """Thompson sampling on "is the next draft token right?" with a Beta posterior (EESD, Algorithm 2).
 

@@ -1,10 +1,8 @@
 """Decoding in fixed-shape passes over buffers at fixed addresses, captured as CUDA graphs.
 
 A pass of a few rows is hundreds of kernels of microseconds each: if they are launched one by one, launches cost more
-than the work. A CUDA graph launches them at once, but always with the same shapes and addresses. So a pass is padded to
-a width of `WIDTHS` and reads a bucket of the cache (a power of two of positions), and all its buffers are in an `Arena`
-that outlives generations. The data that differ between passes (the rows' positions and ancestors) are a few hundred
-bytes, uploaded by one copy; positions, slots and masks are computed from them inside the graph.
+than the work. A CUDA graph launches them at once, with the shapes of `fixed_shapes`. A pass reads a bucket of the
+cache, a power of two of positions, and all its buffers are in an `Arena` that outlives generations.
 
 Masked values that a pass reads must be finite, since 0 · NaN is NaN. So a cache is zero after its text: it is cleared
 for every generation, dropped rows are cleared, and padding rows write to slots that no pass reads.

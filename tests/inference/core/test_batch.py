@@ -441,7 +441,7 @@ def one_text(pass_: Pass, x: Tensor, view: JointView) -> Outputs:
 
 
 def first_rows(pass_: Pass, x: Tensor, view: JointView) -> Outputs:
-    vars(view)["logit_rows"] = lambda hidden: hidden[:, : sum(request.view.last for request in view.requests)]
+    vars(view)["logit_rows"] = lambda hidden: hidden[:, : sum(request.view.logit_count for request in view.requests)]
     return pass_(x, view)
 
 

@@ -30,8 +30,8 @@ from outrider.inference.sizing.policy import (
     TreeSizes,
     Tuning,
     band,
-    best_count,
     best_length,
+    best_prefix,
     trials_by_band,
     trials_in_chain,
 )
@@ -269,7 +269,7 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
     worths: list[float] = []
     for above, q in zip(parents, steps, strict=True):
         worths.append(min(1.0, q * trust[band(q)]) * (worths[above] if above >= 0 else 1.0))
-    count, rate = best_count(worths, 0.1, tuning.costs)
+    count, rate = best_prefix(worths, [0.1 + verify + tuning.costs.overhead for verify in tuning.costs.verify[2:]])
     none = 1 / (0.1 + tuning.costs.verify[1] + tuning.costs.overhead)
     assert sizes.count(parents, probs) == (count if rate > none else 0)
 
