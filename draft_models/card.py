@@ -26,7 +26,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     fact_lines = "\n".join(f"- {name}: {value}" for name, value in {"target": target, **facts}.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
     tau = next((facts[name] for name in TAUS if name in facts), None)
-    places = {"path": PageName(path), "target": PageName(target)}
+    page_names = {"path": PageName(path), "target": PageName(target)}
     is_useless = isinstance(tau, float) and tau < LEAST_TAU
     if is_useless:
         warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
@@ -34,9 +34,9 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
         f"{TITLE}{model_name(target)}",
         *([_USELESS.format(tau=tau)] if is_useless else []),
-        use.format(**places),
+        use.format(**page_names),
         f"## How it was made\n\n{fact_lines}",
-        _UPLOAD.format(**places),
+        _UPLOAD.format(**page_names),
     ]
     write_atomically(path / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
 

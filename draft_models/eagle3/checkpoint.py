@@ -92,7 +92,7 @@ def open_head(source: str, target: PreTrainedConfig, changes: ReadingChanges = A
         twice = sorted(set(files.file_of) - set(stored.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {list_words(twice)}; fetch it again")
     tensors = dict(files.open_stored(files.file_of))
-    require_weights(f"eagle3={source}", tensors)  # transformers has no part in it
+    require_weights(f"eagle3={source}", tensors)  # without a config: transformers does not load the head
     shapes = {name: tuple(tensors[stored_name].shape) for name, stored_name in stored.items()}
     try:
         declared = read_config(config, shapes, target.num_hidden_layers, source)
@@ -131,11 +131,11 @@ def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> E
     The reading may override the declared reading: then it may use only some of the tensors, and missing norms become
     identities. Raises `UserError` if another tensor is missing or has another shape, and for invalid maps.
     """
-    like, weights = tensors["fc.weight"], dict[str, Tensor]()
+    fc, weights = tensors["fc.weight"], dict[str, Tensor]()
     for name, shape in head_shapes(reading).items():
         if name not in tensors and "norm" not in name:
             raise UserError(f"eagle3={source}: has no {name}, which the reading asks for; take back that change")
-        weights[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=like.dtype, device=like.device)
+        weights[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=fc.dtype, device=fc.device)
         if tuple(weights[name].shape) != shape:
             raise UserError(
                 f"eagle3={source}: tensor {name} has shape {list(weights[name].shape)}, but the reading asks for "
@@ -222,16 +222,17 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
     rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
     weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
     signs = torch.ones(reading.hidden, dtype=stack.dtype, device=stack.device)
-    signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales it; one may use its weight w as w or as 1 + w
-    weights["norm.weight"] = (stack.norm(signs) * signs).float()
+    signs[::2] = -1  # mean 0 and mean square 1, so that no norm rescales them
+    weights["norm.weight"] = (stack.norm(signs) * signs).float()  # not read: some norms multiply by 1 + their weight
     if tokens is not None:
         weights[DRAFT_TOKENS] = tokens.to(stack.device)
     return Eagle3.of(reading, weights)
 
 
 def dialect_name(name: str, dialect: Dialect) -> str:
-    midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
-    return MIDLAYER + name.removeprefix(FIRST_LAYER) if midlayer else name
+    """The name in a file of `dialect` of the tensor `name`, the inverse of `local_name`."""
+    has_midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
+    return MIDLAYER + name.removeprefix(FIRST_LAYER) if has_midlayer else name
 
 
 def save_head(
@@ -288,7 +289,7 @@ def write_gguf_head(
     """
     reading = head.reading
     require_expressible(reading, head_shapes(reading), "gguf", target)
-    config = layer_config(config_in_dialect(reading, "gguf", target, "", 1), 1)
+    config = layer_config(config_in_dialect(reading, "gguf", target, target_name="", drafted=1), layers=1)
     head_fields: dict[str, MetadataValue] = {
         "target_layers": [*reading.taps],
         "target_hidden_size": reading.target_hidden,

@@ -1,10 +1,10 @@
-"""Dialects: the config.json and the tensor names of different trainers of EAGLE-3 heads. Two of the four are written.
+"""Dialects: the config.json and the tensor names of different trainers of EAGLE-3 heads. Four are read, three written.
 
-eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, which does not name the aux hidden states
+eagle        SafeAILab/EAGLE, read only: `midlayer.`, a flat config, which does not name the aux hidden states
 specforge    sgl-project/SpecForge: `midlayer.`, a flat config, aux hidden states as layer outputs in `eagle_config`;
              written here as boundaries too, which vLLM expects
 speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, aux hidden states as boundaries
-modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with layer outputs and switches
+modelopt     NVIDIA/Model-Optimizer, read only: `layers.0.`, flat, `eagle_config` with layer outputs and switches
 gguf         llama.cpp, written only: ggml's names, and the config as metadata
 
 The output of layer i is boundary i + 1. Facts that the tensors show, such as the number of layers, are taken from the
@@ -46,7 +46,7 @@ _FIXED_SWITCHES = {
     "next_layer_regular": (True, "later layers that are given the embedding too"),
     "parallel_draft_step": (1, "several tokens drafted at once"),
 }
-# The switches by fields of `Reading`: the name in config.json, and its default or the tensor that shows it.
+# The switches by fields of `Reading`: the name in config.json, and its default or a tensor; with it, true.
 _SWITCHES: dict[str, tuple[str, bool | str]] = {
     "tap_norms": ("fc_norm", "fc_norm.0.weight"),
     "joint_norm": ("norm_before_fc", "input_norm.weight"),
@@ -68,7 +68,7 @@ _SUPPORTED: dict[ExportDialect, tuple[str, ...]] = {
     "gguf": ("joint_norm", "norm_before_residual"),
 }  # fmt: skip
 _READER_DEFAULTS: dict[str, object] = {  # the value that a reader assumes for a field that it does not support
-    **{name: default is True for name, (_, default) in _SWITCHES.items()},
+    **{name: default is True for name, (_, default) in _SWITCHES.items()},  # False where a tensor shows it
     **dict.fromkeys(("fc_bias", "head_norms", "attention_bias", "mlp_bias"), False),
     "layers": 1,
 }
@@ -225,7 +225,8 @@ def require_expressible(reading: Reading, shapes: Shapes, dialect: ExportDialect
     # The embedding is not a layer's output, and the others' code supports exactly three aux hidden states.
     if dialect != "speculators" and (reading.taps[0] == 0 or len(reading.taps) != 3):
         lost.append("taps")
-    reread = asdict(read_config(config_in_dialect(reading, dialect, target, "", 1), shapes, 0, "export"))
+    config = config_in_dialect(reading, dialect, target, target_name="", drafted=1)
+    reread = asdict(read_config(config, shapes, target_layers=0, source="export"))
     lost += [name for name, value in fields.items() if reread[name] != value and name not in lost]
     if lost:
         listing = ", ".join(f"{name}={fields[name]!r}" for name in lost)

@@ -55,7 +55,8 @@ class Reading(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("taps", [] != [*self.taps] == sorted({*self.taps}), "boundaries in ascending order")
+        ascending = list(self.taps) == sorted(set(self.taps))
+        self.require("taps", bool(self.taps) and ascending, "boundaries in ascending order")
         self.require("activation", self.activation in ACT2FN, "a name that transformers knows")
         self.require("key_heads", self.heads % self.key_heads == 0, f"a divisor of heads={self.heads}")
         limit = f"at most vocabulary={self.vocabulary}"

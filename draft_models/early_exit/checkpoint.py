@@ -48,9 +48,6 @@ WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 2
 
 
-PassTokens = Annotated[int, Ge(2), Le(2**10)]
-
-
 @dataclass(frozen=True)
 class DrafterMeta:
     """drafter.json: the kind of drafter, its shape, its target and how it was made."""
@@ -68,7 +65,7 @@ class DrafterMeta:
     exit_depth: Annotated[int, Ge(1), Le(MOST_LAYERS)] = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
-    parallel: PassTokens | None = None  # tokens that it drafts in one pass; null: one
+    parallel: Annotated[int, Ge(2), Le(2**10)] | None = None  # tokens that it drafts in one pass; null: one
     sealed: str = ""  # see `digest_of_meta`
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from outrider.draft_models.formats.gguf_model import GgufModel
 
 # Suffixes to the name of an fp8 weight: the factors of its blocks; the factor of the whole tensor, as ModelOpt has it.
-SCALES, SCALE = "_scale_inv", "_scale"
+_BLOCK_SCALES, _TENSOR_SCALE = "_scale_inv", "_scale"
 # ModelOpt's factors of activations, which are not quantised here.
 _ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale")
 
@@ -99,15 +99,16 @@ class FolderModel:
 
     def _apply_fp8_scales(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
         """`tensors` with each fp8 weight times its scales, without the scales. Raises `UserError` for other codes."""
-        suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or SCALES
+        suffix = fp8_scales(self.folder / CONFIG_FILE, self.folder / QUANT_FILE) or _BLOCK_SCALES
         scaled = {name for name in tensors if name + suffix in tensors}
-        block = self._read_block() if scaled and suffix == SCALES else None
+        block = self._read_block() if scaled and suffix == _BLOCK_SCALES else None
         for name in scaled:
             weight, scales = tensors[name], tensors[name + suffix]
             read = partial(apply_scales, weight, scales, block, f"{self.source}: {name}")
             tensors[name] = Stored(torch.float32, weight.shape, read)
-        unused = {SCALES: (SCALES,), SCALE: (f".weight{SCALE}", *_ACTIVATION_SCALES)}[suffix]
-        weights = {name: stored for name, stored in tensors.items() if not name.endswith(unused)}
+        scales_of_tensors = (f".weight{_TENSOR_SCALE}", *_ACTIVATION_SCALES)
+        scale_ends = (_BLOCK_SCALES,) if suffix == _BLOCK_SCALES else scales_of_tensors
+        weights = {name: stored for name, stored in tensors.items() if not name.endswith(scale_ends)}
         require_weights(self.source, weights, config=self.folder / CONFIG_FILE)
         return weights
 
@@ -129,7 +130,7 @@ class FolderModel:
         return sorted(path for path in files if any(fnmatch(path.name, pattern) for pattern in DESCRIPTIONS))
 
     def _by_file(self) -> dict[str, list[str]]:
-        """The tensors in each file according to the index; a single file wins over an index; its list is empty."""
+        """The names of the tensors in each file, by the index. A single file wins over an index, and gets no names."""
         index = self.folder / self.weight_format.index
         if (self.folder / self.weight_format.single).exists() or not index.exists():
             return {self.weight_format.single: []}
@@ -171,7 +172,8 @@ def require_weights(name: str, tensors: Mapping[str, Stored], config: Path | str
 def _is_code(name: str, stored: Stored) -> bool:
     if stored.dtype.is_floating_point:
         return stored.dtype.itemsize == 1
-    return name.endswith(("weight", "_proj")) or (name.endswith("bias") and len(stored.shape) == 1)  # a mask has 4
+    is_bias = name.endswith("bias") and len(stored.shape) == 1  # GPT-2's masks, of 4 dimensions, are called "bias" too
+    return name.endswith(("weight", "_proj")) or is_bias
 
 
 def _transformers_dequantises(config: Path | str | None) -> bool:
@@ -193,8 +195,8 @@ def fp8_scales(config: Path, quant: Path) -> str | None:
     """The suffix of the scales of a model with fp8 weights; None if it is no such. Raises `UserError`."""
     quantised = quantisation_of(config, quant)
     if quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size"):
-        return SCALES
-    return SCALE if quantised.get("quant_algo") == "FP8" else None
+        return _BLOCK_SCALES
+    return _TENSOR_SCALE if quantised.get("quant_algo") == "FP8" else None
 
 
 def quantisation_of(config: Path, quant: Path = Path()) -> Mapping[str, object]:

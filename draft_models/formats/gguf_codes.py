@@ -52,7 +52,7 @@ class CodeKind(NamedTuple):
         return self.group_size * self.groups
 
 
-CODE_KINDS = {
+CODE_KINDS = {  # bits, group_size, groups, has_minimum, offset, block_bytes
     "Q4_0": CodeKind(4, 32, 1, False, 8, 18),
     "Q5_0": CodeKind(5, 32, 1, False, 16, 22),
     "Q8_0": CodeKind(8, 32, 1, False, 128, 34),
@@ -99,11 +99,8 @@ def unpack(kind_number, block, codes, scales, minima):
     Returns the byte offsets of the block's two factors: (of the scales, of the minima or −1).
     """
     eights = codes.view(np.uint64)  # eight codes each
-    if kind_number == _INT4:
-        _split_nibbles(block[4:20].view(np.uint64), eights)
-        return 0, 2
-    if kind_number == _INT4_BY_128:
-        _split_nibbles(block[4:68].view(np.uint64), eights)
+    if kind_number in (_INT4, _INT4_BY_128):
+        _split_nibbles(block[4:].view(np.uint64), eights)
         return 0, 2
     if kind_number == _INT8:
         for i in range(32):
@@ -164,7 +161,7 @@ def _float16(low, high):
     sign, exponent, mantissa = (bits & 0x8000) << 16, (bits >> 10) & 31, bits & 1023
     value = np.float32(mantissa) * np.float32(2.0**-24)
     if exponent > 0:
-        widened = np.uint32(255 if exponent == 31 else exponent + 112)  # infinite, or no number
+        widened = np.uint32(255 if exponent == 31 else exponent + 112)  # 31: infinite, or no number; 112 = 127 − 15
         value = np.uint32(widened << 23 | mantissa << 13).view(np.float32)
     return -value if sign else value
 

@@ -170,11 +170,10 @@ def _read_heads(file: GgufFile) -> _Heads:
 
 def _read_special_ids(file: GgufFile) -> dict[str, object]:
     """The config's special ids. There are two end tokens if a turn ends by another token than a text."""
-    names = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding"}
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id", int, None) for name, key in names.items()}
+    ids = {key: file.get(f"tokenizer.ggml.{key}_token_id", int, None) for key in ("bos", "eos", "eot", "padding")}
     ends = [*dict.fromkeys(ids[name] for name in ("eos", "eot") if ids[name] is not None)]
     eos = ends if len(ends) > 1 else next(iter(ends), None)
-    return {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["pad"]}
+    return {"bos_token_id": ids["bos"], "eos_token_id": eos, "pad_token_id": ids["padding"]}
 
 
 def _family_keys(file: GgufFile) -> dict[str, MetadataValue]:

@@ -71,16 +71,18 @@ def _make_byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=_ids_by_token(tokens), merges=merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    before: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
-    after: list[pre_tokenizers.PreTokenizer] = []
-    if cut in ("smollm", "starcoder", "refact"):
-        before = [pre_tokenizers.Digits(individual_digits=True)]
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if pattern is not None:
+        steps = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    elif cut in ("smollm", "starcoder", "refact"):
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
     elif cut == "falcon":
-        before = [pre_tokenizers.Punctuation("contiguous")]
+        steps = [pre_tokenizers.Punctuation("contiguous")]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    if cut == "falcon":
         by_threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
-        after = [pre_tokenizers.Digits(individual_digits=False), by_threes]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of, *after])
+        steps += [pre_tokenizers.Digits(individual_digits=False), by_threes]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -138,14 +140,11 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
     """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
     types = _read_types(file, tokens)
     phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
-    for kinds, add in (((_CONTROL, _UNKNOWN), tokenizer.add_special_tokens), ((_USER_DEFINED,), tokenizer.add_tokens)):
-        special = _CONTROL in kinds
-        added_tokens = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
-        strips = phi3 and special  # Phi 3's special tokens absorb the spaces after them; no key of the file says so
-        add(
-            [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _SPACE_AFTER)
-             for token in added_tokens]
-        )  # fmt: skip
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+    strips = {*special} - {*_SPACE_AFTER} if phi3 else set[str]()  # these absorb the spaces after them, by no key
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t in strips) for t in special])
+    user_defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
 
 
 def _make_post_processor(

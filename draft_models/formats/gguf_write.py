@@ -97,7 +97,8 @@ def write_file(
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    paired = family.startswith(("llama", "eagle"))  # rows that are rotated stand side by side; the reader undoes it
+    # ggml rotates rows 2i and 2i + 1 of a Llama's head together, transformers rows i and i + head_dim / 2.
+    paired = family.startswith(("llama", "eagle"))
     for name, tensor in tensors.items():
         part = f".{name}".split(".")[-2]
         if part in heads and paired:
@@ -130,7 +131,7 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, MetadataVal
     locations = {name: TensorLocation(name, tuple(state[names[name]].shape), 0, 0) for name in names}
     fields = gguf_config(GgufFile(Path(GGUF_FILE), metadata, locations)).to_dict()
     expected, rope = config.to_dict(), config.rope_parameters
-    if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # a tensor says it
+    if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # `write_file` writes it as a tensor
         expected["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     for name in sorted(expected.keys() & fields.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
         if expected[name] != fields[name]:

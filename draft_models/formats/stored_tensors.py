@@ -174,10 +174,10 @@ class WeightFormat:
     def open_part(
         self, source: str, file: str, path: str | None, names: Iterable[str], elsewhere: Iterable[str]
     ) -> Mapping[str, Stored]:
-        """The tensors of a `file` of the model in `source`, which is at `path`.
+        """The tensors of a `file` of the model in `source`. path: where the file is; None: it is missing.
 
-        Raises `UserError` if it is missing, has not all of `names` or has one of `elsewhere`. An index may list a tied
-        head, which is omitted, as a separate tensor.
+        names, elsewhere: the tensors that the index has in this file, and in others. Raises `UserError` if the file is
+        missing or differs from the index. An index may list a tied head, which is omitted, as a separate tensor.
         """
         if path is None:
             raise UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")

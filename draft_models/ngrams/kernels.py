@@ -84,9 +84,6 @@ class Grouped(NamedTuple):
     counts: np.ndarray
 
 
-# ---------------------------------------------------------------------------------------------- compiled look-up
-
-
 @lean
 def mix(packed: np.uint64, width: int) -> np.uint64:
     """A bijection on integers of `width` bits (1 to 63), uint64 → uint64, whose top bits depend on all of `packed`.
@@ -130,9 +127,6 @@ def successors_of(starts, tokens, index):
     """Begin and end of the successors of context `index`, within `tokens` even if the file changed meanwhile."""
     end = min(np.int64(starts[index + 1]), len(tokens))
     return min(np.int64(starts[index]), end), end
-
-
-# ------------------------------------------------------------------------------------------------------ soundness
 
 
 FAULTS = (  # the faults that `find_level_fault` finds; index 0: no fault
@@ -180,9 +174,6 @@ def find_level_fault(buckets, shift, keys, width, starts, totals, tokens, counts
         if np.uint64(totals[context]) < min(total, _LARGEST):
             return 6
     return 0
-
-
-# ------------------------------------------------------------------------------------------------------- counting
 
 
 @compile_function

@@ -272,7 +272,7 @@ def recycle(recycled, ids, stop, tokens, parents, rows, top_k):
     """Store the target's top-k after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    top_k: float32 [m, 2k] (see `sampling.top_tokens`). A row with non-finite numbers is skipped.
+    top_k: float32 [m, 2k], k token ids and their probabilities. A row with non-finite numbers is skipped.
     """
     width = top_k.shape[1] // 2
     count = min(width, recycled.tokens.shape[1])

@@ -85,7 +85,11 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: 
 
 
 def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
-    """The suffix array of separated `tokens`, sorted in memory: `SORT_BYTES` per token."""
+    """The suffix array of separated `tokens`, sorted in memory: `SORT_BYTES` per token.
+
+    The loop sorts by the next few tokens, as many as fit a key of 64 bits, all positions that are alike so far. begins
+    [T]: whether the tokens at order[i] so far differ from those at order[i − 1].
+    """
     size, bits = len(tokens), token_bits(vocabulary + 1)
     require(size < 2**32, "suffixes", size, "fewer than 2^32 tokens: places are numbers of 32 bits")
     together = 64 // bits
@@ -94,7 +98,7 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     begins[:1] = True
     for offset in range(0, REACH, together):
         groups = np.cumsum(begins)
-        alike = np.bincount(groups)[groups] > 1  # singletons are already in place
+        alike = np.bincount(groups)[groups] > 1  # others are already in their order
         positions = order[alike].astype(np.int64) + offset
         keys = np.zeros(len(positions), np.uint64)
         for ahead in range(min(together, REACH - offset)):
@@ -132,7 +136,8 @@ def _token_at(suffixes, position):
 def _compare_suffix(suffixes, position, recent, skip, size):
     """1 if the corpus from `position` on sorts after a context, −1 if before, 0 if it begins with the context.
 
-    The context has `size` tokens, without the latest `skip` of `recent`. Its first token is not compared.
+    The context is the last `size` tokens before the latest `skip` tokens. Example: of the text "a b c" with skip 1 and
+    size 2 it is "a b". Its first token is not compared.
     """
     for i in range(1, size):
         expected = recent[skip + size - 1 - i]
@@ -150,7 +155,7 @@ def find_occurrences(suffixes, recent, skip, size):
         return np.int64(0), np.int64(0)
     low, most = np.int64(suffixes.starts[token]), np.int64(suffixes.starts[token + 1])
     high = most
-    while low < high:
+    while low < high:  # search the begin
         middle = (low + high) // 2
         if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) < 0:
             low = middle + 1
@@ -160,9 +165,9 @@ def find_occurrences(suffixes, recent, skip, size):
     while (
         low + step < most and _compare_suffix(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0
     ):
-        low, step = low + step, 2 * step  # most contexts have few occurrences
+        low, step = low + step, 2 * step  # bound the end by growing steps: most contexts have few occurrences
     high = min(low + step, most)
-    while low < high:
+    while low < high:  # search the end
         middle = (low + high) // 2
         if _compare_suffix(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) <= 0:
             low = middle + 1
@@ -268,7 +273,7 @@ def count_successors(suffixes, size, near_from, workspace):
         for i in range(0, workspace.number[size], max(1, workspace.number[size] // SAMPLE)):
             followers[sampled] = _token_at(suffixes, np.int64(suffixes.order[workspace.first[size] + i]) + size)
             sampled += 1
-    ascend = min(size, near_from) < REACH  # tokens beyond `REACH` are not sorted
+    ascend = min(size, near_from) < REACH  # then equal followers are adjacent; tokens beyond `REACH` are not sorted
     for i in range(sampled):
         token = followers[i]
         if token >= len(suffixes.starts) - 1:

@@ -98,7 +98,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class TrigramTable:
-    """n-gram levels by order, over token ids below `vocabulary` of the tokenizer with this `vocabulary_digest`.
+    """n-gram levels by order, over token ids below `vocabulary`. tokenizer: its `vocabulary_digest`.
 
     facts: the origin of the counts: tokens, documents, min_count, max_successors, corpus; for a merged table tokens,
     documents and `merged`, the facts of each table.
@@ -212,9 +212,6 @@ class TrigramTable:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-# --------------------------------------------------------------------------------------------------------- layout
-
-
 def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], starts: np.ndarray | None = None) -> Level:
     """The level of these `Grouped` contexts. starts: where `Level.starts` are written; None: a new array."""
     keys, lengths, totals, tokens, counts = grouped
@@ -229,7 +226,8 @@ def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], start
 
 
 def _join_level(order: int, bits: int, buckets: np.ndarray, *arrays: np.ndarray) -> Level:
-    return Level(order, bits, (order - 1) * bits - ((len(buckets) - 1).bit_length() - 1), buckets, *arrays)
+    bucket_bits = (len(buckets) - 1).bit_length() - 1  # there are 2^bucket_bits buckets, and one more entry
+    return Level(order, bits, (order - 1) * bits - bucket_bits, buckets, *arrays)
 
 
 def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> dict[str, tuple[np.dtype, int]]:
@@ -248,9 +246,6 @@ def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> 
 
 def level_bytes(order: int, vocabulary: int, contexts: int, successors: int) -> int:
     return sum(kind.itemsize * size for kind, size in level_types(order, vocabulary, contexts, successors).values())
-
-
-# ----------------------------------------------------------------------------------------------------------- file
 
 
 @dataclass(frozen=True)

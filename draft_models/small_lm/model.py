@@ -64,8 +64,8 @@ def load_small_lm(
 
 
 def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
-    """The id that stands for a token to be drafted in one pass with others, None: it drafts one a pass; and how many
-    tokens it has learned to draft so, if its config says it. Raises `UserError` for what is neither."""
+    """(id of the mask, which stands for a token to be drafted in the same pass; tokens that it has learned to draft in
+    one pass), in its config; None: not there, and a model without a mask drafts one. Raises `UserError` for others."""
     rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
     kind, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
     mask = construct(kind, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")

@@ -144,32 +144,40 @@ def _attend_by_texts(
 
 
 def _attend_by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
-    """`grouped_attention` with a `Band`, one block of queries after another: [B, T, H, D].
+    """`grouped_attention` with a `Band`: [B, T, H, D]."""
+    rows_together = len(query) // len(band.blocks)  # rows with the same blocks
+    splits = zip(band.blocks, *(x.split(rows_together) for x in (query, key, value, band.first)), strict=True)
+    outputs = [
+        _attend_alike_rows(module, queries, keys, values, replace(band, first=first, blocks=(blocks,)), **options)
+        for blocks, queries, keys, values, first in splits
+    ]
+    return torch.cat(outputs)
 
-    Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them.
+
+def _attend_alike_rows(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
+    """`_attend_by_blocks` of rows with the same blocks, one block of queries after another.
+
+    Does not keep the masks over more than `BLOCK` keys for the backward pass, which recomputes them. Keys and values
+    are split at the ends of all ranges, since the gradient of a slice is as long as the tensor that it is cut from.
+    Example: blocks that see the keys 0 to 2 and 1 to 4 join the pieces 0, 1 to 2, and 3 to 4.
     """
 
-    def attend(row_band: Band, block: QueryBlock, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return grouped_attention(module, queries, keys, values, row_band.block(block), **options)[0]
+    def attend(block: QueryBlock, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(module, queries, keys, values, band.block(block), **options)[0]
 
-    rows_together = len(query) // len(band.blocks)  # rows with the same blocks
-    splits = [x.split(rows_together) for x in (query, key, value, band.first)]
+    (blocks,) = band.blocks
+    ranges = [_key_ranges(block, band.front) for block in blocks]
+    edges = sorted({0, key.shape[2], *chain(*chain(*ranges))})
+    pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in (key, value)]
+    queries_by_block = query.split([block.end - block.begin for block in blocks], 2)
     outputs = []
-    for blocks, row_query, *keys_values, first in zip(band.blocks, *splits, strict=True):
-        row_band, block_outputs = replace(band, first=first), []
-        ranges = [_key_ranges(block, band.front) for block in blocks]
-        edges = sorted({0, keys_values[0].shape[2], *chain(*chain(*ranges))})
-        # In pieces, since the gradient of a slice is as long as the tensor that it is cut from.
-        pieces = [x.split([end - begin for begin, end in pairwise(edges)], 2) for x in keys_values]
-        queries_by_block = row_query.split([block.end - block.begin for block in blocks], 2)
-        for block, queries, block_ranges in zip(blocks, queries_by_block, ranges, strict=True):
-            states, run = (queries, *(_join_ranges(x, block_ranges) for x in pieces)), attend
-            is_long = states[1].shape[2] > band.BLOCK
-            if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
-                run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
-            block_outputs.append(run(row_band, block, *states))
-        outputs.append(torch.cat(block_outputs, dim=1))
-    return torch.cat(outputs)
+    for block, queries, block_ranges in zip(blocks, queries_by_block, ranges, strict=True):
+        states, run = (queries, *(_join_ranges(x, block_ranges) for x in pieces)), attend
+        is_long = states[1].shape[2] > band.BLOCK
+        if is_long and torch.is_grad_enabled() and any(x.requires_grad for x in states):
+            run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
+        outputs.append(run(block, *states))
+    return torch.cat(outputs, dim=1)
 
 
 def _key_ranges(block: QueryBlock, front: int) -> list[tuple[int, int]]:
@@ -179,15 +187,10 @@ def _key_ranges(block: QueryBlock, front: int) -> list[tuple[int, int]]:
 
 
 def _join_ranges(pieces: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The positions in `ranges` of a tensor [B, H, K, D], which is cut along K into `pieces`."""
-    ends = [*accumulate(piece.shape[2] for piece in pieces)]
-    parts = []
-    for start, stop in ranges:
-        for piece, end in zip(pieces, ends, strict=True):
-            begin = end - piece.shape[2]
-            if begin < stop and start < end:
-                parts.append(piece[:, :, max(0, start - begin) : stop - begin])
-    return torch.cat(parts, 2)
+    """The positions in `ranges` of a tensor [B, H, K, D], which is split along K into `pieces`, also at all ends of
+    `ranges`."""
+    pairs = [*zip(pieces, accumulate(piece.shape[2] for piece in pieces), strict=True)]  # each piece and its end
+    return torch.cat([piece for start, stop in ranges for piece, end in pairs if start < end <= stop], 2)
 
 
 def _attend_by_products(

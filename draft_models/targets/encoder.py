@@ -14,18 +14,14 @@ _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub n
 
 
 class Encoder(NamedTuple):
-    """A tokenizer: texts → ids without special tokens, its pieces and their ids, the EOS id if it has one, a digest of
-    everything that determines its output, and the BOS id if it has one.
+    """A tokenizer, with its special ids if it has them."""
 
-    rows: the rows of the model's embedding, if there is a model and they are fewer than the tokenizer's ids.
-    """
-
-    encode: Callable[[list[str]], Sequence[Sequence[int]]]
-    pieces: dict[str, int]
+    encode: Callable[[list[str]], Sequence[Sequence[int]]]  # texts → ids without special tokens
+    pieces: dict[str, int]  # their ids
     eos: int | None
-    digest: str
+    digest: str  # of everything that determines the ids
     bos: int | None = None
-    rows: int | None = None
+    rows: int | None = None  # of the model's embedding, if there is a model and they are fewer than the tokenizer's ids
 
     @property
     def vocabulary(self) -> int:

@@ -120,5 +120,5 @@ def int8_bytes(model: nn.Module, itemsize: int) -> int:
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     codes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # floats, if also a head
-    gone = {id(linear.weight) for linear in linears} - embeddings
-    return codes + itemsize * sum(weight.numel() for weight in model.parameters() if id(weight) not in gone)
+    replaced = {id(linear.weight) for linear in linears} - embeddings
+    return codes + itemsize * sum(weight.numel() for weight in model.parameters() if id(weight) not in replaced)

@@ -45,9 +45,9 @@ class _ProbeLayer(nn.Module):
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 arguments.update(arguments.pop(name, {}))
-        _, first, *_ = arguments
-        arguments.pop(next(iter(arguments)))  # self
-        self._notes.append({"hidden": arguments.pop(first), **arguments})
+        self_name, hidden_name, *_ = arguments  # the first two parameters, whatever their names
+        arguments.pop(self_name)
+        self._notes.append({"hidden": arguments.pop(hidden_name), **arguments})
         return self._notes[-1]["hidden"]
 
 
@@ -73,7 +73,7 @@ def find_layers(model: PreTrainedModel) -> str:
 
 
 def trace_forward(model: PreTrainedModel, **options: object) -> _Trace:
-    """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
+    """Trace the forward of the module that holds the layers, on `_trace_arguments`, in part replaced by `options`."""
     base_name, _, attribute = find_layers(model).rpartition(".")
     base = model.get_submodule(base_name)
     trace = _Trace([], [], [])
@@ -111,7 +111,7 @@ def _probes_for_layers(model: PreTrainedModel, notes: list[dict[str, object]]) -
 
 
 def _trace_arguments(model: PreTrainedModel) -> dict[str, object]:
-    """The arguments of the traced forward: embeddings of ones, and values for everything it would choose itself."""
+    """Arguments of the traced forward: embeddings of ones, and values for everything it would choose itself."""
     device, dtype = _device_and_dtype(model)
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
@@ -190,7 +190,7 @@ def _spec_of_trace(model: PreTrainedModel) -> ModelSpec:
         tables=tuple(table for table, _ in tables),
         positions=positions,
         input_norm=input_norm,
-        scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),
+        scale=1.0 if positions or input_norm else float(hidden.flatten()[0]),  # the embeddings were ones
         logits=_logit_rule(model, names[id(head)]),
     )
 
@@ -302,7 +302,7 @@ def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
     for rule in candidates:
         if torch.equal(rule(logits).to(output.dtype), output):
             return rule
-    for rule in candidates:
+    for rule in candidates:  # none is exact
         if torch.allclose(rule(logits).to(output.dtype), output, rtol=1e-5, atol=1e-6):
             return rule
     raise ValueError("it changes its head's logits in a way that is not known here")

@@ -121,9 +121,6 @@ def number_layer(layer: nn.Module, index: int) -> None:
             module.layer_idx = index  # type: ignore[assignment]
 
 
-# ------------------------------------------------------------------------------------------------------ loading
-
-
 def load_causal_lm(
     source: str, revision: str | None = None, *, role: str = "target", coded: bool = False,
     part: PreTrainedConfig | None = None, **options: object,

@@ -37,8 +37,9 @@ def slots_of(positions: int) -> int:
 class LayerCall:
     """How the model calls one decoder layer.
 
-    keywords: those of "mask", "positions", "cache" and "rotary" that it takes, with the layer's own names for them.
-    table: the index in `ModelSpec.tables` of its rotary table. slides: whether it sees a sliding window only.
+    keywords: those of "mask", "positions", "cache" and "rotary" that it takes, with the layer's own names for them, as
+    ("mask", "attention_mask"). table: the index in `ModelSpec.tables` of its rotary table. slides: whether it sees a
+    sliding window only.
     """
 
     keywords: tuple[tuple[str, str], ...]
@@ -81,7 +82,7 @@ class LogitRule:
 class ModelSpec:
     """The module names of a causal LM, and how its layers are called, in order.
 
-    positions: learned positions, added to the embedding; input_norm: norms that sum; None if the model has none.
+    positions: learned positions, added to the embedding. input_norm: a norm of this sum. None: the model has none.
     scale: factor on the embedding.
     """
 

@@ -69,6 +69,7 @@ def is_narrowed(config: PreTrainedConfig) -> bool:
 
 def require_tokens(tokens: Tensor | None, count: int, vocabulary: int, file: str | Path) -> None:
     """Raise `UserError` unless `tokens`, read from `file`, are `count` ascending ids of a vocabulary of that size."""
+    # with both bounds at the ends, so that the ids are in range if the list ascends
     ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocabulary]
     if len(ids) != count + 2 or any(low >= high for low, high in pairwise(ids)):
         raise UserError(

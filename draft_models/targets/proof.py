@@ -184,7 +184,7 @@ def prove_rows(lm: WholeModel) -> None:
             difference, position = _logit_gap(lm, _path_logits(lm.model, ids), ids)
         except UserError:
             raise
-        except Exception as error:  # as above
+        except Exception as error:  # any error of an architecture whose code does not support this
             raise UserError(
                 f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
             ) from None

@@ -175,6 +175,7 @@ class LayerStack(nn.Module):
 
     @property
     def _like(self) -> Tensor:
+        """A tensor on the device and in the dtype of this target."""
         embed = self.embed_tokens
         return embed.like if isinstance(embed, CodedEmbedding) else embed.weight
 
@@ -307,7 +308,7 @@ class WholeModel(nn.Module):
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config: PreTrainedConfig = model.config
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -331,7 +332,7 @@ class WholeModel(nn.Module):
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=True,
-            **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
+            **({"logits_to_keep": 1} if last_only and self._takes_logits_to_keep else {}),
         )
         return out.hidden_states[-1][0], out.logits[0, -1:] if last_only else out.logits[0]
 

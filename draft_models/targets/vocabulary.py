@@ -32,6 +32,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a tag t
 _PROVIDED = {*DEFAULT_NAMESPACE, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 _DIRECTIVE = re.compile(r"(?<!\{)%[-_0^#]?[A-Za-z]")  # of strftime
 # A macro that replaces the directives of a time format by their values; it refuses a format with further directives.
+# "\ue001" stands for "%%", a percent sign of the text, meanwhile.
 _CLOCK = """{%% macro strftime_now(format) %%}{%% set text = format.replace("%%%%", "\ue001")%s %%}\
 {{ raise_exception("its clock shows what is not known") if "%%" in text else text.replace("\ue001", "%%") }}\
 {%% endmacro %%}
