@@ -55,10 +55,7 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
 
 
 def write_gguf(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    path: Path,
-    block_kind: str | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path, block_kind: str | None = None
 ) -> None:
     """Write `model`, in float32, float16 or bfloat16, as the file `path`. block_kind: as for `write_file`.
 

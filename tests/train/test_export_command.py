@@ -262,25 +262,24 @@ def test_llama_cpp_gets_the_model_that_others_get(architecture: str, dtype: Any,
     refusal("holds a model already; resume=true replaces it", export_drafter, ours)
 
 
+def matrix_kinds(config: ExportConfig) -> set[str]:
+    export_drafter(config)
+    tensors = gguf.GGUFReader(f"{config.out_dir}/model.gguf").tensors
+    return {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2}
+
+
 def test_for_llama_cpp_a_small_lm_that_drafts_is_quantised_and_a_target_is_not(tmp_path: Path) -> None:
-    folder, out_dir = save_plain_target(tmp_path / "lm"), tmp_path / "out"
-    given = ExportConfig(checkpoint=str(folder), engine="llama_cpp", out_dir=str(out_dir), resume=True)
-
-    def matrix_kinds(config: ExportConfig) -> set[str]:
-        export_drafter(config)
-        tensors = gguf.GGUFReader(out_dir / "model.gguf").tensors
-        return {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) == 2}
-
+    source, narrow_rows = (save_plain_target(tmp_path / str(size), hidden_size=size) for size in (256, 48))
+    given = ExportConfig(checkpoint=str(source), engine="llama_cpp", out_dir=str(tmp_path / "out"), resume=True)
     assert matrix_kinds(given) == {"F32"}
-    require_logits_of(given, folder)
+    require_logits_of(given, source)
     drafter = replace(given, target=given.checkpoint)
-    assert matrix_kinds(drafter) == {"Q8_0"}
-    assert matrix_kinds(replace(drafter, dtype="bfloat16")) == {"BF16"}
-    (folder / TRAINING_FILE).write_text("{}")
+    assert [matrix_kinds(drafter), matrix_kinds(replace(drafter, dtype="bfloat16"))] == [{"Q8_0"}, {"BF16"}]
+    assert "F32" in matrix_kinds(replace(drafter, checkpoint=str(narrow_rows)))
+    blocks = replace(drafter, checkpoint=str(narrow_rows), dtype="q5_0")
+    refusal("dtype='q5_0': expected a dtype of floats: rows of 48", export_drafter, blocks)
+    (source / TRAINING_FILE).write_text("{}")
     assert matrix_kinds(given) == {"Q8_0"}
-    narrow_rows = replace(given, checkpoint=str(save_plain_target(tmp_path / "narrow", hidden_size=48)))
-    refusal("dtype='q5_0': expected a dtype of floats: rows of 48", export_drafter, replace(narrow_rows, dtype="q5_0"))
-    assert "F32" in matrix_kinds(replace(narrow_rows, target=given.checkpoint))
 
 
 def test_a_family_that_gguf_has_not_is_refused_before_weights_are_read(

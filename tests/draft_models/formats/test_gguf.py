@@ -2,7 +2,9 @@
 
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.coded import CodedLinear
 from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
-from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.targets.vocabulary import tokenizer_digest
 from tests import gguf_files
 from tests.refusals import refusal
@@ -143,29 +144,6 @@ def test_special_tokens_and_template(tmp_path: Path, llama: Path, written: Path)
     assert load_generation_config(str(path)).eos_token_id == [original.tokenizer.eos_token_id, pad]
 
 
-def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, written: Path) -> None:
-    whole = written.read_bytes()
-    path = tmp_path / "cut.gguf"
-    for size in (4, 20, 40, 300, 5000, 12000, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        refusal(r"cut\.gguf: (not a GGUF file|ends within)", open_tensors, str(path))
-
-
-@pytest.mark.parametrize("whose", ["name", "place"])
-def test_one_tensor_in_the_place_of_another_is_refused(tmp_path: Path, written: Path, whose: str) -> None:
-    """A tensor that is there twice, and one that begins within another; else the last one would win."""
-    content, one, other = bytearray(written.read_bytes()), b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"
-    at, place = content.index(one), content.index(other)
-    if whose == "name":
-        content[place : place + len(other)] = one
-    else:  # after the name: the number of dimensions, two of them, the type, the offset
-        skip = len(one) + 4 + 2 * 8 + 4
-        content[place + skip : place + skip + 8] = content[at + skip : at + skip + 8]
-    path = tmp_path / "model.gguf"
-    path.write_bytes(content)
-    refusal(r"blk\.0\.ffn_up\.weight.*(twice|overlap)", open_tensors, str(path))
-
-
 @pytest.mark.slow
 def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) -> None:
     """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""
@@ -186,14 +164,48 @@ def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) ->
     assert refused > count // 4
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"a text, not a model")
-    refusal("a file, but not a GGUF file", open_target, str(path))
-    content = bytearray(written.read_bytes())
-    content[4:8] = (3).to_bytes(4, "big")
-    path.write_bytes(content)
-    refusal(r"GGUF version 50331648, supported: \(2, 3\) in little-endian", open_target, str(path))
+UP, SHAPE = b"blk.0.ffn_up.weight", 4 + 2 * 8  # behind a tensor's name are a matrix's shape, its kind and its offset
+ENDS = (4, 20, 40, 300, 5000, 12000, 200000, -1)
+SHAPES = ((), (4, 2**31, 2**31, 256), (1, 259, 256), (2**31, 2**31), (0, 256), (2**32 - 1,))
+
+
+def with_bytes(data: bytes, after: bytes, skip: int = 0, replaced: int = 4) -> Callable[[bytes], bytes]:
+    """A file with `data` in place of so many bytes, `skip` bytes behind the word `after`."""
+
+    def change(content: bytes) -> bytes:
+        begin = content.index(after) + len(after) + skip
+        return content[:begin] + data + content[begin + replaced :]
+
+    return change
+
+
+def with_shape(*sizes: int) -> Callable[[bytes], bytes]:
+    return with_bytes(struct.pack(f"<I{len(sizes)}Q", len(sizes), *reversed(sizes)), b"token_embd.weight", 0, SHAPE)
+
+
+def with_offset_of_another(content: bytes) -> bytes:
+    begin = content.index(UP) + len(UP) + SHAPE + 4
+    return with_bytes(content[begin : begin + 8], b"blk.1.ffn_up.weight", SHAPE + 4, 8)(content)
+
+
+DAMAGES: list[tuple[str, Callable[[bytes], bytes]]] = [
+    ("a file, but not a GGUF file", lambda _: b"a text, not a model"),
+    (r"GGUF version 50331648, supported: \(2, 3\) in little-endian", with_bytes((3).to_bytes(4, "big"), b"GGUF")),
+    *(("(not a GGUF file|ends within)", itemgetter(slice(end))) for end in ENDS),
+    (r"blk\.0\.ffn_up\.weight.*twice", lambda content: content.replace(b"blk.1.ffn_up.weight", UP)),
+    (r"blk\.0\.ffn_up\.weight.*overlap", with_offset_of_another),
+    *((r"(damaged|token_embd\.weight)", with_shape(*sizes)) for sizes in SHAPES),
+    ("is quantised as Q8_K, which the gguf package", with_bytes((15).to_bytes(4, "little"), UP, SHAPE)),
+    ("is quantised as 250, which the gguf package", with_bytes((250).to_bytes(4, "little"), UP, SHAPE)),
+]
+
+
+@pytest.mark.parametrize(("words", "damage"), DAMAGES)
+def test_a_damaged_file_is_refused(tmp_path: Path, written: Path, words: str, damage: Callable[[bytes], bytes]) -> None:
+    """Wherever it ends. Of two tensors in one place the last would win. Shapes: 4 · 2³¹ · 2³¹ would be 0 in 64 bits,
+    and a file of any length long enough for it."""
+    (tmp_path / "model.gguf").write_bytes(damage(written.read_bytes()))
+    refusal(rf"model\.gguf.*{words}", lambda: open_target(str(tmp_path / "model.gguf")).fingerprint)
 
 
 @pytest.mark.parametrize(("values", "message"), [
@@ -215,27 +227,6 @@ def test_metadata_that_are_missing_or_not_understood_are_named(
     path = shutil.copy(written, tmp_path / "model.gguf")
     other = gguf_files.rewritten(path, **values)
     refusal(rf"rewritten\.gguf.*{message}", lambda: (open_target(str(other)).files, open_target(str(other)).tokenizer))
-
-
-@pytest.mark.parametrize("shape", [(), (4, 2**31, 2**31, 256), (1, 259, 256), (2**31, 2**31), (0, 256), (2**32 - 1,)])
-def test_shapes_that_no_matrix_has_are_refused(tmp_path: Path, written: Path, shape: tuple[int, ...]) -> None:
-    """Their sizes are no 64-bit numbers: 4 · 2³¹ · 2³¹ would be 0, and a file of any length long enough for it."""
-    content, name = written.read_bytes(), b"token_embd.weight"
-    at = content.index(name) + len(name)
-    stated = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-    before, after = content[:at] + stated, content[at + 4 + 2 * 8 :]
-    path = tmp_path / "model.gguf"
-    path.write_bytes(before + after)
-    refusal(r"model\.gguf: .*(damaged|token_embd\.weight)", lambda: open_target(str(path)).fingerprint)
-
-
-def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path: Path, written: Path) -> None:
-    content = written.read_bytes()
-    name = b"blk.1.ffn_up.weight"
-    at = content.index(name) + len(name) + 4 + 2 * 8
-    for kind, said in ((15, "Q8_K"), (250, "250")):
-        (tmp_path / "model.gguf").write_bytes(content[:at] + kind.to_bytes(4, "little") + content[at + 4 :])
-        refusal(f"is quantised as {said}, which the gguf package", open_tensors, str(tmp_path / "model.gguf"))
 
 
 LAYERS = 6  # the last of which, of a Gemma 3, has no window
