@@ -191,7 +191,10 @@ def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, n
 def group_contexts(
     keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
 ) -> tuple[np.ndarray, ...]:
-    """`Grams` → the fields of `Grouped`, without rare successors and without contexts that have only rare ones."""
+    """`Grams` → the fields of `Grouped`, without rare successors and without contexts that have only rare ones.
+
+    Example: a context with the tokens 1, 2, 9 and counts 4, 7, 1 has, for min_count 2, the tokens 2, 1 and total 12.
+    """
     size = len(keys)
     out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
     ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token

@@ -26,7 +26,8 @@ from outrider.draft_models.targets.target import Target
 from outrider.draft_models.targets.tensor_files import open_tensors
 
 SmallLM = LayerStack | WholeModel
-# In the config of a drafter of several tokens a pass: what stands for one to be drafted (vLLM's name), and how many.
+# In the config of a drafter of several tokens a pass: the id (vLLM's name for it) that stands for each token still to
+# be drafted, and how many tokens it learned to draft so. Without such an id a model drafts one token a pass.
 MASK_TOKEN, PASS_TOKENS = "pard_token", "parallel_tokens"
 TRAINING_FILE = "finetune_drafter.json"  # written next to the weights, last, by training in this toolkit
 
@@ -64,8 +65,7 @@ def load_small_lm(
 
 
 def pass_tokens_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
-    """(id of the mask, which stands for a token to be drafted in the same pass; tokens that it has learned to draft in
-    one pass), in its config; None: not there, and a model without a mask drafts one. Raises `UserError` for others."""
+    """The config's `MASK_TOKEN` and `PASS_TOKENS`, None if missing. Raises `UserError` for impossible values."""
     rows = UNLIMITED if is_narrowed(config) else config.get_text_config().vocab_size
     kind, where = Annotated[int, Ge(0), Lt(rows)] | None, f"small_lm={config.name_or_path}"
     mask = construct(kind, getattr(config, MASK_TOKEN, None), f"{where}: {MASK_TOKEN}")
