@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.base.streams import Streams
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -58,12 +58,12 @@ class Averaging(TokenSelector):
         self._p = super().probabilities(logits, contexts)
         return self._p
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
-        found = super().verify(tree, logits)
-        going_on = takewhile(lambda token: token not in self._eos, found[0])
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
+        verified = super().verify(tree, logits)
+        going_on = takewhile(lambda token: token not in self._eos, verified.tokens)
         ratios = [float(self._p[place, token] / tree.q[place - 1][token]) for place, token in enumerate(going_on)]
         self.sums.update(dict(zip(RULES, on_average(ratios), strict=True)))
-        return found
+        return verified
 
 
 def on_average(ratios: Sequence[Any]) -> tuple[Any, Any]:

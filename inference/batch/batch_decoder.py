@@ -98,7 +98,7 @@ class Generator:
                 batch.add(BatchText(rounds, lambda _: stage.advance(), partial(end, index, selector)))
 
             def end(index: int, selector: _Continuation, error: Exception | None) -> None:
-                stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))
+                stage.total = (stage.total or 0) - (len(selector.numbers) - len(selector.tokens))  # those it never had
                 following = after(index, selector.finish(error))
                 if following is not None:
                     begin(index, *following)

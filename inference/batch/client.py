@@ -17,8 +17,11 @@ Reply = TypeVar("Reply")
 
 
 class ReplyError(Exception):
-    """No usable reply. failure: that of an `Answer`; retry: whether to repeat the request; wait: after how many
-    seconds, if the server says so."""
+    """No usable reply.
+
+    failure: that of an `Answer`. retry: whether to repeat the request. wait: after how many seconds, if the server says
+    so.
+    """
 
     def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True, wait: float | None = None):
         super().__init__(words)

@@ -88,8 +88,9 @@ def _extract_prompts(config: PromptsConfig, target: OpenTarget, folder: Path) ->
     for record in sorted(records, key=lambda record: str(record["id"])):
         ids, ended = record["written"]["documents"][0]["ids"][len(start) :], record["finish"] == "end"
         turn = str(target.tokenizer.decode(ids[: len(ids) - ended], clean_up_tokenization_spaces=False))
-        text, goes_on, _ = turn.partition(after) if after else (turn.rstrip("\ufffd"), "anywhere", "")
-        if len(text := text.strip()) >= _SHORTEST and (ended or goes_on) and not any(mark in text for mark in special):
+        text = (turn.partition(after)[0] if after else turn.rstrip("\ufffd")).strip()
+        is_complete = ended or not after or after in turn
+        if len(text) >= _SHORTEST and is_complete and not any(mark in text for mark in special):
             name = hashlib.sha256(json.dumps([text]).encode()).hexdigest()[:16]
             prompts.append(Prompt(name, "own", (text,), bool(after)))
     return prompts

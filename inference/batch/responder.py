@@ -128,6 +128,7 @@ class Responder:
         decodings = (self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (task.prompt, tokens))
         before, through = map(str, decodings)
         verbatim = through[len(before) :]  # keeps a leading space, which some tokenizers drop at the begin of a text
+        # The conversation has the text verbatim if the template then gives the written tokens, else stripped.
         written, conversation = task.documents[-1].ids, task.messages
         task.messages = [*conversation, {"role": "assistant", "content": verbatim}]
         if describe_difference(written, task.messages, self.tokenizer, task.template):

@@ -46,7 +46,7 @@ ROUND = MOST_NODES + 1  # rows of a round that a budget counts
 class PassRequest:
     """The pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can be joined."""
 
-    kind: tuple[int, int, str]
+    kind: tuple[int, int, str]  # (id of the layers, the split, name of the pass)
     pass_: Pass
     x: Tensor
     view: TextView

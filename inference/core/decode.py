@@ -14,7 +14,7 @@ from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.rounds import Clock, Round
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import Runtime
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import ROOT, DraftTree
 
 
@@ -116,9 +116,9 @@ def decode_rounds(
         tree = drafter.draft(root, budget - 1)
         watch.begin("verify")
         logits = session.run_tree(root, tree)
-        proposed, nodes, root, bonus = _verify(session, selector, root, tree, logits)
+        drafted_tokens, nodes, root, bonus = _verify(session, selector, root, tree, logits)
         watch.begin("structure")
-        accepted = [proposed[node] for node in nodes]
+        accepted = [drafted_tokens[node] for node in nodes]
         drafter.commit(tree, nodes, [token, *accepted])
         watch.begin("other")
         session.commit(session.path(nodes))
@@ -138,18 +138,16 @@ def decode_rounds(
         )
 
 
-def _verify(
-    session: Session, selector: TokenSelector, root: Tensor, tree: DraftTree, logits: Tensor
-) -> tuple[list[int], list[int], Tensor, int]:
+def _verify(session: Session, selector: TokenSelector, root: Tensor, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
     """`TokenSelector.verify`. Raises `UserError` if the target's logits are not finite."""
-    proposed, nodes, following, bonus = selector.verify(tree, logits)
-    if not nodes and len(tree) and not _is_token(bonus, session):
+    verified = selector.verify(tree, logits)
+    if not verified.nodes and len(tree) and not _is_token(verified.bonus, session):
         # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
         # Verify the root alone.
         alone = session.finish([0])
-        _, nodes, following, bonus = selector.verify(DraftTree(root[:0], (), ()), alone)
-    _require_token(bonus, session, session.base + len(nodes))
-    return proposed, nodes, following, bonus
+        verified = selector.verify(DraftTree(root[:0], (), ()), alone)
+    _require_token(verified.bonus, session, session.base + len(verified.nodes))
+    return verified
 
 
 def _is_token(token: int, session: Session) -> bool:

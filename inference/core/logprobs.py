@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.sampling import Verification
 
@@ -45,10 +45,11 @@ class ScoringSelector(TokenSelector):
         self._score(logits, [int(token)])
         return token
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
-        tokens, nodes, following, bonus = super().verify(tree, logits)
-        self._score(logits[[0, *(node + 1 for node in nodes)]], [*(tokens[node] for node in nodes), bonus])
-        return tokens, nodes, following, bonus
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
+        verified = super().verify(tree, logits)
+        tokens = [*(verified.tokens[node] for node in verified.nodes), verified.bonus]
+        self._score(logits[[0, *(node + 1 for node in verified.nodes)]], tokens)
+        return verified
 
     def score_rounds(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
         """The rounds that this selector decides, with the scores of their tokens."""

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ from outrider.inference.core.verify import (
 
 if TYPE_CHECKING:
     from outrider.inference.settings.sampling import Verification
+
+
+class VerifiedDraft(NamedTuple):
+    """The outcome of a draft's verification."""
+
+    tokens: list[int]  # of the draft
+    nodes: list[int]  # the accepted ones
+    following: Tensor  # [1]: the target's own token after them
+    bonus: int  # the same token on the host
 
 
 class TokenSelector:
@@ -65,18 +74,17 @@ class TokenSelector:
         self._extend_text(token)
         return token
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         """Verify a draft under the last token of the text, given the target's logits [n + 1, V] (root first).
 
-        Returns the draft's tokens as a list, the accepted nodes, and the token after them as a tensor [1] and as an
-        int. Greedy: one transfer from the device.
+        Greedy: one transfer from the device.
         """
         contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
         if self.greedy:
             choices = likeliest(self._scores(logits, contexts))
-            together = (torch.cat([tree.tokens, choices]) if len(tree) else choices).tolist()
-            tokens = together[: len(tree)]
-            nodes, bonus = verify_greedy(tokens, tree.parents, together[len(tree) :])
+            ids = (torch.cat([tree.tokens, choices]) if len(tree) else choices).tolist()
+            tokens = ids[: len(tree)]
+            nodes, bonus = verify_greedy(tokens, tree.parents, ids[len(tree) :])
             last = nodes[-1] + 1 if nodes else 0
             following = choices[last : last + 1]
         else:
@@ -92,7 +100,7 @@ class TokenSelector:
             following = self._token(bonus)
         if self.reads_context and 0 <= bonus < logits.shape[-1]:
             self._extend_text(tree.tokens[nodes], following)
-        return tokens, nodes, following, bonus
+        return VerifiedDraft(tokens, nodes, following, bonus)
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
         """The distribution [n, V] of the token after each row, for target and drafter alike."""

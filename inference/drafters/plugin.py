@@ -60,7 +60,7 @@ class DrafterPlugin(ABC, Generic[Model]):
     """What is done with the models of a kind. `model` is the result of its `load`; the defaults suit kinds without one.
 
     has_card: whether a model's directory has a README.md, to which an evaluation adds its report.
-    own_sessions: the target has caches of its own in its sessions, which are split at another layer than plain ones.
+    own_sessions: its sessions split the target at another layer than plain decoding's, so they have separate caches.
     """
 
     has_card: ClassVar[bool] = False

@@ -28,8 +28,8 @@ def conversations_in(data: Mapping[str, object] | None, tokenizer: PreTrainedTok
     except UserError:
         return []
     parts = [part for _, _, part in config.parts()] or [config]
-    talk = [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
-    return [part for part in talk if part.template != "tokenizer" or tokenizer.chat_template]
+    conversations = [part for part in parts if part.source != "python_stdlib" and part.layout not in _PLAIN]
+    return [part for part in conversations if part.template != "tokenizer" or tokenizer.chat_template]
 
 
 def chat_template(template: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:

@@ -150,14 +150,11 @@ def dtype_name(option: str, target: PreTrainedConfig, device: torch.device) -> s
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of each device in a command, computed without weights; as text a line of `facts`, then of each part.
-
-    device: that of a run here, unless the command names another one.
-    """
+    """The memory of each device in a command, computed without weights; as text a line of `facts`, then of parts."""
 
     parts: Sequence[Memory]
     facts: Mapping[str, object]
-    device: object = field(default_factory=planned_device)
+    device: object = field(default_factory=planned_device)  # of a run here, unless the command names another one
 
     def __str__(self) -> str:
         head = " ".join(["plan", *(f"{name}={value}" for name, value in self.facts.items())])

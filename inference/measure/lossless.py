@@ -42,7 +42,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.inference.core.session import Session
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
@@ -265,7 +265,7 @@ class Forced(TokenSelector):
     def next_token(self, logits: Tensor) -> Tensor:
         return self._take(logits)
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         tokens, text = tree.tokens.tolist(), self._reference.text
         nodes: list[int] = []
         following = self._take(logits[:1])
@@ -273,7 +273,7 @@ class Forced(TokenSelector):
             if parent == (nodes[-1] if nodes else ROOT) and token == int(following) and self._position < len(text):
                 nodes.append(node)
                 following = self._take(logits[node + 1 : node + 2])
-        return tokens, nodes, following, int(following)
+        return VerifiedDraft(tokens, nodes, following, int(following))
 
     def _take(self, logits: Tensor) -> Tensor:
         """The text's next token [1], which the arm would have chosen from logits [1, V]."""

@@ -44,7 +44,7 @@ from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import TargetSession, WholeSession
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree, depths
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.loading.drafters import Drafters, load_drafters, new_drafter
@@ -144,12 +144,12 @@ class RecordedSelector(TokenSelector):
         self._position += 1
         return self._token(token)
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         proposed = tree.tokens.tolist()
         choices = [self._after(depth) for depth in depths(tree.parents)]
         nodes, bonus = verify_greedy(proposed, tree.parents, choices)
         self._position += len(nodes) + 1
-        return proposed, nodes, self._token(bonus), bonus
+        return VerifiedDraft(proposed, nodes, self._token(bonus), bonus)
 
     def _after(self, depth: int) -> int:
         """The recorded token after a node of that depth, if the path to the node is the recorded one."""

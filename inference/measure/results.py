@@ -24,7 +24,7 @@ from outrider.base.run_dirs import check_identity
 from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.measure.lossless import Deviation
 
@@ -57,11 +57,11 @@ class Noting(TokenSelector):
         self.__dict__.update(like.__dict__)
         self.verified: list[_Verified] = []
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
-        tokens, nodes, following, bonus = super().verify(tree, logits)
-        if 0 <= bonus < logits.shape[-1]:  # otherwise the root is verified again, alone
-            self.verified.append((tuple(tokens), tuple(tree.parents), tuple(nodes)))
-        return tokens, nodes, following, bonus
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
+        verified = super().verify(tree, logits)
+        if 0 <= verified.bonus < logits.shape[-1]:  # otherwise the root is verified again, alone
+            self.verified.append((tuple(verified.tokens), tuple(tree.parents), tuple(verified.nodes)))
+        return verified
 
 
 def shown_rounds(first: int, rounds: Sequence[Round], verified: Sequence[_Verified]) -> tuple[ShownRound, ...]:

@@ -52,11 +52,11 @@ class VLLM:
         draft, overrides = job["draft"], options.pop("speculative_config", {})
         if draft is not None:
             ngram = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
-            by: Json = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
-            described = Path(by.get("model", "")) / "config.json"
-            if described.is_file() and "pard_token" in json.loads(described.read_text("utf-8")):
-                by["parallel_drafting"] = True
-            drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **by}
+            source: Json = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
+            config_file = Path(source.get("model", "")) / "config.json"
+            if config_file.is_file() and "pard_token" in json.loads(config_file.read_text("utf-8")):
+                source["parallel_drafting"] = True
+            drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **source}
             options["speculative_config"] = {**drafts, **overrides}
         self.llm = vllm.LLM(
             model=job["target"], revision=job["revision"], dtype=job["dtype"], max_model_len=job["context"], seed=0,
@@ -94,7 +94,8 @@ class OpenVINO:
         import openvino_genai as genai
 
         draft, floats = job["draft"], {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(job["dtype"])
-        exact = {"INFERENCE_PRECISION_HINT": floats, "KV_CACHE_PRECISION": floats} if floats else {}  # its own choice
+        # Without hints the engine chooses its precision.
+        exact = {"INFERENCE_PRECISION_HINT": floats, "KV_CACHE_PRECISION": floats} if floats else {}
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, job["context"]
         options = {"scheduler_config": scheduler, **exact, **job["options"]}

@@ -89,7 +89,7 @@ def typical(seconds: Sequence[float]) -> float:
 
 
 def _average_falling(values: Sequence[float]) -> list[float]:
-    """Isotonic regression of `values`: falling runs are replaced by their means until none is left."""
+    """Isotonic regression: falling runs are replaced by their means until none is left. 1, 3, 2, 4 → 1, 2.5, 2.5, 4."""
     runs: list[tuple[float, int]] = []  # mean, length
     for value in values:
         mean, length = value, 1
@@ -101,6 +101,7 @@ def _average_falling(values: Sequence[float]) -> list[float]:
 
 
 def _interpolate(widths: list[float], levels: list[float], width: float) -> float:
+    """The level at `width` of the line through the points (widths, levels), which goes on as in `curve`."""
     if width <= widths[0] or len(widths) == 1:
         return levels[0]
     right = next((i for i, knot in enumerate(widths) if knot >= width), len(widths) - 1)

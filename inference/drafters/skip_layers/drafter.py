@@ -62,8 +62,8 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
     if skip is None:
         require(count > 2, "skip", None, f"layers to leave out, as [1]: none is between the target's {count}")
         return list(range(1, count - 1, 2))
-    there = all(0 <= layer < count for layer in skip) and len(set(skip)) == len(skip)
-    if not there or not 0 < len(skip) < count:
+    are_layers = all(0 <= layer < count for layer in skip) and len(set(skip)) == len(skip)
+    if not are_layers or not 0 < len(skip) < count:
         problem = f"skip={list(skip)}: expected different numbers from 0 to {count - 1}, one at least and not all"
         raise UserError(f"{problem}, as the target has {count} layers; null chooses every second one")
     return sorted(skip)

@@ -85,10 +85,10 @@ class Arena:
         self.runtime = runtime
         self.layers = layers
         self.split = split
-        self.rows = bucket(max(rows, WIDTHS[-1]), WIDTHS[-1])
+        self.rows = bucket(max(rows, WIDTHS[-1]), WIDTHS[-1])  # the most rows of a round
         longest = runtime.positions
         if longest is not None and capacity - rows <= longest:
-            self.limit = -(-(longest + self.rows) // WIDTHS[-1]) * WIDTHS[-1]
+            self.limit = -(-(longest + self.rows) // WIDTHS[-1]) * WIDTHS[-1]  # rounded up
         else:
             self.limit = bucket(capacity, runtime.smallest)
         self.capacity = self.limit + WIDTHS[-1]
@@ -179,7 +179,7 @@ class GraphedSession(TargetSession):
     def __init__(self, arena: Arena, capacity: int, context: int | None):
         super().__init__(arena.layers, arena.split, capacity, context)
         self._arena = arena
-        self._beside: list[Session] = []
+        self._beside: list[Session] = []  # of drafters' models and layers, which end with it
         self.first_cache, self.second_cache = arena.first_cache, arena.second_cache
         arena.enter(self)
 

@@ -60,6 +60,7 @@ def _launch_norm(
     _norm_kernel[grid](x, added, weight, summed, normed, eps, size=size, block=block, adds=adds, num_warps=warps)
 
 
+# A program rotates one head of one row, or stores it if it is a value: see `rotate_and_store`.
 @triton.jit
 def _place_kernel(
     heads, cos, sin, scales, slots, query, keys, values, eps,
@@ -159,6 +160,9 @@ def gate(joined: Tensor) -> Tensor:
     return out
 
 
+# A program attends from up to `block` rows of a key head, its query heads' tokens, to one split of the keys, `turns` ·
+# `step` of them. It keeps a running softmax: the largest score so far, the sum of the weights, and the weighted values,
+# both scaled by e^−peak. `_join_kernel` joins the splits of one row by the same rule.
 @triton.jit
 def _attend_kernel(
     query, keys, values, mask, partial, peaks, sums, scale,

@@ -42,7 +42,7 @@ from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.stop_strings import cut_at_stop
 from outrider.inference.core.target_session import Runtime, eager_session
-from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.copies import PromptLookup
 from outrider.inference.drafters.model_drafter import ModelDrafter
@@ -110,7 +110,7 @@ class Watched(TokenSelector):
         self.seen.append(logits.nan_to_num())
         return super().next_token(logits)
 
-    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+    def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         self.seen.append(logits.nan_to_num())
         return super().verify(tree, logits)
 
