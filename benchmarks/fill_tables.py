@@ -41,7 +41,7 @@ from record_tables import by_dtype, layouts, requests, summary, tables, trainers
 
 from outrider.base.words import Columns, fill_table
 from outrider.cli import report_crash
-from outrider.inference.report.tables import COUNTED, METHODS, arms_and_methods
+from outrider.inference.report.tables import COUNTS, METHODS, arms_and_methods
 from outrider.inference.report.types import MethodReport, reports_in
 
 COLUMNS: Columns = {
@@ -49,7 +49,7 @@ COLUMNS: Columns = {
     "τ": METHODS["tokens a pass"],
     "v_d": METHODS["accepted"],
     "r_d": METHODS["from drafter"],
-    "HM": COUNTED["HM"],
+    "HM": COUNTS["HM"],
     "identical": METHODS["same text as transformers"],
     "drafted/round": METHODS["drafted a pass"],
 }

@@ -201,24 +201,24 @@ class AnswerPart:
 
 
 def _take_greedy(arm: AuditArm, part: AnswerPart) -> None:
-    scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
+    scores, stock_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.stock_logits))
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
     off = part.off(lambda noise: measure_regrets(scores, part.tokens, noise))[rows]
     arm.outliers += part.tokens_at(rows, best, off)
-    arm.deviations.append(_deviation(len(best), off, int((rounded_scores.argmax(-1) != best).sum())))
+    arm.deviations.append(_deviation(len(best), off, int((stock_scores.argmax(-1) != best).sum())))
 
 
 def _take_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, simulate: bool) -> None:
     """Sampled tokens become draws. A token that top_k, top_p or min_p exclude is judged by its distance to the tokens
     that they keep, as a greedy token by its distance to the best."""
-    scores, rounded_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
+    scores, stock_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.stock_logits))
     support, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
-    inside, own_outside = support.gather(-1, tokens)[:, 0], 0  # [t]; transformers' own draws that are excluded
+    inside, stock_outside = support.gather(-1, tokens)[:, 0], 0  # [t]; of transformers' logits, draws that are excluded
     for batch in torch.arange(len(tokens), device=tokens.device).split(ROWS):
-        log_p, rounded = (side[batch].double().log_softmax(-1) for side in (scores, rounded_scores))  # [rows, V]
+        log_p, rounded = (side[batch].double().log_softmax(-1) for side in (scores, stock_scores))  # [rows, V]
         ids = invert(rounded.exp(), torch.rand(len(batch), 1, dtype=torch.float64, generator=coins).to(log_p.device))
-        own_outside += int((~support[batch].gather(-1, ids)).sum())
+        stock_outside += int((~support[batch].gather(-1, ids)).sum())
         if not len(rows := batch[inside[batch]]):
             continue
         log_p, rounded = log_p[inside[batch]], rounded[inside[batch]]
@@ -234,7 +234,7 @@ def _take_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, si
         lambda noise: measure_excess(part.answer, uncut, tokens[rows], noise[rows] / part.answer.temperature)
     )
     arm.outliers += part.tokens_at(rows, best, off)
-    arm.deviations.append(_deviation(len(tokens), off, own_outside))
+    arm.deviations.append(_deviation(len(tokens), off, stock_outside))
 
 
 def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
@@ -260,9 +260,11 @@ def measure_excess(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise
     return (torch.stack(shifts).amax(0) / noise).clamp(0, WORST)
 
 
-def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
-    """A server shows no keys and values, so only its choices are judged."""
-    return Deviation(positions, (0.0,), 0.0, 0, 0, tuple(gaps.tolist()), own_gaps)
+def _deviation(positions: int, gaps: Tensor, stock_gaps: int) -> Deviation:
+    """A server shows no keys and values, so only its choices are judged. stock_gaps: `Deviation.own_gaps`."""
+    return Deviation(
+        positions, bulk=(0.0,), peak=0.0, peak_row=0, peak_position=0, gaps=tuple(gaps.tolist()), own_gaps=stock_gaps
+    )
 
 
 def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:

@@ -48,7 +48,7 @@ from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
-LEVEL = 0.001  # probability with which right sampled texts may be refused by chance
+LEVEL = 0.001  # probability with which correct sampled texts may be refused by chance
 
 
 def measure_engine(config: EngineConfig) -> None:
@@ -95,28 +95,28 @@ def serve_methods(config: EngineConfig, plan: EvaluationPlan) -> dict[str, Engin
     judgements, streams = judge_served(config, plan.setup, served, plan.out_dir), Streams(config.seed).within("served")
     parts = {}
     for name, method in methods.items():
-        runs = (_run_of(config, plan.setup, served, name, method, count) for count in config.concurrency)
+        runs = (_collect_run(config, plan.setup, served, name, method, requests) for requests in config.concurrency)
         rows = tuple(served_row(run, streams.within(name, run.concurrency)) for run in runs)
         parts[name] = EnginePart(rows, judgements.get(name))
     return parts
 
 
-def _run_of(
-    config: EngineConfig, setup: TargetSetup, served: ServedBlocks, name: str, method: MethodConfig, count: int
+def _collect_run(
+    config: EngineConfig, setup: TargetSetup, served: ServedBlocks, name: str, method: MethodConfig, concurrency: int
 ) -> EngineRun:
-    """What the engine did with a method, `count` requests at a time, beside this runtime's results."""
+    """What the engine did with a method, `concurrency` requests at a time, beside this runtime's results."""
     texts = served.references
-    blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, count)]
+    blocks = [block for block in served.blocks if (block.key.method, block.key.concurrency) == (name, concurrency)]
     results = [result for block in blocks for result in block.results]
     here = [served.here[_position(result)].generations[name] for result in results]
-    if KINDS[method.source].served == "custom_class":  # in this runtime it drafts trees
+    if KINDS[method.source].served == "custom_class":  # our table in vLLM: it drafts chains there, but trees here
         vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
         table = open_table(str(config.where(KINDS[method.source])), *vocabulary)
-        here = [_by_the_table(table, draft_length(method), result) for result in results]
+        here = [_replay_chains(table, draft_length(method), result) for result in results]
     return EngineRun(
         engine=" and ".join(sorted({block.version for block in blocks})),
         options=config.engine_options,
-        concurrency=count,
+        concurrency=concurrency,
         method=name,
         drafted=draft_length(method),
         results=results,
@@ -133,29 +133,38 @@ def _position(result: PromptResult) -> int:
     return int(str(result.conversation))
 
 
-def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
-    """The rounds of the engine's text with the drafts of `NgramProposer`, computed from table and text."""
+def _replay_chains(table: TrigramTable, most: int, result: PromptResult) -> Generation:
+    """The engine's text in the rounds that chains of `most` tokens from the table give, so that acceptance is compared
+    between drafts of one shape. Nothing is decoded, so all times are 0."""
     text = result.generations[result.reference].tokens
-    rounds = chain_rounds(table, result.prompt, text, most)
-    return Generation(text, 0.0, 0.0, tuple(Round(ids, length, len(ids) - 1, length, 0.0) for length, ids in rounds))
+    rounds = tuple(
+        Round(tokens, drafted=length, accepted=len(tokens) - 1, depth=length, seconds=0.0)
+        for length, tokens in chain_rounds(table, result.prompt, text, most)
+    )
+    return Generation(text, prefill_seconds=0.0, decode_seconds=0.0, rounds=rounds)
 
 
 def judge_served(
     config: EngineConfig, setup: TargetSetup, served: ServedBlocks, out: Path
 ) -> dict[str, dict[str, ServedJudgement]]:
     """By method and arm, the audit of the engine's texts that differ from the references; empty if none differs."""
-    by_arm = differing_answers(served, resolve_sampling(config, setup))
-    model = load_reference(setup.target, setup.dtype, setup.device) if by_arm else None
-    judgements: dict[str, dict[str, ServedJudgement]] = {}
+    by_arm, judgements = (
+        differing_answers(served, resolve_sampling(config, setup)),
+        dict[str, dict[str, ServedJudgement]](),
+    )
+    if not by_arm:
+        return judgements
+    model = load_reference(setup.target, setup.dtype, setup.device)
     for (method, arm), answers in by_arm.items():
-        assert model is not None
-        file = out / FOLDER / f"{method}-{arm}.jsonl"
-        judgements.setdefault(method, {})[arm] = _audit(config, model, answers, file)
+        judgements.setdefault(method, {})[arm] = _audit(config, model, answers, out / FOLDER / f"{method}-{arm}.jsonl")
     return judgements
 
 
 def differing_answers(served: ServedBlocks, sampling: SamplingConfig) -> dict[tuple[str, str], list[ServedAnswer]]:
-    """By (method, arm), the engine's texts that are not the references', each once; not those with unknown ids."""
+    """By (method, arm), the engine's texts that are not the references', each once; not those with unknown ids.
+
+    A text's `totals` have the keys `UNREAD` (its ids are unknown) and "retokenised", if they hold (see `EngineServer`).
+    """
     answers: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
     for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
         for name, output in result.generations.items():

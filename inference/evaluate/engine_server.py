@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 from outrider.base.errors import UserError, require
 from outrider.data_prep.text.settings import DataConfig
@@ -20,15 +21,23 @@ from outrider.inference.serving.engine_process import to_generation
 from outrider.inference.settings.engine import EngineConfig
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
-Counters = Counter[str | int] | None  # see `_counters`
+
+
+class DraftCounters(NamedTuple):
+    """vLLM's counters since its start: drafts, their accepted tokens, and these by the token's index in its draft."""
+
+    drafts: int
+    accepted: int
+    accepted_at: Counter[int]
 
 
 class EngineServer:
     """Continues prompts as an `EngineProcess` does.
 
-    counts: of the last prompts, the rounds, then the rounds that accepted at least 1, 2, … drafted tokens, by vLLM's
-    /metrics: (10, 8, 5). None if the rounds themselves are seen (one a chunk, or by llama.cpp's timings). Empty if the
-    server tells neither.
+    counts: of the rounds of the last prompts, by vLLM's /metrics. Example: (10, 8, 5), of 10 rounds 8 accepted at least
+    one drafted token, 5 at least two. None if the generations have the rounds themselves: a chunk of the stream is a
+    round, or llama.cpp's timings name the rounds. Empty if the server tells neither.
+    warm: the concurrency for which it was last warmed up.
     """
 
     def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
@@ -50,8 +59,8 @@ class EngineServer:
         text, decoded = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
         same = text.strip("\ufffd ") == str(decoded).strip("\ufffd ")  # a stream may omit an incomplete character
         require(same, option, url, f"a server of {setup.target.source}: what it calls {text!r} is {decoded!r} there")
-        counters = self._counters()
-        length = drafted if counters is None else sum(isinstance(key, int) for key in counters)
+        counters = self._read_counters()
+        length = drafted if counters is None else len(counters.accepted_at)
         require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
 
     def continue_prompts(
@@ -66,48 +75,54 @@ class EngineServer:
             more = {**({} if request["eos"] else {"ignore_eos": True}), **request["sampling"]}
             return self._server.stream([*prompt], request["max_new_tokens"], seed % 2**31, **more)
 
-        before, started = self._counters(), time.perf_counter()
+        before, started = self._read_counters(), time.perf_counter()
         with ThreadPoolExecutor(request["concurrency"]) as pool:
             answers = [*pool.map(ask, prompts, request["seeds"])]
         seconds, texts = time.perf_counter() - started, tuple(_generation(answer, drafted) for answer in answers)
-        self.counts = self._count(before, [reply for *_, reply in answers], drafted, texts)
+        self.counts = self._count_rounds(before, [reply for *_, reply in answers], drafted, texts)
         return texts, seconds
 
-    def _counters(self) -> Counters:
-        """vLLM's counters since its start, by name and by position of an accepted token; None for other servers."""
+    def _read_counters(self) -> DraftCounters | None:
+        """vLLM's counters, from its /metrics; None for other servers."""
         try:
             text = self._server.client.fetch(
                 "/metrics", read=lambda response: b"".join(bounded_parts(response)).decode()
             )
-            counters = Counter[str | int]()
+            totals, accepted_at = Counter[str](), Counter[int]()
             for name, labels, value in _COUNTER.findall(text):
-                position = re.search(r'position="(\d+)"', labels)
-                counters[int(position[1]) if position else name] += int(float(value))
+                if position := re.search(r'position="(\d+)"', labels):
+                    accepted_at[int(position[1])] += int(float(value))
+                else:
+                    totals[name] += int(float(value))
         except (UserError, ReplyError, ValueError, OverflowError):  # a server need not have that page
             return None
-        return counters if "vllm:" in text else None
+        return DraftCounters(totals["drafts"], totals["accepted_tokens"], accepted_at) if "vllm:" in text else None
 
-    def _count(
-        self, before: Counters, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
+    def _count_rounds(
+        self, before: DraftCounters | None, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for counts that contradict the texts."""
-        after, n = self._counters(), sum(len(text.tokens) - 1 for text in texts)
+        after, url = self._read_counters(), self._server.client.url
         if before is None or after is None:
             has_rounds = any(timing.get("draft_n") for reply in replies for _, timing in reply["timings"][:-1])
-            require(drafted > 0 or not has_rounds, self.option, self._server.client.url, "a server without a drafter")
+            require(drafted > 0 or not has_rounds, self.option, url, "a server without a drafter")
             return None if has_rounds else ()
-        after.subtract(before)
-        rounds, accepted = after["drafts"], after["accepted_tokens"]
-        counts = (max(rounds, n - accepted), *(after[depth] for depth in range(drafted)))  # vLLM counts only drafts
-        possible = n + drafted * len(texts)  # the last round of each text may be cut off
-        is_sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
-        falls = list(counts) == sorted(counts, reverse=True)
+        drafts, accepted = after.drafts - before.drafts, after.accepted - before.accepted
+        by_depth = [after.accepted_at[depth] - before.accepted_at[depth] for depth in range(drafted)]
+        n = sum(len(text.tokens) - 1 for text in texts)  # without each text's first token, which is in no round
+        # A round emits its accepted tokens and one of the target's, so there are n − accepted; vLLM counts only those
+        # with a draft. The last round of a text may be cut off, so vLLM's counts may include `drafted` more tokens.
+        counts = (max(drafts, n - accepted), *by_depth)
+        is_sound = sum(by_depth) == accepted and drafts + accepted <= n + drafted * len(texts)
+        falls = list(counts) == sorted(counts, reverse=True) and (drafted > 0 or not accepted)
         expected = f"counts that {n} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
-        require(is_sound and falls, self.option, self._server.client.url, expected)
-        return None if rounds == sum(len(text.rounds) for text in texts) > 0 else counts
+        require(is_sound and falls, self.option, url, expected)
+        has_rounds = drafts == sum(len(text.rounds) for text in texts) > 0  # a chunk was a round
+        return None if has_rounds else counts
 
 
 def _generation(streamed: Streamed, drafted: int) -> Generation:
+    """The streamed text; its `totals` have 1.0 for each flag that holds."""
     answer, steps, times, _ = streamed
     flags = {"retokenised": answer.retokenised, UNREAD: answer.failure == RETOKENISED}
     return replace(to_generation(steps, times, drafted), totals={name: 1.0 for name, holds in flags.items() if holds})

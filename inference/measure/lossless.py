@@ -1,14 +1,14 @@
-"""Whether an arm decodes exactly the target's own text, up to rounding.
+"""Whether an arm (a way of decoding) decodes exactly the target's text, up to rounding.
 
-In float32 and float64 a text equals the reference's, or the arm is wrong. In half precision two correct programs
-diverge when two logits are nearly equal. So a difference alone proves no fault, and an equal text proves little about
-the next.
+The reference text is that of transformers' `generate`, or of plain decoding if `generate` was not run. In float32 and
+float64 the arm's text equals the reference text, or the arm is wrong. In half precision two correct programs diverge
+when two logits are nearly equal. So a difference alone proves no fault, and an equal text proves little about the next.
 
-In half precision the arm therefore decodes the reference's text again, teacher-forced. Drafts, passes, caches and
-rejections are its own; every choice is the reference's (`Forced`). The keys and values of every layer and the logits at
-every position are then compared with the target's in twice the precision (`double_precision`). The unit is the error of
-transformers' own pass in the arm's precision. A correct runtime has about the same rounding error; a fault adds to it.
-Two ratios near 1 show that a row, for example a layer's keys, is right:
+In half precision the arm therefore decodes the reference text again, teacher-forced. The arm makes the drafts, passes,
+caches and rejections; every chosen token is the reference text's (`Forced`). The keys and values of every layer and the
+logits at every position are then compared with the target's in twice the precision (`double_precision`). The unit is
+the error of the stock pass: the target as transformers runs it, in the arm's precision. A correct runtime has about the
+same rounding error; a fault adds to it. Two ratios near 1 show that a row, for example a layer's keys, is right:
 
     bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even a fault below the
            rounding noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first
@@ -61,11 +61,11 @@ class Deviation:
     layer 1, …, then the logits.
     peak: the largest ratio, in row `peak_row` at position `peak_position` of prompt and text; relative to
     `tipping_noise` if it would exceed `PEAK`.
-    gaps: at each position where the arm would have chosen another token than the reference, how far the worse of the
-    two is below the best token, in units of the rounding error of logits there.
-    own_gaps: how many such positions transformers' own pass has.
-    mismatch: this gap at the first difference of the arm's own text; None if the texts are equal, `WORST` if one is a
-    prefix of the other.
+    gaps: at each position where the arm would have chosen another token than the reference text has, how far the worse
+    of the two is below the best token, in units of the rounding error of logits there.
+    own_gaps: the number of such positions in the stock pass.
+    mismatch: the gap at the first difference between the reference text and the text that the arm decodes freely; None
+    if the texts are equal, `WORST` if one is a prefix of the other.
     """
 
     positions: int
@@ -80,7 +80,10 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on the deviations of one arm; `faults` is empty for an arm that only rounds."""
+    """The verdict on the deviations of one arm; `faults` is empty for an arm that only rounds.
+
+    ties: the number of gaps. own_ties: the number in the stock pass. largest_gap: the largest of gaps and mismatches.
+    """
 
     prompts: int
     positions: int
@@ -105,35 +108,37 @@ def judge_deviations(deviations: Sequence[Deviation]) -> Judgement:
     worst = max(deviations, key=lambda d: d.peak)
     gaps = [gap for d in deviations for gap in d.gaps]
     mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
-    ties, base_ties = len(gaps), sum(d.own_gaps for d in deviations)
-    most_ties = base_ties + 4 * math.sqrt(ties + base_ties) + 2
-    peak, peak_at = worst.peak, f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
+    ties, stock_ties = len(gaps), sum(d.own_gaps for d in deviations)
+    # Both are counts of rare events. The standard deviation of their difference is about the root of their sum: four of
+    # these are allowed, and 2 more since the root is too small for counts near 0.
+    most_ties = stock_ties + 4 * math.sqrt(ties + stock_ties) + 2
+    peak, peak_at = worst.peak, f"{_name_row(worst.peak_row, rows)} at position {worst.peak_position}"
     bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
     limits = (
-        (bulk <= BULK, f"the {_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
+        (bulk <= BULK, f"the {_name_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
         (peak <= PEAK, f"the {peak_at} are off by {peak:.1f} times the rounding error, at most {PEAK:.0f}"),
         (
             largest <= GAP,
             f"another token than the target's is chosen across {largest:.1f} rounding errors, at most {GAP:.0f}",
         ),
-        (ties <= most_ties, f"it leaves the text at {ties} positions, transformers at {base_ties}"),
+        (ties <= most_ties, f"it leaves the text at {ties} positions, transformers at {stock_ties}"),
     )
     faults = tuple(text for holds, text in limits if not holds)
     return Judgement(
-        len(deviations), positions, bulk, _row(widest, rows), peak, peak_at, ties, base_ties, largest, faults
+        len(deviations), positions, bulk, _name_row(widest, rows), peak, peak_at, ties, stock_ties, largest, faults
     )
 
 
-def _row(row: int, rows: Sequence[float]) -> str:
+def _name_row(row: int, rows: Sequence[float]) -> str:
     return "logits" if row == len(rows) - 1 else f"{('keys', 'values')[row % 2]} of layer {row // 2}"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt and the reference's text, the precise target's states on them, and transformers' rounding errors there.
+    """A prompt and the reference text, the target's states on them in twice the precision, and the stock pass's errors.
 
     states: keys and values of every layer [1, heads, n, d], n = len(prompt) + len(text) − 1; logits [t, V] before each
-    token of the text. states_noise [rows, n] and logits_noise [t]: the errors of transformers' own pass (own_logits).
+    token of the text. states_noise [rows, n] and logits_noise [t]: the errors of the stock pass. stock_logits [t, V].
     tipping_noise: the same, or the largest error of readings in `PIECES` where that exceeds it by more than `TIPS`
     times; computed on first use.
     """
@@ -144,24 +149,24 @@ class Reference:
     logits: Tensor
     states_noise: Tensor
     logits_noise: Tensor
-    own_logits: Tensor
+    stock_logits: Tensor
     tipping_noise: Callable[[], tuple[Tensor, Tensor]]
 
 
 @torch.inference_mode()
 def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> Reference:
-    """`text` after `prompt` through `model`, the target as transformers runs it: in twice its precision and in its own.
+    """`text` after `prompt` through `model`, the target as transformers runs it: in twice its precision, then as it is.
 
-    So a fault of this project's runtime cannot enlarge its own tolerance.
+    No code of this project's runtime runs here, so its faults cannot enlarge the tolerance for them.
     """
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
     with stock_attention(model):
         with double_precision(model):
             logits, states = _forward(model, ids, len(text))
-        rounded_logits, rounded = _forward(model, ids, len(text))
+        stock_logits, stock_states = _forward(model, ids, len(text))
     unit = torch.finfo(model.dtype).eps / 2 / math.sqrt(3)  # the rounding error of storing a number in this precision
-    states_noise = _noise(_state_errors(rounded, states), unit * torch.stack([_rms(state) for state in states]))
-    logits_noise = _noise(_logit_errors(rounded_logits, logits)[None], unit * logits.std(-1)[None])[0]
+    states_noise = _noise(_state_errors(stock_states, states), unit * torch.stack([_rms(state) for state in states]))
+    logits_noise = _noise(_logit_errors(stock_logits, logits)[None], unit * logits.std(-1)[None])[0]
 
     @functools.cache
     @torch.inference_mode()
@@ -178,7 +183,7 @@ def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence
         )
 
     return Reference(
-        tuple(prompt), tuple(text), states, logits, states_noise, logits_noise, rounded_logits, tipping_noise
+        tuple(prompt), tuple(text), states, logits, states_noise, logits_noise, stock_logits, tipping_noise
     )
 
 
@@ -245,7 +250,7 @@ def _logit_errors(rounded_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 class Forced(TokenSelector):
-    """Chooses the tokens of a reference's text whatever the logits are, and records the logits' errors.
+    """Chooses the tokens of the reference text whatever the logits are, and records the logits' errors.
 
     like: the arm's own selector; its processors act, and drafts are drawn from its distributions.
     """
@@ -285,8 +290,8 @@ class Forced(TokenSelector):
         self._extend_text(token)
         return token
 
-    def deviation(self, own_text: Sequence[int]) -> Deviation:
-        """The finished run's deviation. own_text: the text that the arm decoded freely."""
+    def deviation(self, free_text: Sequence[int]) -> Deviation:
+        """The finished run's deviation. free_text: the text that the arm decoded freely."""
         reference = self._reference
         states = [state for layer in self._session.content() for state in layer]
         off = _state_errors(states, reference.states), torch.cat(self._errors)[None]
@@ -297,28 +302,31 @@ class Forced(TokenSelector):
             peak = _highest(_ratios(off, reference.tipping_noise()), before)
         logs = [part.clamp(min=0.01).log().mean(-1).tolist() for part in ratios]
         deviation = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
-        return self._with_gaps(deviation, own_text) if self.greedy else deviation
+        return self._with_gaps(deviation, free_text) if self.greedy else deviation
 
-    def _with_gaps(self, deviation: Deviation, own_text: Sequence[int]) -> Deviation:
-        text, own_logits = self._reference.text, self._reference.own_logits
+    def _with_gaps(self, deviation: Deviation, free_text: Sequence[int]) -> Deviation:
+        text, stock_logits = self._reference.text, self._reference.stock_logits
         choices = torch.cat(self._choices).tolist()
-        own_choices = [int(self._at(i, own_logits).argmax()) for i in range(len(text))]
-        first = next((i for i, (a, b) in enumerate(zip(text, own_text, strict=False)) if a != b), None)
-        longer = None if len(own_text) == len(text) else WORST
+        stock_choices = [int(self._scores_at(i, stock_logits).argmax()) for i in range(len(text))]
+        first = next((i for i, (a, b) in enumerate(zip(text, free_text, strict=False)) if a != b), None)
+        if first is None:  # equal, or one is a prefix of the other
+            mismatch = None if len(free_text) == len(text) else WORST
+        else:
+            mismatch = self._gap(first, free_text[first])
         return replace(
             deviation,
             gaps=tuple(self._gap(i, choice) for i, choice in enumerate(choices) if choice != text[i]),
-            own_gaps=sum(a != b for a, b in zip(own_choices, text, strict=True)),
-            mismatch=longer if first is None else self._gap(first, own_text[first]),
+            own_gaps=sum(a != b for a, b in zip(stock_choices, text, strict=True)),
+            mismatch=mismatch,
         )
 
     def _gap(self, position: int, token: int) -> float:
         """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""
-        scores = self._at(position, self._reference.logits)[None]
+        scores = self._scores_at(position, self._reference.logits)[None]
         pair = torch.tensor([[token, self._reference.text[position]]], device=scores.device)
         return float(measure_regrets(scores, pair, self._reference.logits_noise[position]))
 
-    def _at(self, position: int, logits: Tensor) -> Tensor:
+    def _scores_at(self, position: int, logits: Tensor) -> Tensor:
         """The scores [V] that greedy decoding compares before token `position` of the text, from logits [t, V]."""
         reference = self._reference
         context = torch.tensor([*reference.prompt, *reference.text[:position]], device=logits.device)

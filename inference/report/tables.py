@@ -10,7 +10,8 @@ from outrider.inference.settings.method import TRANSFORMERS
 
 Row = Mapping[str, object]  # the values of a row's cells, by name
 PLAIN, GENERATE = "plain decoding", "transformers generate"
-
+# Forms of the templates: .2f, .1% and so on as of `format`, with "?" also zero as a dash. A `MedianInterval` has
+# "interval" (1.52× [1.40, 1.60]), "times" (1.52×) and "ms" (12.1 [11.8, 12.9], of seconds).
 METHODS: Columns = {
     "method": ("{method}", "how drafts were made; plain decoding: the target alone, in this runtime"),
     "verdict": (
@@ -42,14 +43,14 @@ METHODS: Columns = {
         "texts that equal those of transformers' generate; ties: others, which part where rounding decides",
     ),
 }
-WHOLE: Columns = {
+END_TO_END: Columns = {
     "from the prompt on": ("{method}", "how drafts were made"),
     "prefill ms [95 %]": ("{prefill:ms}", "milliseconds before the first token, a drafter's own among them"),
     "decoding": ("{speedup:times}", "the speed-up of what comes after"),
     "prefill and decoding [95 %]": ("{end_to_end:interval}", "the speed-up with the prefill counted"),
     "vs transformers": ("{whole_over_generate:interval}", "the same over transformers' own generate"),
 }
-COUNTED: Columns = {
+COUNTS: Columns = {
     "method": METHODS["method"],
     "HM": ("{harmonic_mean:.1%}", "the harmonic mean of accepted (v_d) and from drafter (r_d)"),
     "tokens a pass of requests": ("{tau_of_requests:.2f}", "the mean over answers of each one's own τ"),
@@ -61,7 +62,7 @@ COUNTED: Columns = {
     ),
 }
 CATEGORY = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]", "without loops [95 %]")
-JUDGED: Columns = {
+JUDGEMENTS: Columns = {
     "method": ("{method}", "which of the ways to decode"),
     f"worst row (at most {BULK})": (
         "{bulk:.2f}: {bulk_at}",
@@ -81,7 +82,7 @@ JUDGED: Columns = {
 
 
 def identical_text(report: MethodReport, same: int, ties: int = 0) -> str:
-    """How many compared texts are the `same` as others, and how many differ by ties only."""
+    """How many compared texts are the `same` as the baseline's, and how many differ by ties only: "11/12 (+1 ties)"."""
     if report.conditions.temperature:
         return "sampled"
     return f"{same}/{report.lossless.checked}{f' (+{ties} ties)' if ties else ''}"
@@ -115,13 +116,14 @@ def arms_and_methods(reports: Sequence[MethodReport]) -> list[Row]:
 
 
 def _times(report: MethodReport, arm: str) -> Row:
+    """The arm's decoded tokens a second, and its prefill."""
     return {"speed": report.tokens_per_second[arm], "prefill": report.prefill_seconds[arm]}
 
 
 def methods_tables(reports: Sequence[MethodReport]) -> tuple[Table, Table]:
     """Verdict, speed-ups, τ and acceptance of each method; and the time of whole answers, the prefill included."""
     rows = arms_and_methods(reports)
-    return fill_table(METHODS, rows), fill_table(WHOLE, rows)
+    return fill_table(METHODS, rows), fill_table(END_TO_END, rows)
 
 
 def counted_table(reports: Sequence[MethodReport]) -> Table:
@@ -129,7 +131,7 @@ def counted_table(reports: Sequence[MethodReport]) -> Table:
     depths = range(min(6, max(len(report.acceptance_given_previous) for report in reports)))
     often = "how often the draft is right here, where it was right before"
     deeper = {f"depth {1 + i}": (f"{{acceptance_given_previous[{i}].accepted:.2f}}", often) for i in depths}
-    return fill_table({**COUNTED, **deeper}, [{**vars(report.figures), **vars(report)} for report in reports])
+    return fill_table({**COUNTS, **deeper}, [{**vars(report.figures), **vars(report)} for report in reports])
 
 
 def category_tables(reports: Sequence[MethodReport]) -> list[tuple[str, Table]]:
@@ -147,5 +149,5 @@ def judged_table(reports: Sequence[MethodReport]) -> Table:
     faults = {arm: f"NOT LOSSLESS: {'; '.join(row.faults)}" for arm, row in judged.items() if row.faults}
     none = "none above rounding"
     return fill_table(
-        JUDGED, [{**vars(row), "method": arm, "verdict": faults.get(arm, none)} for arm, row in judged.items()]
+        JUDGEMENTS, [{**vars(row), "method": arm, "verdict": faults.get(arm, none)} for arm, row in judged.items()]
     )

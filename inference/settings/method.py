@@ -3,6 +3,8 @@
 A named method is a file of conf/method/, or composed as SOURCE/SHAPE, SOURCE/STOP or SOURCE/SHAPE/STOP. SOURCE is a
 kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. The key of "eagle3/opt_tree" is eagle3_opt_tree,
 as in `methods.eagle3_opt_tree.structure.nodes=30` and in reports.
+
+The text of an option's help stands in its `opt(…)`, or as a string below it.
 """
 
 from dataclasses import dataclass, field, fields
@@ -125,7 +127,8 @@ class StructureConfig(Settings):
     width: Annotated[Count | None, only(kind="opt_tree")] = None
     """most nodes of a level that are extended, the likeliest first; null: all that are in the best tree so far"""
     delta: Annotated[Share | None, only(kind="opt_tree")] = None
-    """stop when E(A) gains no more than this; null: μ, as measured here"""
+    """stop when E(A) gains no more than this; null: μ, the time of a draft step over that of a decoding step, as
+    measured here"""
     out_degree: Annotated[Count, only(kind="token_graph")] = opt(4, "children of a node at most")
     theta_prob: Annotated[Share, only(kind="token_graph")] = opt(0.2, "a less probable node stays a leaf")
     theta_sibling: Annotated[Share, only(kind="token_graph")] = 0.3
@@ -226,7 +229,9 @@ class MethodConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kind = KINDS[self.source]
+        kind = KINDS[
+            self.source
+        ]  # `shaped`: structure and stop shape its drafts; `has_stop`: stop.max_draft limits them
         calibrated = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
         another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
         self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
@@ -248,14 +253,20 @@ class MethodConfig(Settings):
         self.require("verify", self.verify != "block" or shape == "chain", "auto, exact or naive for a tree")
 
     def _refuse_unread(self, kind: Kind) -> None:
-        """Raise `UserError` for a part that belongs to other kinds, or to drafts that a structure shapes."""
+        """Raise `UserError` for a field that is set and that `kind` does not read.
+
+        `Kind.keys` are the fields that only some kinds read, as "max_ngram" or "stop.max_draft". A kind that is not
+        `shaped` also reads no structure, no copy, and of the stop rule only its keys.
+        """
         why = f"source={self.source} does not read it"
-        unread = {name for entry in KINDS.values() for name in entry.keys if "." not in name} - {*kind.keys}
-        unread -= {"ngrams"} if self.copy == TABLE else set()
-        for part in fields(self.stop) if not kind.shaped else ():  # first: a stop rule may be what makes it copy
-            if f"stop.{part.name}" not in kind.keys:
-                require_default(self.stop, part.name, why, "stop.")
-        for name in sorted(unread) if kind.shaped else ["structure", "copy", *sorted(unread)]:
+        some_read = {key for entry in KINDS.values() for key in entry.keys if not key.startswith("stop.")}
+        unread = sorted(some_read - {*kind.keys} - ({"ngrams"} if self.copy == TABLE else set()))
+        if not kind.shaped:
+            for part in fields(self.stop):  # before `copy`, which the stop rule's file may have set
+                if f"stop.{part.name}" not in kind.keys:
+                    require_default(self.stop, part.name, why, "stop.")
+            unread = ["structure", "copy", *unread]
+        for name in unread:
             require_default(self, name, why)
 
     @property
@@ -291,7 +302,7 @@ def choices_of(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
 
 
-def known_as(name: str) -> str:
+def method_key(name: str) -> str:
     """The key of the method `name` in `methods` and in reports."""
     return name.replace("/", "_")
 

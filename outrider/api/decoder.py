@@ -51,7 +51,7 @@ from outrider.inference.loading.models import load_stack, make_runtime, prepare_
 from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
-from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, known_as, preset
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, method_key, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
 
@@ -159,7 +159,7 @@ class Decoder:
             options = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
             kind_preset = kind.preset if kind is not None and is_drafter else None
             method = kind_preset or [*presets_of(options), PROMPT_LOOKUP.name][0]
-        name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")
+        name = construct(str, name or (method_key(method) if isinstance(method, str) else "method"), "name")
         config = EvaluateConfig(
             checkpoint=str(source) if is_drafter else None,
             target=target if is_drafter else str(source),
@@ -284,7 +284,7 @@ class Decoder:
 
         name: a name for your own settings. Raises `UserError` for an unknown preset, and if its drafter was not given.
         """
-        name = name or (known_as(method) if isinstance(method, str) else "method")
+        name = name or (method_key(method) if isinstance(method, str) else "method")
         decoder = copy(self)
         decoder.method = preset(method) if isinstance(method, str) else method
         decoder.name, decoder.config = name, replace(self.config, methods={name: decoder.method})

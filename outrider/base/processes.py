@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import distributed
 
 from outrider.base.errors import UserError
-from outrider.base.run_dirs import RUNS, begin_time, only_run
+from outrider.base.run_dirs import RUN_TIMES, begin_time, only_run
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(hours=6)  # for which a process waits for the others in a collective
@@ -58,14 +58,14 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
 def only_run_of(state: PartialState, folder: Path, what: str, resume: bool | None = None) -> Iterator[None]:
     """`only_run` for all processes of a launcher: the main process holds the lock, and an error reaches all of them.
 
-    resume: of the run; None: its texts show no time (see `run_time`).
+    resume: of the run; None: the run records no start (see `run_time`).
     """
     with ExitStack() as stack:
         from_main(state, lambda: stack.enter_context(only_run(folder, what)))
         if resume is not None:
             start = from_main(state, datetime.now)
-            RUNS.append(functools.cache(functools.partial(begin_time, folder, resume, start)))
-            stack.callback(RUNS.pop)
+            RUN_TIMES.append(functools.cache(functools.partial(begin_time, folder, resume, start)))
+            stack.callback(RUN_TIMES.pop)
         yield
 
 

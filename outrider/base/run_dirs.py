@@ -1,7 +1,7 @@
 """Exclusive use of an out_dir: one run at a time, resumed only with the same settings.
 
 before the work    `require_usable` and `require_free`: the directory can be written, and holds no earlier run
-during the work    `only_run` holds its lock; `begin_time` records the time that texts of the run show
+during the work    `only_run` holds its lock; `begin_time` records the start, the date that chat templates write
 with resume=true   `check_identity` compares the settings with those of the earlier run; `is_finished` looks for its end
 """
 
@@ -28,7 +28,9 @@ from outrider.base.words import list_words, make_legible
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"
 FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
-RUNS: list[Callable[[], datetime]] = []  # of this process's run, its `begin_time`, which records the time when called
+# The `begin_time` of this process's run, not called before a text needs it. `only_run_of` appends it, and removes it at
+# the end. Empty outside a run.
+RUN_TIMES: list[Callable[[], datetime]] = []
 _MOST_CHANGES = 12  # that an error shows
 
 
@@ -87,16 +89,18 @@ def _acquire(folder: Path, what: str) -> FileLock:
 
 
 def begin_time(folder: Path, resume: bool, start: datetime) -> datetime:
-    """The time that texts of the run in `folder` show: the recorded time of a resumed run, else `start`, which is
-    recorded now."""
+    """The recorded start of the run in `folder` if it is resumed, else `start`, which is recorded now.
+
+    Chat templates write today's date. With the recorded date, a resumed run's prompts do not change overnight.
+    """
     if not (resume and (folder / TIME_FILE).exists()):
         write_json(folder / TIME_FILE, start.isoformat())
     return read_as(datetime, folder / TIME_FILE, "time of a run", "give another out_dir")
 
 
 def run_time() -> datetime | None:
-    """The time that texts of this process's run show; None outside a run."""
-    return RUNS[-1]() if RUNS else None
+    """The time that chat templates write as now in this process's run; None outside a run."""
+    return RUN_TIMES[-1]() if RUN_TIMES else None
 
 
 @contextmanager

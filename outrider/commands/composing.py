@@ -29,7 +29,7 @@ from outrider.base.settings import Config, construct, describe_type, field_types
 from outrider.base.words import did_you_mean, list_words, quote_word, write_option
 from outrider.cli import COMMANDS
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
-from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, no_such_method, settings_of
+from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, method_key, no_such_method, settings_of
 
 
 def compose_config(name: str, words: Sequence[str]) -> DictConfig:
@@ -149,7 +149,7 @@ def _check_choice(override: Override) -> None:
         name = choice if isinstance(choice, str) else str(override.input_line).partition("=")[2]
         if group == "method" and choice == name and "/" in name:
             folder, _, last = f"method/{name}".rpartition("/")
-            ConfigStore.instance().store(last, settings_of(name), folder, package=f"methods.{known_as(name)}")
+            ConfigStore.instance().store(last, settings_of(name), folder, package=f"methods.{method_key(name)}")
         elif choice not in choices:
             hint = f"{did_you_mean(name, choices) or '.'} There are {list_words(choices)}; see --help"
             raise UserError(no_such_method(name) if group == "method" else f"{group}={name}: no such choice{hint}")
