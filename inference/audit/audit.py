@@ -77,7 +77,6 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """The judgement in a line."""
         if self.at:
             positions = ", ".join(f"{token.line}:{token.position}" for token in self.at[:SHOWN])
             return f"{len(self.at)} tokens are faults: {positions}{', …' * (len(self.at) > SHOWN)} (line:position)"
@@ -159,9 +158,9 @@ def score_answers(
             prompt, text = [*answer.prompt_ids, *answer.output_ids[:start]], answer.output_ids[start : start + rows]
             part = AnswerPart(line, start, answer, make_reference(model, prompt, text))
             if answer.temperature == 0:
-                _take_greedy(arm, part)
+                _add_greedy(arm, part)
             else:
-                _take_sampled(arm, part, coins, simulate=simulate)
+                _add_sampled(arm, part, coins, simulate=simulate)
     return arm
 
 
@@ -176,7 +175,7 @@ class AnswerPart:
 
     @property
     def tokens(self) -> Tensor:
-        """[t, 1]."""
+        """The tokens [t, 1]."""
         return torch.tensor(self.reference.text, device=self.reference.logits.device)[:, None]
 
     def scores(self, logits: Tensor, answer: ServedAnswer | None = None) -> Tensor:
@@ -195,12 +194,14 @@ class AnswerPart:
         return [JudgedToken(self.line, *values) for values in zip(*columns, strict=True)]
 
     def off(self, measured: Callable[[Tensor], Tensor]) -> Tensor:
-        """The measure in units of the noise [t]; for one that would be a fault, in units of `tipping_noise`."""
+        """`measured` in units of the rounding errors [t]; if one would be a fault, in those of `tipping_noise` (see
+        `Reference`)."""
         off = measured(self.reference.logits_noise)
         return measured(self.reference.tipping_noise()[1]) if bool((off > GAP).any()) else off
 
 
-def _take_greedy(arm: AuditArm, part: AnswerPart) -> None:
+def _add_greedy(arm: AuditArm, part: AnswerPart) -> None:
+    """Add greedy tokens to `arm`: those that are not the best become outliers."""
     scores, stock_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.stock_logits))
     best = scores.argmax(-1)
     rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
@@ -209,9 +210,9 @@ def _take_greedy(arm: AuditArm, part: AnswerPart) -> None:
     arm.deviations.append(_deviation(len(best), off, int((stock_scores.argmax(-1) != best).sum())))
 
 
-def _take_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, simulate: bool) -> None:
-    """Sampled tokens become draws. A token that top_k, top_p or min_p exclude is judged by its distance to the tokens
-    that they keep, as a greedy token by its distance to the best."""
+def _add_sampled(arm: AuditArm, part: AnswerPart, coins: torch.Generator, *, simulate: bool) -> None:
+    """Add sampled tokens to `arm` as draws. A token that top_k, top_p or min_p exclude becomes an outlier. Its distance
+    to the tokens that they keep is judged, as a greedy token's distance to the best."""
     scores, stock_scores = (part.scores(logits) for logits in (part.reference.logits, part.reference.stock_logits))
     support, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
     inside, stock_outside = support.gather(-1, tokens)[:, 0], 0  # [t]; of transformers' logits, draws that are excluded
@@ -268,7 +269,6 @@ def _deviation(positions: int, gaps: Tensor, stock_gaps: int) -> Deviation:
 
 
 def judge_arm(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
-    """The judgement of an arm."""
     choices, draws = judge_deviations(arm.deviations), join_draws(arm.draws) if arm.draws else None
     first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
     chances = p_values(draws, first) if draws else {}

@@ -58,7 +58,7 @@ class ReadingScores:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings on one drafter, over so many judged `positions` of `texts` answers.
+    """The findings on one drafter, over so many judged `positions` (in JSON "places") of `texts` answers.
 
     ways: the declared reading, then the others; none without an answer. better: the best reading that wins. lengths:
     the agreement of the declared reading by length of text.
@@ -139,7 +139,7 @@ def score_logits(logits: Tensor, recording: Recording, text: int) -> AgreementSc
     """The scores of a drafter's logits [steps, positions, V'] on a recording, which is text number `text`."""
     finite = logits.isfinite().all(-1)
     agree = finite & (logits.argmax(-1) == recording.tokens[recording.start :])
-    blocks = (text << 32) + np.arange(agree.shape[-1]) // BLOCK
+    blocks = (text << 32) + np.arange(agree.shape[-1]) // BLOCK  # a number of its own for each block of each text
     return AgreementScores(agree.cpu().numpy(), finite.cpu().numpy(), blocks)
 
 
@@ -163,13 +163,13 @@ def lead_chance(lead: np.ndarray, blocks: np.ndarray) -> float:
     return float(odds[sums.sum() + np.abs(sums).sum() :].sum())
 
 
-def is_better(challenger: AgreementScores, than: AgreementScores, tried: int = 1) -> tuple[bool, float]:
-    """Whether `challenger` agrees more than `than` by `MARGIN` and significantly, and the p-value.
+def is_better(challenger: AgreementScores, declared: AgreementScores, tried: int = 1) -> tuple[bool, float]:
+    """Whether `challenger` agrees more than `declared` by `MARGIN` and significantly, and the p-value.
 
     tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
-    chance = min(1.0, tried * lead_chance((challenger.agree.astype(int) - than.agree).sum(0), challenger.blocks))
-    return chance < CHANCE and challenger.agreement - than.agreement >= MARGIN, chance
+    chance = min(1.0, tried * lead_chance((challenger.agree.astype(int) - declared.agree).sum(0), challenger.blocks))
+    return chance < CHANCE and challenger.agreement - declared.agreement >= MARGIN, chance
 
 
 def describe_findings(kind: str, findings: Findings) -> Iterator[str]:

@@ -22,6 +22,7 @@ from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.audit.answers import ServedAnswer
 from outrider.inference.audit.audit import judge_arm, score_answers
+from outrider.inference.batch.server import RETOKENISED
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.ngrams.drafter import open_table
 from outrider.inference.evaluate.engine_blocks import (
@@ -161,18 +162,15 @@ def judge_served(
 
 
 def differing_answers(served: ServedBlocks, sampling: SamplingConfig) -> dict[tuple[str, str], list[ServedAnswer]]:
-    """By (method, arm), the engine's texts that are not the references', each once; not those with unknown ids.
-
-    A text's `totals` have the keys `UNREAD` (its ids are unknown) and "retokenised", if they hold (see `EngineServer`).
-    """
+    """By (method, arm), the engine's texts that are not the references', each once; not those with unknown ids."""
     answers: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], ServedAnswer]] = {}
     for method, result in ((block.key.method, result) for block in served.blocks for result in block.results):
         for name, output in result.generations.items():
             prompt, text, arm = result.prompt, output.tokens, DRAFTED if name == method else PLAIN
             if text == (served.references or {}).get(_position(result)) or UNREAD in output.totals:
                 continue
-            again = "retokenised" in output.totals
-            answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=again, **vars(sampling))
+            retokenised = RETOKENISED in output.totals  # a key for each flag that holds, see `EngineServer`
+            answer = ServedAnswer(prompt_ids=[*prompt], output_ids=[*text], retokenised=retokenised, **vars(sampling))
             answers.setdefault((method, arm), {})[prompt, text] = answer
     return {key: [*by_text.values()] for key, by_text in answers.items()}
 

@@ -107,10 +107,8 @@ def measure_served(
     """The blocks of `methods` on the prompts `positions`. Raises `UserError`."""
     folder, file = out / FOLDER, out / FILE
     by_key = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
-    request, streams = (
-        _request_of(config, resolve_sampling(config, setup), setup.eos),
-        Streams(config.seed).within("served"),
-    )
+    request = _request_of(config, resolve_sampling(config, setup), setup.eos)
+    streams = Streams(config.seed).within("served")
     begin = partial(_open_engine, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     blocks = []
     with ExitStack() as open_engines:
@@ -151,14 +149,16 @@ def _measure_block(
 ) -> Block:
     """Measure one block, by both arms in random order.
 
-    Before its first block at a concurrency an arm warms up: it continues the same prompts by a few tokens. arms: the
-    engine and its draft length. shared: the request's fields that all blocks have.
+    Before its first block at a concurrency an arm warms up: it continues the same prompts by a few tokens. arms: by
+    name, the engine and the length of its drafts, 0 for plain decoding. shared: the request's fields that all blocks
+    have.
     """
     count, prompts = key.concurrency, [rendered[position] for position in key.positions]
-    draws = streams.within(key.method, count, key.repeat)
-    request = {**shared, "seeds": [draws.number(position, bits=56) for position in key.positions], "concurrency": count}
+    block_streams = streams.within(key.method, count, key.repeat)
+    seeds = [block_streams.number(position, bits=56) for position in key.positions]
+    request = {**shared, "seeds": seeds, "concurrency": count}
     texts, seconds = dict[str, tuple[Generation, ...]](), dict[str, float]()
-    for arm in draws.of("order", *key.positions).sample(sorted(arms), len(arms)):
+    for arm in block_streams.of("order", *key.positions).sample(sorted(arms), len(arms)):
         engine, drafted = arms[arm]
         if engine.warm != count:
             limit = min(_WARM_UP_TOKENS, request["max_new_tokens"])
@@ -168,8 +168,9 @@ def _measure_block(
     by_method = {name: texts[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
     results = tuple(
         PromptResult(
-            f"{position}/{key.repeat}", "", tuple(prompts[i]), {name: batch[i] for name, batch in by_method.items()},
-            next(iter(by_method)), conversation=str(position),
+            prompt_id=f"{position}/{key.repeat}", category="", prompt=tuple(prompts[i]),
+            generations={name: batch[i] for name, batch in by_method.items()},
+            reference=next(iter(by_method)), conversation=str(position),
         )
         for i, position in enumerate(key.positions)
     )  # fmt: skip

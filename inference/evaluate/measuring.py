@@ -109,7 +109,7 @@ def tune_methods(plan: EvaluationPlan, models: Models | None) -> Prepared:
 
     def begin() -> object:
         assert models is not None  # the main process has a share of a new run
-        doctor = see_doctor(plan, models)
+        doctor = examine_drafters(plan, models)
         prepared = prepare_methods(plan.config, plan.setup, models, plan.rendered[0], plan.positions)
         content = to_json(replace(prepared, doctor=dict(doctor)))
         begin_run(plan.out_dir, plan.identity, content)
@@ -119,7 +119,7 @@ def tune_methods(plan: EvaluationPlan, models: Models | None) -> Prepared:
     return construct(Prepared, from_main(plan.processes, begin))
 
 
-def see_doctor(plan: EvaluationPlan, models: Models) -> Mapping[str, Findings]:
+def examine_drafters(plan: EvaluationPlan, models: Models) -> Mapping[str, Findings]:
     """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
     from outrider.inference.doctor.examine import examine  # imported only if requested
 

@@ -27,7 +27,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.drafters import Drafters, new_drafter
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.lossless import Deviation, Forced, make_reference
-from outrider.inference.measure.results import Arm, Choosing, MakeArms, Noting, PromptResult, ShownRound, shown_rounds
+from outrider.inference.measure.results import Arm, Choosing, MakeArms, PromptResult, ShownRound, TreeLog, shown_rounds
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.settings.sampling import Verification
 from outrider.inference.sizing.policy import Tuning
@@ -37,7 +37,7 @@ def make_arms(
     stack: Target,
     drafters: Drafters,
     methods: Mapping[str, MethodConfig],
-    plain: PreTrainedModel | None,
+    stock: PreTrainedModel | None,
     text: TextSettings,
     *,
     runtime: Runtime | None = None,
@@ -45,8 +45,9 @@ def make_arms(
     clock: Clock = time.perf_counter,
     choosing: Choosing = lambda selector: selector,
 ) -> dict[str, Arm]:
-    """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
+    """The arms to compare, by name: plain decoding, every method and, given `stock`, its `generate`.
 
+    stock: the target as transformers runs it.
     runtime: how the passes of all arms but `generate` run; None: eagerly.
     tunings: of the methods with "auto" sizes (see `inference.measure.probe`).
     choosing: replaces an arm's selector.
@@ -64,9 +65,9 @@ def make_arms(
         arms[name] = partial(maker.draft, name, make, method.verification)
     if runtime is not None:
         arms = {name: rerun_on_capture(arm, runtime) for name, arm in arms.items()}
-    if plain is not None:
+    if stock is not None:
         arms[TRANSFORMERS] = lambda prompt, streams: transformers_generate(
-            plain, prompt, text, streams.number(TRANSFORMERS, "sample", bits=64)
+            stock, prompt, text, streams.number(TRANSFORMERS, "sample", bits=64)
         )
     return arms
 
@@ -266,17 +267,17 @@ def _share_time(texts: Sequence[Generation], seconds: float) -> list[Generation]
 
 
 def measure_deviations(
-    plain: PreTrainedModel,
+    stock: PreTrainedModel,
     results: Sequence[PromptResult],
     make: MakeArms,
     streams: Sequence[Streams],
     batch: Batch | None = None,
 ) -> list[dict[str, Deviation]]:
-    """The deviations of this runtime's arms on the reference's text of each result, by name (see `lossless`).
+    """The deviations of this runtime's arms on the reference text of each result, by name (see `lossless`).
 
-    plain: the target as transformers runs it; streams, batch: those of the results' generations.
+    stock: the target as transformers runs it; streams, batch: those of the results' generations.
     """
-    references = [make_reference(plain, r.prompt, r.generations[r.reference].tokens) for r in results]
+    references = [make_reference(stock, r.prompt, r.generations[r.reference].tokens) for r in results]
     selectors: list[Forced] = []
 
     def force(selector: TokenSelector) -> TokenSelector:
@@ -299,10 +300,10 @@ def show_rounds(
     batch: Batch | None = None,
 ) -> list[dict[str, tuple[ShownRound, ...]]]:
     """The rounds of every method on each prompt, by name: an extra, untimed run that records the trees."""
-    selectors: list[Noting] = []
+    selectors: list[TreeLog] = []
 
     def note(selector: TokenSelector) -> TokenSelector:
-        selectors.append(Noting(selector))
+        selectors.append(TreeLog(selector))
         return selectors[-1]
 
     rounds: list[dict[str, tuple[ShownRound, ...]]] = [{} for _ in prompts]

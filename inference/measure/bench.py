@@ -113,7 +113,7 @@ def make_bench(
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
     count = -(-JUDGED // config.batch)
-    judged = frozenset(i * (prompts // config.batch) // count for i in range(count))
+    judged = frozenset(i * (prompts // config.batch) // count for i in range(count))  # evenly spread over the groups
     display_positions = frozenset(i * prompts // config.show_prompts for i in range(config.show_prompts))
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None

@@ -109,8 +109,8 @@ def judge_deviations(deviations: Sequence[Deviation]) -> Judgement:
     gaps = [gap for d in deviations for gap in d.gaps]
     mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
     ties, stock_ties = len(gaps), sum(d.own_gaps for d in deviations)
-    # Both are counts of rare events. The standard deviation of their difference is about the root of their sum: four of
-    # these are allowed, and 2 more since the root is too small for counts near 0.
+    # Both count rare events: the root of their sum is about the standard deviation of their difference. Four standard
+    # deviations are allowed, and 2 ties more: near 0 the root is too small.
     most_ties = stock_ties + 4 * math.sqrt(ties + stock_ties) + 2
     peak, peak_at = worst.peak, f"{_name_row(worst.peak_row, rows)} at position {worst.peak_position}"
     bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
@@ -156,9 +156,7 @@ class Reference:
 @torch.inference_mode()
 def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> Reference:
     """`text` after `prompt` through `model`, the target as transformers runs it: in twice its precision, then as it is.
-
-    No code of this project's runtime runs here, so its faults cannot enlarge the tolerance for them.
-    """
+    This project's runtime takes no part, so its faults cannot enlarge the tolerance for them."""
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
     with stock_attention(model):
         with double_precision(model):
@@ -252,11 +250,11 @@ def _logit_errors(rounded_logits: Tensor, logits: Tensor) -> Tensor:
 class Forced(TokenSelector):
     """Chooses the tokens of the reference text whatever the logits are, and records the logits' errors.
 
-    like: the arm's own selector; its processors act, and drafts are drawn from its distributions.
+    selector: the arm's; its processors act, and drafts are drawn from its distributions.
     """
 
-    def __init__(self, like: TokenSelector, reference: Reference):
-        self.__dict__.update(like.__dict__)
+    def __init__(self, selector: TokenSelector, reference: Reference):
+        self.__dict__.update(selector.__dict__)
         self.takes_argmax = False  # else plain decoding would bypass the selector
         self._reference = reference
         self._position = 0  # index in the text

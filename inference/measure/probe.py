@@ -151,10 +151,10 @@ def measure_costs(
     rounds = _rounds_of(generate, probe, f"{method.source} drafter", new_tokens)
     target_passes, other_seconds = _cycle(rounds, probe, clock)
     padded = runtime.name == "graphed"
-    laps = probe.laps or [(1, 0.0)]  # one pass drafted every level that there is
+    laps = probe.laps or [(1, 0.0)]  # none if one pass drafts all levels: these seconds are in `probe.once`
     step, verify = curve(laps, padded=padded and shaped), curve(target_passes, padded=padded)
-    unshared = (0.0, 0.0, 0.0)
-    if runtime is passes:  # texts could share the passes, but not what is outside
+    unshared = (0.0, 0.0, 0.0)  # of a draft step, a verification, a step of plain decoding (see `Costs`)
+    if runtime is passes:  # several texts could share the passes, but not what is outside
         unshared = (min(step[1], outside_pass) if shaped else step[1], outside_pass, outside_pass)
     first_step_extra = typical(probe.once) - step[1] if probe.once else 0.0
     costs = Costs(step, verify, typical(other_seconds) + max(0.0, first_step_extra), plain_seconds, unshared)
@@ -272,7 +272,7 @@ class _Probe(Structure):
 
 
 class _SizesInTurn:
-    """Cycles through `SIZES` for a drafter that shapes its own drafts; records outcomes of trials (see `Sizes`).
+    """The `Sizes` of a drafter that shapes its own drafts: cycles through `SIZES`, and records outcomes of trials.
 
     laps: (nodes, seconds) of every round's drafting.
     """
@@ -293,7 +293,6 @@ class _SizesInTurn:
         return drafter
 
     def search_size(self) -> int:
-        """See `Sizes`."""
         self._turn += 1
         return next(size for size in SEARCH_SIZES if size >= self._size)
 
@@ -302,11 +301,9 @@ class _SizesInTurn:
         return SIZES[self._turn % self.turns]
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
-        """See `Sizes`."""
         return min(self._size, len(parents))
 
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
-        """See `Sizes`."""
         for index, tried, right in trials_of(parents, probs, accepted):
             self.tried[index] += tried
             self.right[index] += right

@@ -118,7 +118,6 @@ class RecordedSession(WholeSession):
         return torch.empty(len(self.finished), 0)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """See `Session.commit`."""
         self.base += len(rows)
         self.start_round()
 
@@ -306,7 +305,6 @@ def replay_turns(
 def replay_report(
     name: str, method: MethodConfig, turns: Sequence[RecordedTurn], generations: Sequence[Generation]
 ) -> MethodReplay:
-    """The figures of one method from the generations of all turns."""
     seconds = [r.structure_seconds for g in generations for r in g.rounds]
     groups: dict[str, list[Generation]] = {}
     for turn, generation in zip(turns, generations, strict=True):
@@ -330,7 +328,6 @@ def replay_report(
 
 
 def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
-    """Write report.md and report.json, and print report.md."""
     table = replay_markdown(reports, config.transcripts)
     write_atomically(out_dir / "report.md", table.encode())
     facts = {

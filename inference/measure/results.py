@@ -31,7 +31,7 @@ from outrider.inference.measure.lossless import Deviation
 _SEAL = "sha256"
 NODES_KEPT = 1000  # most nodes of a text's trees in all, so that report.html stays below a megabyte
 
-_Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # a tree's tokens and parents, the accepted nodes
+VerifiedTree = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # tokens, parents, the accepted nodes
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class ShownRound:
     path: tuple[int, ...] = ()
 
 
-class Noting(TokenSelector):
-    """Chooses as the selector `like` does, and records every tree that is verified."""
+class TreeLog(TokenSelector):
+    """Chooses as `selector` does, and records every tree that is verified."""
 
-    def __init__(self, like: TokenSelector):
-        self.__dict__.update(like.__dict__)
-        self.verified: list[_Verified] = []
+    def __init__(self, selector: TokenSelector):
+        self.__dict__.update(selector.__dict__)
+        self.verified: list[VerifiedTree] = []
 
     def verify(self, tree: DraftTree, logits: Tensor) -> VerifiedDraft:
         verified = super().verify(tree, logits)
@@ -64,7 +64,7 @@ class Noting(TokenSelector):
         return verified
 
 
-def shown_rounds(first: int, rounds: Sequence[Round], verified: Sequence[_Verified]) -> tuple[ShownRound, ...]:
+def shown_rounds(first: int, rounds: Sequence[Round], verified: Sequence[VerifiedTree]) -> tuple[ShownRound, ...]:
     """The rounds of one text, of which `first` is the prefill's token."""
     records, nodes = [ShownRound((first,))], 0
     for r, (tokens, parents, path) in zip(rounds, verified, strict=True):
@@ -121,8 +121,8 @@ class Skipped:
 
 
 Arm = Callable[[Sequence[int], Streams], Generation]  # from a prompt's ids and the generation's random streams
-Choosing = Callable[[TokenSelector], TokenSelector]
-MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms whose selectors are replaced
+Choosing = Callable[[TokenSelector], TokenSelector]  # from an arm's selector to the one that replaces it
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms by name, with replaced selectors
 Record = TypeVar("Record")
 REPORT_FILE = "report.json"
 RUN_FILE = "run.json"

@@ -31,7 +31,6 @@ def select_timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResu
 
 
 def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
-    """The results in which no arm's text loops."""
     return [r for r in results if not any(loop_length(r.generations[arm].tokens) for arm in arms)]
 
 

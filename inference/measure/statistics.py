@@ -197,11 +197,12 @@ def bootstrap_median(
     Davison and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not support. None: every value is a cluster.
     """
     names = {name: number for number, name in enumerate(dict.fromkeys(units or range(len(values))))}
-    owners = torch.tensor([names[name] for name in units or range(len(values))])
-    picks = torch.from_numpy(generator.integers(len(names), size=(draws, len(names))))
+    clusters = torch.tensor([names[name] for name in units or range(len(values))])  # [values]
+    picks = torch.from_numpy(generator.integers(len(names), size=(draws, len(names))))  # [draws, clusters]
     data, order = torch.tensor(values, dtype=torch.float64).sort()
     times = torch.zeros(draws, len(names), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
-    counts = times[:, owners[order]].cumsum(1)  # [draws, values]: the number of a draw's values up to this one
+    # [draws, values]: how many of a draw's values are up to this one, if each cluster counts as `times` it was picked.
+    counts = times[:, clusters[order]].cumsum(1)
     half = counts[:, -1:] / 2
     lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two middle values, or one twice
     medians = (data[lower] + data[upper]) / 2
@@ -228,6 +229,8 @@ LEAST = 12  # tokens of the stretch: a row of dots, or of digits at the end of a
 def loop_length(tokens: tuple[int, ...]) -> int:
     """The number of tokens in the longest stretch of a text that makes it loop; 0 for a text that does not."""
     text, size, longest = np.array(tokens), len(tokens), 0
+    # Example: a b c b c b c with period 2. text[i] != text[i + 2] at i = 0 only, so edges are −1, 0 and 5; between them
+    # are stretches of 2 and 6 tokens that end at 2 and 7. The second is b c b c b c.
     for period in range(1, size // TIMES + 1):
         edges = np.concatenate(([-1], np.flatnonzero(text[period:] != text[:-period]), [size - period]))
         lengths, ends = np.diff(edges) - 1 + period, edges[1:] + period  # of stretches of this period
@@ -250,7 +253,6 @@ class Loops:
 
 
 def count_loops(texts: Sequence[tuple[int, ...]]) -> Loops:
-    """The loops of `texts`."""
     lengths, total = [loop_length(text) for text in texts], sum(map(len, texts))
     return Loops(len(texts), sum(map(bool, lengths)), sum(lengths) / total if total else 0.0)
 

@@ -35,7 +35,6 @@ class TimeLimit:
         return not self.is_over(spent + seconds / 2)
 
     def is_over(self, spent: float) -> bool:
-        """Whether the limit is reached after `spent` seconds."""
         return self.minutes is not None and spent >= 60 * self.minutes
 
     def to_do(self, prompts: int, finished_positions: Collection[int]) -> tuple[list[int], int]:
@@ -46,12 +45,12 @@ class TimeLimit:
         """
         order = range(prompts) if self.minutes is None else spread_order(prompts)
         queue = [position for position in order if position not in finished_positions]
-        must = len(queue) if self.minutes is None else max(0, min(len(queue), MIN_PROMPTS - len(finished_positions)))
-        return queue[:must] if self.is_over(self.earlier) else queue, must
+        least = len(queue) if self.minutes is None else max(0, min(len(queue), MIN_PROMPTS - len(finished_positions)))
+        return queue[:least] if self.is_over(self.earlier) else queue, least
 
 
 def spread_order(count: int) -> list[int]:
-    """0 … count − 1 in bit-reversed order: every prefix is spread evenly over all."""
+    """0 … count − 1 in bit-reversed order: every prefix is spread evenly over all. Of 5: [0, 4, 2, 1, 3]."""
     bits = max(1, (count - 1).bit_length())
     reverse = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
     return [position for position in reverse if position < count]

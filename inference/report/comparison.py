@@ -200,7 +200,6 @@ def _tau(result: PromptResult, method: str) -> float:
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """The comparison as Markdown."""
     (first, second), (turns_before, turns_after, shared) = comparison.compare, comparison.prompts
     loops = max((row.loops for row in comparison.methods), key=lambda loops: loops.looping)
     lines = [

@@ -86,7 +86,6 @@ def describe_conditions(
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, DraftVocabulary]:
-    """The draft vocabulary of each kind of drafter that has one."""
     vocabularies = {}
     for name, where in config.paths.items():
         tokens = config.plugin(KINDS[name]).draft_vocabulary(where)

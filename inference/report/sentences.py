@@ -112,7 +112,6 @@ def _slower_plain(report: MethodReport) -> str:
 
 
 def conditions_text(reports: Sequence[MethodReport]) -> str:
-    """The conditions of the measurement as a sentence."""
     first, run = reports[0], reports[0].conditions
     numbers = run.dtype if run.computes_in == run.dtype else f"{run.dtype} weights and {run.computes_in} activations"
     turns = f", {first.figures.turns} turns" if first.figures.turns > first.figures.prompts else ""
@@ -228,7 +227,6 @@ def overlap_sentence(kind: str, overlap: Overlap) -> str:
 
 
 def doctor_lines(run: Conditions) -> Iterator[str]:
-    """The doctor's tables, for a monospaced font."""
     for kind, findings in run.doctor.items():
         yield from describe_findings(kind, findings)
 

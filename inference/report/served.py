@@ -63,10 +63,9 @@ SERVED: Columns = {
 class EngineRun:
     """What an engine did with a method's drafts of `drafted` tokens, at one concurrency.
 
-    results: of the engine. here: this runtime's generations of the same prompts.
-    references: the reference's texts; None if texts are drawn.
+    results: of the engine. here: this runtime's generations of the same prompts. references: the reference texts of
+    these prompts; None if texts are drawn. load: of the machine meanwhile.
     totals: by arm of the engine, its seconds for all prompts together.
-    load: of the machine meanwhile.
     counts: by block of prompts, the counts of a server (see `EngineServer`), None where its rounds are seen, and the
     number of prompts.
     """
@@ -85,7 +84,6 @@ class EngineRun:
 
 
 def served_row(run: EngineRun, streams: Streams) -> ServedRow:
-    """The figures of a method in an engine at one concurrency."""
     method, results, totals, references = run.method, run.results, run.totals, run.references
     arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
     by_arm = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
@@ -167,9 +165,12 @@ def _acceptance(
 
 
 def _depths(generations: Iterable[Generation], depth: int) -> RoundCounts:
-    """[n, 1 + depth]: for each generation the number of whole rounds, then of those that accepted at least 1, 2, …"""
+    """[n, 1 + depth]: for each generation the number of whole rounds, then of those that accepted at least 1, 2, …
+
+    Example: rounds that accepted 0, 2 and 1 tokens give [3, 2, 1] at depth 2.
+    """
     accepted = [np.array([r.accepted for r in _without_last(g).rounds], np.int64) for g in generations]
-    return np.array([(lengths[:, None] >= np.arange(1 + depth)).sum(0) for lengths in accepted])
+    return np.array([(tokens[:, None] >= np.arange(1 + depth)).sum(0) for tokens in accepted])
 
 
 def _compare_depths(
@@ -177,7 +178,8 @@ def _compare_depths(
 ) -> tuple[DepthShare, ...]:
     """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
 
-    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: additional.
+    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. tolerance: a difference up to
+    this and `LARGEST_DIFFERENCE` together is not reported.
     """
     rows = {unit: row for row, unit in enumerate(dict.fromkeys(units))}
     counts = np.zeros((2, len(rows), there.shape[1]), np.int64)  # [sides, units, 1 + K]
@@ -254,7 +256,6 @@ def _notes(report: MethodReport, rows: Sequence[ServedRow]) -> Iterator[str]:
 
 
 def source_of(report: MethodReport) -> str:
-    """The kind of the method's drafter."""
     return str(report.settings["source"])
 
 

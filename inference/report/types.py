@@ -43,7 +43,8 @@ class Overlap:
     """The overlap of prompts and a training text, or `why` it is unknown.
 
     runs, runs_seen: distinct runs of words in the prompts, and how many of them occur in the text. prompts_seen: the
-    prompts with at least one such run. characters: the length of the text searched; complete: whether that was all.
+    prompts with at least one such run. characters: the length of the text searched; complete ("whole" in JSON): whether
+    that was all.
     """
 
     prompts: int | None = field(default=None, metadata=OPTIONAL)

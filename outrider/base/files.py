@@ -115,7 +115,6 @@ def user_cache() -> Path:
 
 
 def package_version() -> str:
-    """The installed version of this project."""
     try:
         return version("outrider")
     except PackageNotFoundError:

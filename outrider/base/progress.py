@@ -64,7 +64,6 @@ class Stage(AbstractContextManager["Stage"]):
 
     @property
     def seconds_spent(self) -> float:
-        """Seconds since the stage began."""
         return time.monotonic() - self.began
 
     @property

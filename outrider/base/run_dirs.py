@@ -138,7 +138,6 @@ def require_rehearsal(folder: Path, mark: str) -> None:
 
 
 def _describe_process(holder: Path) -> str:
-    """The process that the file `holder` names, in words."""
     try:
         record = read_mapping(holder, "record of a run", "remove it")
         job = f", Slurm job {record['slurm_job']}" if record["slurm_job"] else ""

@@ -394,7 +394,7 @@ def differences(old: object, new: object, key: str = "") -> list[tuple[str, obje
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
-        return [change for inner, a, b in pairs for change in differences(a, b, f"{key}.{inner}" if key else inner)]
+        return [change for inner, a, b in pairs for change in differences(a, b, _join(key, inner))]
     return [] if _write_sorted(old) == _write_sorted(new) else [(key, old, new)]
 
 

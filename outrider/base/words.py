@@ -145,7 +145,6 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> list[str]:
-        """The table as lines of Markdown."""
         rows = ["".join(f" {cell} |" if cell else " |" for cell in row) for row in (list(self.columns), *self.rows)]
         return [f"|{rows[0]}", "|" + "---|" * len(self.columns), *(f"|{row}" for row in rows[1:])]
 

@@ -63,7 +63,6 @@ class Reply:
         return self._event([self._choice(index, [(piece, self._scores(piece))], "delta")])
 
     def body(self) -> bytes:
-        """The whole answer."""
         choices = [self._choice(index, parts, "message") for index, parts in self._parts.items()]
         return self._record("chat.completion", choices, self._usage()).encode()
 
@@ -124,7 +123,6 @@ class Reply:
         return f"{{{', '.join(members)}}}"
 
     def _scores(self, piece: Piece) -> list[ScoreRow]:
-        """The log-probabilities of each of the piece's tokens."""
         write_row = self._chat_row if self._is_chat else self._text_row
         return [write_row(token, scores) for token, scores in zip(piece.tokens, piece.scores, strict=False)]
 

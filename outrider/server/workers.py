@@ -215,14 +215,14 @@ def decode_pieces(
     for number, r in enumerate(rounds):
         scores = r.scores if isinstance(r, ScoredRound) else ()
         proposed, passes = r.drafted, int(number > 0)
-        for part in (slice(0, r.accepted), slice(r.accepted, len(r.tokens))):
+        for drafted, part in ((True, slice(0, r.accepted)), (False, slice(r.accepted, len(r.tokens)))):
             if not (tokens := r.tokens[part]):
                 continue
             history += tokens
             unsent += stream.add(tokens)
             tail = rule.shown_end(history, len(stream.tokens)) if rule else ""
             size = max(0, len(unsent) - len(tail))
-            yield Piece(unsent[:size], tokens, part.start == 0 < r.accepted, scores[part], proposed, passes)
+            yield Piece(unsent[:size], tokens, drafted, scores[part], proposed, passes)
             unsent, proposed, passes = unsent[size:], 0, 0
     unsent += stream.flush()
     stopped = rule is not None and rule.first_end(history, 1) is not None

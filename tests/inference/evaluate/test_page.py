@@ -21,7 +21,7 @@ from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.settings import EARLY_EXIT
 from outrider.inference.core.tree import ROOT
-from outrider.inference.measure.results import Noting, PromptResult, ShownRound, read_results
+from outrider.inference.measure.results import PromptResult, ShownRound, TreeLog, read_results
 from outrider.inference.measure.statistics import MedianInterval
 from outrider.inference.measure.threads import judge_load
 from outrider.inference.report.comparison import compare_reports
@@ -156,7 +156,7 @@ def test_timed_runs_record_no_trees(config: Callable[..., EvaluateConfig], monke
     def refuse(*_: object) -> Any:
         raise AssertionError("noted")
 
-    monkeypatch.setattr(Noting, "verify", refuse)
+    monkeypatch.setattr(TreeLog, "verify", refuse)
     prompts = [Prompt("a", "code", ("def add(first, second):",), False)]
     evaluate(config("none", show_prompts=0), prompts)
     assert "No rounds were kept" in (Path(config("none").out_dir) / "report.html").read_text()
