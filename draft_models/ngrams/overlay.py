@@ -18,8 +18,7 @@ from outrider.draft_models.ngrams.table import Level, TrigramTable
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOAD = 2  # minimum slots per context
 _SLOTS = 1 << 15  # of `Recycled`: 2.5 MB with eight tokens each
-
-
+# Records of a `ContextMap`.
 _SLOT = np.dtype([("key", np.uint64), ("sum", np.float64), ("head", np.int32), ("seen", np.int32)], align=True)
 _ENTRY = np.dtype([("weight", np.float64), ("token", np.int32), ("following", np.int32)], align=True)
 
