@@ -42,9 +42,10 @@ def load_small_lm(
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    It runs layer by layer if the check at load shows equality, otherwise by its own forward. Its embedding may be
-    padded to another size than the target's, but the tokens must be the same. If they differ, a `UserError` names both
-    sizes and the first differing token before weights are read. Raises `UserError` too if it cannot run trees.
+    It runs layer by layer if the check at load shows equality, otherwise by its own forward. Layer by layer on a CPU,
+    quantised weights stay as they are stored. Its embedding may be padded to another size than the target's, but the
+    tokens must be the same. If they differ, a `UserError` names both sizes and the first differing token before weights
+    are read. Raises `UserError` too if it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
     pass_tokens_of(config)
