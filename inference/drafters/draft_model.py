@@ -12,7 +12,7 @@ from outrider.inference.core.tree import ROOT
 
 
 class BesideTarget:
-    """What draft models have alike that read no aux hidden states and share no layers unless they say so."""
+    """The defaults of draft models: they share no layer of the target, and read no aux hidden states."""
 
     split = 0
     aux_layers: tuple[int, ...] = ()

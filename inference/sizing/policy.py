@@ -45,8 +45,8 @@ class Tuning:
     """
 
     costs: Costs
-    tried: tuple[float, ...] = ()
-    right: tuple[float, ...] = ()
+    tried: tuple[float, ...] = ()  # trials by index
+    right: tuple[float, ...] = ()  # right ones of them by index
     shared: Callable[[], Allowance] | None = None  # of all texts of a batch, whose number decides what passes cost
 
     @property

@@ -46,7 +46,7 @@ class EarlyExitDraftModel(BesideTarget):
         self.predicted = drafter.draft_tokens
 
     def begin(self, session: Session) -> None:
-        self.target_session = self.session = session = session.require_layers()  # there is no other
+        self.target_session = self.session = session = session.require_layers()  # the only session
         self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, logit_count=0)

@@ -29,7 +29,7 @@ class SkipLayersDraftModel(BesideTarget):
         self.skip = skip
 
     def begin(self, session: Session) -> None:
-        self.target_session = self.session = session = session.require_layers()  # there is no other
+        self.target_session = self.session = session = session.require_layers()  # the only session
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
         self._layers = [layer for layer in range(count) if layer not in skipped]
