@@ -35,6 +35,7 @@ class Sampler:
     """`config`, ready to apply; greedy decoding has no warpers.
 
     defaults: processors of the target's generation config (see `loading.generation_config`), run before `config`'s.
+    reads_context: a processor reads the text. reads_ids: a token's probability depends on its id, not on logits alone.
     """
 
     def __init__(self, config: "SamplingConfig", defaults: Sequence[transformers.LogitsProcessor] = ()):
@@ -50,6 +51,7 @@ class Sampler:
         )
         self._steps += [make() for acts, make in warpers if acts and not self.greedy]
         self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
+        self.reads_ids = self.reads_context or transformers.SuppressTokensLogitsProcessor in map(type, self._steps)
 
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
         """Processed logits [n, V] in float32.

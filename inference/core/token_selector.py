@@ -41,6 +41,7 @@ class TokenSelector:
     generator: the source of random numbers; required if the sampler samples.
     rule: how sampled candidates are verified (see `MethodConfig.verification`).
     takes_argmax: tokens are the argmax of unprocessed logits.
+    reads_ids: drafts are drawn by probabilities that depend on the ids of tokens (see `Sampler`).
 
     The text is kept only for processors that read it. For non-finite target logits the chosen id is outside the
     vocabulary.
@@ -53,6 +54,7 @@ class TokenSelector:
         self.takes_argmax = sampler is None
         self.greedy = sampler is None or sampler.greedy
         self.reads_context = sampler is not None and sampler.reads_context
+        self.reads_ids = sampler is not None and not self.greedy and sampler.reads_ids
         self.rule = rule
         if not self.greedy:
             if generator is None:

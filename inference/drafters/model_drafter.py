@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._session = session
-        by_index = selector.greedy and not self.structure.reads_root
+        by_index = not (selector.reads_ids or self.structure.reads_root)
         self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_index=by_index)
         self.model.begin(session)
         if self.copies is not None:
@@ -80,7 +80,8 @@ class TimedModel:
 
     by_index: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
     it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts
-    such a draft to token ids. Otherwise logits are [n, V] over the target's `vocabulary`, very low for other tokens.
+    such a draft to token ids, and its q to [V]. Otherwise logits are [n, V] over the target's `vocabulary`, very low
+    for other tokens.
     """
 
     def __init__(
@@ -126,8 +127,12 @@ class TimedModel:
         return logits
 
     def with_ids(self, tree: DraftTree) -> DraftTree:
-        """`tree`, which was drafted with this source, with token ids."""
-        return tree if self._ids is None else replace(tree, tokens=self._ids[tree.tokens])
+        """`tree`, which was drafted with this source, with token ids and with q over the target's vocabulary."""
+        ids = self._ids
+        if ids is None:
+            return tree
+        q = {node: row.new_zeros(self._vocabulary).index_copy_(0, ids, row) for node, row in tree.q.items()}  # [V]
+        return replace(tree, tokens=ids[tree.tokens], q=q)
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None

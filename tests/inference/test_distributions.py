@@ -23,7 +23,7 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.inference.core import token_selector, verify
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.drafters.model_drafter import ModelDrafter
+from outrider.inference.drafters.model_drafter import ModelDrafter, TimedModel
 from outrider.inference.drafters.model_plugin import Calibrated
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
@@ -84,6 +84,7 @@ MARKOV = Tables(
     TableModel([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.6, 0.05, 0.05, 0.3]]),
     TableModel([[0.3, 0.3, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.3, 0.2], [0.5, 0.2, 0.0, 0.3]]),
 )
+OF_SOME = Tables(MARKOV.p, OfSome(MARKOV.q.distributions.tolist()))
 # A drafter that is sure of other tokens than the target: verification has much to mend, so a fault of it shows soon.
 APART = Tables(
     TableModel([[0.3, 0.2, 0.25, 0.25], [0.25, 0.25, 0.2, 0.3], [0.3, 0.3, 0.4, 0.0], [0.2, 0.3, 0.25, 0.25]]),
@@ -160,9 +161,8 @@ CASES = {
     "opt_tree, calibrated": Case(
         tree("opt_tree", source="eagle3", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
     ),
-    "k_config, some tokens": Case(
-        tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.distributions.tolist()))
-    ),
+    "k_config, some tokens": Case(tree("k_config", widths=(4, 1)), tables=OF_SOME),
+    "chain, some tokens": Case(block(max_draft=3), tables=OF_SOME),
     "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
     "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
     "opt_tree, drafter": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0, temperature=0.5, rank="drafter")),
@@ -355,6 +355,7 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
          "            return drawn\n"
          "        if len(copied):"),
     ),
+    "a q by index": (CASES["chain, some tokens"], 1_500, (TimedModel, "with_ids", "(0, ids,", "(0, ids.argsort(),")),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),
     "block by the first token's q": (
         CASES["chain, block"], 1_500, (*VERIFIES, "(tokens, tree.q,", "(tokens, dict.fromkeys(tree.q, tree.q[-1]),"),
