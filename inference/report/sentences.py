@@ -164,7 +164,6 @@ def _choice(run: Conditions) -> str:
 
 
 def write_sentences(reports: Sequence[MethodReport]) -> list[str]:
-    """Sentences on plain decoding, each method, the drafters, and skipped turns."""
     first, run, lines = reports[0], reports[0].conditions, list[str]()
     token, lossless = first.autoregressive, first.lossless
     if ties := lossless.autoregressive_excused_ties:
@@ -188,7 +187,6 @@ def write_sentences(reports: Sequence[MethodReport]) -> list[str]:
 
 
 def vocabulary_sentence(kind: str, vocabulary: DraftVocabulary) -> str:
-    """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
     shares = dict(vocabulary.coverage)
     overall = shares.pop("all")
     parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
@@ -214,7 +212,6 @@ def method_sentence(report: MethodReport) -> str:
 
 
 def overlap_sentence(kind: str, overlap: Overlap) -> str:
-    """The overlap of prompts and a drafter's training text as a sentence."""
     if overlap.why is not None:
         return f"{kind}: has it seen the prompts? Not known: {overlap.why}. Restore that text, or take newer prompts."
     read = f"the first {(overlap.characters or 0) / 1e6:.0f} M characters"
