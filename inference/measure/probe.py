@@ -44,8 +44,9 @@ from outrider.inference.stopping.interface import Source
 
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
 CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed
-# A first cycle that takes longer than SLOW seconds ends after FEWEST sizes, is timed and is the only one: warming up is
-# little beside such passes, and a curve goes on beyond its last size as it rose before. Plain decoding ends likewise.
+# A first cycle whose rounds, at their typical seconds, together exceed SLOW ends after FEWEST sizes, is timed and is
+# the only one: warming up is little beside such passes, and a curve goes on beyond its last size as it rose before. One
+# round that loads or compiles code for a second does not make a cycle slow. Plain decoding ends likewise.
 SLOW, FEWEST = 0.3, 5
 PLAIN_TOKENS = 12  # maximum length of a measured generation without a drafter
 CHAINS = (1, 3, 7, 15)
@@ -166,7 +167,7 @@ def _plain_seconds(rounds: Iterator[Round]) -> float:
     seconds: list[float] = []
     for number, r in enumerate(rounds):
         seconds += [r.seconds] if number else []
-        if len(seconds) >= FEWEST and sum(seconds) > SLOW:
+        if len(seconds) >= FEWEST and len(seconds) * typical(seconds) > SLOW:
             break
     return typical(seconds)
 
@@ -194,15 +195,16 @@ def _cycle(
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
     target_passes: list[tuple[int, float]] = []
     other_seconds: list[float] = []
-    started, round_seconds = clock(), 0.0
+    started, round_seconds = clock(), list[float]()
     for count, r in enumerate(rounds, start=1):
         if probe.counts_empty:  # it runs no model
             probe.laps.append((max(1, r.drafted), r.structure_seconds))
         target_passes.append((r.drafted + 1, r.verify_seconds))
         other_seconds.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
         cycles, within = divmod(count, probe.turns)
-        seconds, round_seconds = clock() - started, round_seconds + r.seconds
-        if FEWEST <= count <= probe.turns and round_seconds > SLOW:
+        seconds = clock() - started
+        round_seconds.append(r.seconds)
+        if FEWEST <= count <= probe.turns and count * typical(round_seconds) > SLOW:
             break
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and seconds > SECONDS)):
             break
