@@ -25,8 +25,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS
-from outrider.inference.engines.cpu.code_panels import LINE, PanelBlock
 from outrider.inference.engines.cpu.numbers import array_of, kernel, wide
+from outrider.inference.engines.cpu.panel_block import LINE, PanelBlock
 from outrider.inference.engines.cpu.vectors import (
     BYTE,
     FLOAT,

@@ -13,7 +13,8 @@ from torch import Tensor
 from outrider.draft_models.formats.gguf_codes import CODE_KINDS, CodedRows, decode_rows
 from outrider.draft_models.targets.coded import CodedEmbedding, CodedLinear
 from outrider.inference.engines.cpu.at_once import PanelLinear
-from outrider.inference.engines.cpu.code_panels import PanelBlock, code_panels
+from outrider.inference.engines.cpu.code_panels import code_panels
+from outrider.inference.engines.cpu.panel_block import PanelBlock
 from outrider.inference.engines.cpu.vectors import PANEL
 from tests.gguf_files import random_blocks
 
