@@ -89,12 +89,15 @@ def merge_options(config: PipelineConfig, name: str, largest: Mapping[str, int])
 
 
 def _find_product(config: PipelineConfig, product: str) -> str | None:
-    """The path of a product, or the target; None if no step makes it. product: as in `StepCommand.links`."""
-    if product == TARGET and config.target:
+    """The path of a product (see `StepCommand.links`); None if no step makes it.
+
+    Example: {out_dir}/prompts/train.jsonl for the product prompts/train.jsonl, which the step prompts makes.
+    """
+    if product != TARGET:
+        return f"{HERE}/{product}" if product.partition("/")[0] in config.to_do else None
+    if config.target:
         return config.target
-    steps = TARGET_STEPS if product == TARGET else (product.partition("/")[0],)
-    step = next((step for step in steps if step in config.to_do), None)
-    return step and f"{HERE}/{step if product == TARGET else product}"
+    return next((f"{HERE}/{step}" for step in TARGET_STEPS if step in config.to_do), None)
 
 
 def _fill_paths(value: object, folder: str) -> object:
@@ -132,7 +135,7 @@ def _name_step(name: str) -> Iterator[None]:
 
 
 def require_one_process(command: str) -> None:
-    """Raise `UserError` if a launcher started several."""
+    """Raise `UserError` if a launcher started several processes."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"{command}: started as several processes; start one, its steps are processes of their own")
 
@@ -174,21 +177,25 @@ def _sum_seconds(records: Records) -> float:
 
 
 def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
-    """`step`, a report, whose limit for all of its runs is the time left, without the minutes of its loading."""
+    """`step`, a report, limited to the time left, without the minutes of its loading.
+
+    The limit of a report is for all its runs. So the seconds of its stopped runs, which `limit` has counted as spent,
+    are added to the time left.
+    """
     record, settings = records.get(step.name), step.settings
     assert isinstance(settings, EvaluateConfig)
-    spent = record.seconds if record and not record.finished else 0.0
+    earlier = record.seconds if record and not record.finished else 0.0
     loading = (step.expected or 0.0) - (settings.minutes or 0.0)
-    minutes = (limit.left(limit.spent()) + spent) / 60 - loading
+    minutes = (limit.left() + earlier) / 60 - loading
     return replace(step, settings=replace(settings, minutes=max(0.1, minutes)))
 
 
 def estimate_left(
     step: Step, later_steps: Sequence[Step], records: Records, limit: TimeLimit | None = None
 ) -> Callable[[float], float | None]:
-    """The seconds left of a step and of the `later_steps`, by the seconds that the step has taken. None: unknown."""
+    """A function from the seconds that a step has taken to those left of it and of the `later_steps`; None: unknown."""
     if limit is not None:
-        return lambda _: limit.left(limit.spent())
+        return lambda _: limit.left()
     finished = {name for name, record in records.items() if record.finished}
     minutes = [step.expected, *(later.expected for later in later_steps if later.name not in finished)]
     if None in minutes:

@@ -45,7 +45,10 @@ _MOST_CUTS = 8  # candidate cuts of each kind
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
 _CUTS = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
 _TAG = re.compile(r"</?\w+>")  # <think>
-_OF_ANSWERS, _OF_RESULTS = {*THOUGHTS, "tool_calls"}, {"tool_call_id", "name"}  # fields of messages that are checked
+_COMMON_FIELDS = {"role", "content", UNLEARNED, *ABOUT}
+# Fields, by a message's role, of which `_unread_fields` gives no notice: `_require_rendered` and `_require_arguments`
+# test those of answers, and a template may leave out those of a tool's result.
+_EXEMPT_FIELDS = {"assistant": {*THOUGHTS, "tool_calls"}, "tool": {"tool_call_id", "name"}}
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]  # texts → ids without special tokens
 Render = Callable[[list[Message]], str]  # messages → their text by a template
 Item = TypeVar("Item")
@@ -60,8 +63,8 @@ class Document(NamedTuple):
 
 
 class _RenderedAnswer(NamedTuple):
-    """The text of an answer, of the prompt before it, and of what a template writes after it. A plain text is an answer
-    to no prompt. learned: whether its tokens are supervised."""
+    """The text of an answer, of the prompt before it, and of what a template writes after it. A plain text has the
+    prompt "". learned: whether the answer's tokens are supervised."""
 
     prompt: str
     text: str
@@ -81,12 +84,12 @@ def encode(
     the text is truncated. Every token is supervised.
 
     A conversation is rendered by `template` (see `ChatTemplate`). User turns after the last answer are dropped. Each
-    prompt is tokenised as decoding does, and then its answer, whose tokens are supervised, with the one that ends the
-    turn unless the answer is truncated. An answer whose prompt renders the history in another way begins a document.
+    prompt is tokenised as decoding does, and then its answer. The tokens of the answer are supervised, and the token
+    that ends the turn, unless the answer is truncated. If a prompt renders the earlier turns in another way than the
+    document so far, its answer begins a document.
 
-    A record that the template refuses, of whose answers it leaves something out (see `_require_rendered`), or with a
-    token that the model has no row for, is left out and counted in `counts`; None: it raises `UnusableTextError`.
-
+    A record is left out and counted in `counts` if the template refuses the record or leaves out a part of an answer
+    (see `_require_rendered`), or if the model has no row for a token. With counts=None it raises `UnusableTextError`.
     Raises `UserError` for a tokenizer without chat template.
     """
     refusals = nullcontext if counts is None else counts.count_refused
@@ -97,7 +100,7 @@ def encode(
             with refusals():
                 answers[number] = _render_answers(record, tokenizer, template, counts)
     texts = [text for rendered in answers.values() for answer in rendered for text in (answer.prompt, answer.text)]
-    ids_of_texts = iter(encode_all(texts, lambda texts: list(tokenize(tokenizer, texts)["input_ids"])))
+    ids_of_texts = iter(encode_all(texts, lambda batch: list(tokenize(tokenizer, batch)["input_ids"])))
     for number, rendered in answers.items():
         ids = [(next(ids_of_texts), next(ids_of_texts)) for _ in rendered]  # of each prompt and of its answer
         with refusals():
@@ -121,14 +124,14 @@ def _recorded_documents(record: Record, tokenizer: PreTrainedTokenizerBase, temp
     if (written.tokenizer, written.template) != origin_digests(record, tokenizer, template):
         warn_of_text(record["id"], "their tokens are of another tokenizer or chat template, or of its other arguments")
         return []
-    return [_to_document(read, indivisible="messages" in record) for read in written.documents]
+    return [_to_document(text, whole="messages" in record) for text in written.documents]
 
 
-def _to_document(read: TokenisedText, indivisible: bool) -> Document:
-    supervised = np.zeros(len(read.ids), bool)
-    for begin, end in read.answers:
+def _to_document(text: TokenisedText, whole: bool) -> Document:
+    supervised = np.zeros(len(text.ids), bool)
+    for begin, end in text.answers:
         supervised[begin:end] = True
-    return Document(np.array(read.ids, np.int64), supervised, indivisible)
+    return Document(np.array(text.ids, np.int64), supervised, whole)
 
 
 def origin_digests(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
@@ -138,12 +141,12 @@ def origin_digests(record: Mapping[str, object], tokenizer: PreTrainedTokenizerB
     return _tokenizer_digest(tokenizer, len(tokenizer)), rendered
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # also by the number of tokens, since tokens may be added
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
     return tokenizer_digest(tokenizer)[:16]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # by the number of tokens too
 def _added_tokens(tokenizer: PreTrainedTokenizerBase, _: int) -> tuple[str, ...]:
     """The tokens at which a text is split before anything else, such as <|im_end|>."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values())
@@ -155,25 +158,23 @@ def _encode_answers(
 ) -> list[Document]:  # fmt: skip
     """The documents of a record; encoded: the ids of the prompts and, by themselves, of the answers."""
     if "text" in record:
-        ids, end = prepend_bos(encoded[0][1], tokenizer), None if record.get("truncated") else tokenizer.eos_token_id
-        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        ids, eos = prepend_bos(encoded[0][1], tokenizer), tokenizer.eos_token_id
+        ids = ids if record.get("truncated") or eos is None or ids[-1:] == [eos] else [*ids, eos]
         return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), whole=False)]
-    reads, bos = list[TokenisedText](), template != "tokenizer"  # a chat template writes it
+    texts = list[TokenisedText]()
     for answer, (prompt, separate_ids) in zip(answers, encoded, strict=True):
-        prompt = prepend_bos(prompt, tokenizer) if bos else prompt
-        prompt = replace_prefix(prompt, [read.ids for read in reads], tokenizer)
+        prompt = prompt if template == "tokenizer" else prepend_bos(prompt, tokenizer)  # a chat template writes BOS
+        prompt = replace_prefix(prompt, [text.ids for text in texts], tokenizer)
         ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
             raise UnusableTextError(
                 f"{record['id']}: {tokenizer_name(tokenizer)} writes no such answer after its prompt"
             )
-        reads = append_answer(reads, prompt, ids, answer.learned)
-    if reads:
-        reads[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
-    documents = [_to_document(read, indivisible=True) for read in reads]
-    return [document for document in documents if document.supervised.any()] or [
-        _to_document(TokenisedText([0], []), True)
-    ]
+        texts = append_answer(texts, prompt, ids, answer.learned)
+    if texts:
+        texts[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
+    documents = [_to_document(text, whole=True) for text in texts if text.answers]
+    return documents or [Document(np.zeros(1, np.int64), np.zeros(1, bool), whole=True)]  # counted as unsupervised
 
 
 def _answer_ids(
@@ -183,7 +184,7 @@ def _answer_ids(
 
     Some tokenizers put a space before every text, so the answer is also tokenised after a character of its own.
     """
-    last, options = prompt[-8:], {"clean_up_tokenization_spaces": False}
+    last, options = prompt[-8:], {"clean_up_tokenization_spaces": False}  # a text may depend on tokens before it
     expected = str(tokenizer.decode(last, **options)) + answer
     for lead in ("", "\n", "."):
         before, ids = tokenize(tokenizer, [lead, lead + answer])["input_ids"] if lead else ([], separate_ids)
@@ -201,8 +202,12 @@ def _render_answers(
 ) -> list[_RenderedAnswer]:
     """The answers of a conversation, rendered; `counts` notes what is not read.
 
-    An answer is the text that the template adds to its prompt when the answer follows, up to the token that ends the
-    turn (see `_cut_at_end`).
+    An answer is what its conversation adds to its prompt, up to the token that ends the turn (see `_cut_at_end`). The
+    continuation, in which another turn follows, shows where that is. Example, with the text Hello<end>:
+
+        prompt        <user>Hi<end><answer>
+        conversation  <user>Hi<end><answer>Hello<end><eos>
+        continuation  <user>Hi<end><answer>Hello<end><user>?<end><answer>
     """
     if "text" in record:
         return [_RenderedAnswer("", record["text"])]
@@ -210,39 +215,41 @@ def _render_answers(
     def render(messages: list[Message]) -> str:
         return render_text(messages, tokenizer, template, record["id"])
 
-    messages, answers = record["messages"], list[_RenderedAnswer]()
-    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = [i for i, message in enumerate(record["messages"]) if message["role"] == "assistant"]
     if not indices:
         return []
-    messages = messages[: indices[-1] + 1]
-    prompts, added = [render(messages[:i]) for i in indices], _added_tokens(tokenizer, len(tokenizer))
+    messages, added = record["messages"][: indices[-1] + 1], _added_tokens(tokenizer, len(tokenizer))
     closes = _closes_answers(render, messages[: indices[0]], added)
+    prompts = [render(messages[:i]) for i in indices]
     continuations = [*prompts[1:], _render_or_empty(render, [*messages, {"role": "user", "content": "?"}])]
-    end = (tokenizer.eos_token or "") if template == "none" else ""
-    for i, prompt, continuation in zip(indices, prompts, continuations, strict=True):
-        conversation = render(messages[: i + 1]) + end * (i == indices[-1])
+    conversations = [render(messages[: i + 1]) for i in indices]
+    conversations[-1] += (tokenizer.eos_token or "") if template == "none" else ""
+    answers = list[_RenderedAnswer]()
+    for i, prompt, conversation, continuation in zip(indices, prompts, conversations, continuations, strict=True):
         if not conversation.startswith(prompt):
             why = f"does not render message {i + 1} after the opening that decoding has"
             raise UnusableTextError(f"{record['id']}: the chat template {why}; {template_remedy()}")
-        text = _cut_at_end(conversation[len(prompt) :], continuation.removeprefix(prompt), added, closes)
-        if UNLEARNED not in messages[i]:
+        rendered, learned = conversation.removeprefix(prompt), UNLEARNED not in messages[i]
+        text = _cut_at_end(rendered, continuation.removeprefix(prompt), added, closes)
+        if learned:
             _require_rendered(messages[i], text, record["id"])
             _require_arguments(messages[: i + 1], render, record["id"])
-        answers.append(_RenderedAnswer(prompt, text, conversation[len(prompt + text) :], UNLEARNED not in messages[i]))
+        answers.append(_RenderedAnswer(prompt, text, rendered[len(text) :], learned))
     if record.get("truncated"):
-        answers[-1] = _remove_end(answers[-1], messages, conversation, render)
+        answers[-1] = _remove_end(answers[-1], messages, conversations[-1], render)
     if counts is not None:
         counts.note(_unread_fields(messages, render), record["id"])
     return answers
 
 
 def _closes_answers(render: Render, opening: list[Message], added: tuple[str, ...]) -> bool:
-    """Whether the template writes an added token after an answer to `opening`; an answer may also end with one itself.
+    """Whether the template writes an added token after an answer to `opening`, as in "Hello<end>".
 
-    True for a template that refuses the answer.
+    If not, an added token at an answer's end belongs to its own text, such as <b> in "In HTML, bold is <b>". True for
+    a template that refuses the answer.
     """
-    answer_mark: Message = {"role": "assistant", "content": MARK}
-    _, mark, ending = _render_or_empty(render, [*opening, answer_mark]).rpartition(MARK)
+    answer: Message = {"role": "assistant", "content": MARK}
+    _, mark, ending = _render_or_empty(render, [*opening, answer]).rpartition(MARK)
     return not mark or ending.rstrip().endswith(added)
 
 
@@ -265,30 +272,37 @@ def _render_or_empty(render: Render, messages: list[Message]) -> str:
 def _cut_at_end(answer: str, continuation: str, added: tuple[str, ...], closes: bool) -> str:
     """An answer up to the added token that ends it: the last one that stays where the conversation goes on.
 
-    continuation: the same text where another turn follows. closes: false if the mark of the next turn ends every answer
-    instead.
+    continuation: the same text where another turn follows. closes: see `_closes_answers`; if false, the mark of the
+    next turn ends the answer. Two examples, whose added tokens are <end>, <eos> and <user>:
+
+        answer                continuation          closes     result
+        Hello<end><eos>       Hello<end><user>?     True       Hello<end>
+        Hello                 Hello<user>?          False      Hello<user>
     """
-    ends, end = list[int](), len(answer.rstrip())  # line breaks after an end-of-turn token are never generated
-    while closes and answer[:end].endswith(added):
-        ends.append(end)
-        end = len(answer[: end - max(len(mark) for mark in added if answer[:end].endswith(mark))].rstrip())
-    if ends:
-        return answer[: next((end for end in ends if continuation.startswith(answer[:end])), ends[0])]
-    return answer + max((mark for mark in added if continuation.startswith(answer + mark)), key=len, default="")
+    candidates, text = list[str](), answer.rstrip()  # line breaks after an end-of-turn token are never generated
+    while closes and text.endswith(added):
+        candidates.append(text)
+        text = text.removesuffix(max((mark for mark in added if text.endswith(mark)), key=len)).rstrip()
+    if not candidates:
+        return answer + max((mark for mark in added if continuation.startswith(answer + mark)), key=len, default="")
+    return next((text for text in candidates if continuation.startswith(text)), candidates[0])
 
 
 def _require_rendered(message: Message, answer: str, where: str) -> None:
-    """Raise `UnusableTextError` unless each text to be learned of a message has its own place in `answer`, but for
-    white space and the tags around a thought."""
+    """Raise `UnusableTextError` unless each different text to be learned of a message occurs in `answer` by itself.
+
+    White space, and the tags around a thought, may differ. The longest text is found first, and removed. So the "4" of
+    a content is not found in the thought "2 + 2 = 4".
+    """
     calls, haystack = [call["function"]["name"] for call in message.get("tool_calls", ())], "".join(answer.split())
     texts = {key: _TAG.split(message.get(key) or "") for key in ("content", *THOUGHTS)} | {"tool_calls": calls}
     pieces = {"".join(text.split()): (text, key) for key in texts for text in texts[key]}
-    for squeezed, (text, key) in sorted(pieces.items(), key=lambda item: -len(item[0])):
+    for squeezed, (text, key) in sorted(pieces.items(), key=lambda piece: -len(piece[0])):
         if squeezed not in haystack:
             why = f"the template leaves {reprlib.repr(text)} of {key} out"
             raise UnusableTextError(f"{where}: {why}; write it where the template reads it, or take another")
         haystack = haystack.replace(squeezed, MARK, 1)
-    for tag in _TAG.findall(message["content"]):
+    for tag in _TAG.findall(message["content"]):  # such as a <think> that the content does not close
         if (close := tag.replace("<", "</")) in answer and close not in message["content"]:
             raise UnusableTextError(f"{where}: the template writes {close} around another thought than the content's")
 
@@ -305,16 +319,18 @@ def _require_arguments(messages: list[Message], render: Render, where: str) -> N
 
 def _unread_fields(messages: list[Message], render: Render) -> Iterator[str]:
     """The fields, and the texts of the system and of tools, without which the messages are rendered alike."""
-    read = {"role", "content", UNLEARNED, *ABOUT}
-    checked = {"assistant": read | _OF_ANSWERS, "tool": read | _OF_RESULTS}
-    fields = {(key, "") for message in messages for key in message.keys() - checked.get(message["role"], read)
+
+    def is_unread(changed: list[Message]) -> bool:
+        return _render_or_empty(render, changed) == render(messages)
+
+    fields = {key for message in messages for key in message.keys() - _EXEMPT_FIELDS.get(message["role"], set())
               if message[key] not in ("", [], {})}  # fmt: skip
-    texts = {("content", message["role"]) for message in messages if message["role"] in ("system", "tool")}
-    for key, role in sorted(fields | texts):
-        without = [{name: message[name] for name in message if name != key or role} for message in messages]
-        without = [message | {key: MARK} if message["role"] == role else message for message in without]
-        if _render_or_empty(render, without) == render(messages):
-            yield "column 'tools'" if key == TOOLS else f"field {key!r} of a {role and f'{role} '}turn"
+    for field in sorted(fields - _COMMON_FIELDS):
+        if is_unread([{key: message[key] for key in message if key != field} for message in messages]):
+            yield "column 'tools'" if field == TOOLS else f"field {field!r} of a turn"
+    for role in sorted({"system", "tool"} & {message["role"] for message in messages}):
+        if is_unread([message | {"content": MARK} if message["role"] == role else message for message in messages]):
+            yield f"field 'content' of a {role} turn"
 
 
 # --------------------------------------------------------------------------------------------------- pieces
@@ -349,7 +365,7 @@ def spans(text: str, encode: Encode, most: int = PIECE) -> list[tuple[int, int]]
 
 
 def _find_cut(text: str, start: int, encode: Encode, most: int) -> tuple[int, int]:
-    """(end of the piece that begins at `start`, begin of the next piece)."""
+    """(end of the piece that begins at `start`, begin of the next piece): a cut in the last quarter of the limit."""
     limit = start + most
     first = limit - most // 4
     for pattern, end, begin in _CUTS:

@@ -204,14 +204,14 @@ def _documents(
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
         for batch in batches(read_records(config, split, counts), _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
-            for ids, supervised, indivisible in encode(batch, tokenizer, config.template, counts):
-                if indivisible:
+            for ids, supervised, whole in encode(batch, tokenizer, config.template, counts):
+                if whole:
                     counts["clipped"] += len(ids) > seq_len
                     ids, supervised = ids[:seq_len], supervised[:seq_len]
                     if not supervised[1:].any():
                         counts["unsupervised"] += 1
                         continue
-                yield Document(ids, supervised, indivisible)
+                yield Document(ids, supervised, whole)
             stage.advance(len(batch))
 
 

@@ -260,7 +260,7 @@ class Answering:
         return self.limit.spent() - self.limit.earlier
 
     def _seconds_left(self) -> float:
-        return self.limit.left(self.limit.spent())
+        return self.limit.left()
 
     def _estimate(self) -> float | None:
         """Seconds until all prompts are answered, or the time is over; None before the first batch."""

@@ -26,8 +26,9 @@ class TimeLimit:
         """Seconds that all runs have taken so far."""
         return self.earlier + self.clock() - self.started
 
-    def left(self, spent: float) -> float:
-        """Seconds until the limit after `spent` seconds, 0 beyond it."""
+    def left(self, spent: float | None = None) -> float:
+        """Seconds until the limit after `spent` seconds (None: now), 0 beyond it."""
+        spent = self.spent() if spent is None else spent
         return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - spent)
 
     def holds(self, spent: float, seconds: float) -> bool:

@@ -33,8 +33,8 @@ SMOOTHING = 0.5  # α of D-PACE (arXiv 2605.18810), the paper's: a slot never co
 class Slots(NamedTuple):
     """Predictions [...] as slots of drafts of at most `longest` slots, which are weighted by `kind`.
 
-    anchors: the flat index of each draft's first column in packed rows of the shape `rows`, (B, T). numbers: the slots,
-    from 0.
+    anchors [...]: for each prediction, the flat index of its draft's first column in packed rows of the shape `rows`,
+    (B, T): row · T + column. numbers [...]: the slot of each prediction, from 0.
     """
 
     kind: Literal["cat", "dpace"]
@@ -69,7 +69,11 @@ def dpace_weights(slots: Slots, probabilities: Tensor, is_supervised: Tensor) ->
 
 @torch.no_grad()
 def probabilities_of(tokens: Tensor, product: Product, rule: LogitRule) -> Tensor:
-    """The probability [...] of each of `tokens` [...] by the logits of `product`; 0 for IGNORE."""
+    """The probability [...] of each of `tokens` [...] by the logits of `product`; 0 for IGNORE.
+
+    It is computed, some positions at a time, as an acceptance: a text with these next tokens accepts a drafted token
+    with the drafter's probability of the text's.
+    """
     (states, matrix), keep = product, tokens != IGNORE
     matrix = matrix.to(states.dtype)
     accept = acceptance_by_tokens(tokens[keep])
