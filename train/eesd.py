@@ -35,13 +35,7 @@ from outrider.inference.drafters.early_exit.drafter import draft_model_of
 from outrider.inference.loading.memory_plan import Plan
 from outrider.train.core.driver import training_run
 from outrider.train.core.training import Batch, FitResult, Metrics, Student, TrainRows
-from outrider.train.parts.drafter import (
-    frozen_dtype,
-    pick_tokens,
-    require_context,
-    require_vocabulary,
-    write_records,
-)
+from outrider.train.parts.drafter import frozen_dtype, pick_tokens, require_context, require_vocabulary, write_records
 from outrider.train.parts.heldout import Decoding, HeldOutText, load_to_decode
 from outrider.train.parts.memory import decoding_target, empty_target, fit_memory
 from outrider.train.parts.objective import draft_loss, load_taught_rows

@@ -165,11 +165,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 
 def save_target(
-    config: ToyTargetConfig,
-    lm: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    result: FitResult,
-    seconds: float,
+    config: ToyTargetConfig, lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, result: FitResult, seconds: float
 ) -> None:
     """Write the model and, last, its report. seconds: of the whole command."""
     parameters, out_dir = sum(p.numel() for p in lm.parameters()), Path(config.out_dir)

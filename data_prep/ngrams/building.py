@@ -132,9 +132,11 @@ def _count_corpus(
     """The table of the corpus alone. Its levels are mapped from files in `folder`."""
     vocabulary, memory = encoder.vocabulary, int(config.memory_gb * _GB)
     # Rare n-grams of one table may be frequent in the sum of all.
-    limits = (memory, 1, None) if addends else (memory, config.min_count, config.max_successors)
-    orders = sorted(config.orders)
-    levels = {order: count_order(shards, order, vocabulary, folder / str(order), *limits) for order in orders}
+    min_count, successors = (1, None) if addends else (config.min_count, config.max_successors)
+    levels = {
+        order: count_order(shards, order, vocabulary, folder / str(order), memory, min_count, successors)
+        for order in sorted(config.orders)
+    }
     facts = {
         "tokens": shards.tokens,
         "documents": shards.documents,
@@ -212,12 +214,8 @@ def _require_same_settings(
     corpus_facts, *merged = table.facts.get("merged") or [table.facts]
     record = dict(corpus_facts["corpus"]) if isinstance(corpus_facts.get("corpus"), dict) else {}
     record |= {key: corpus_facts.get(key) for key in ("min_count", "max_successors")}
-    record |= {
-        "orders": sorted(table.levels),
-        "merge": merged,
-        "max_mb": table.facts.get("max_mb"),
-        "suffixes": table.suffixes is not None,
-    }
+    record |= {"orders": sorted(table.levels), "merge": merged, "max_mb": table.facts.get("max_mb")}
+    record["suffixes"] = table.suffixes is not None
     settings = {key: value for key, value in config.decisions().items() if key != "data"} | config.corpus()
     settings |= {"orders": sorted(config.orders), "merge": [addend.facts for addend in addends]}
     check_identity({key: record[key] for key in settings if key in record}, settings, Path(config.out_dir))

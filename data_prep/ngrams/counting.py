@@ -52,13 +52,13 @@ class Runs(NamedTuple):
     """Sorted runs, one after another in one mapped array per field of `Grams`.
 
     bounds int64 [runs, partitions + 1]: where each run's partitions begin, which are parts of equal width of the key
-    space. narrow: the number of bits of a token if tokens are in the low bits of keys and the array of tokens is empty,
-    as key and token fit into 64 bits; else 0.
+    space. packed_bits: if key and token fit into 64 bits, the number of low bits of `keys` in which the tokens are, and
+    the array of tokens is empty; else 0.
     """
 
     grams: Grams
     bounds: np.ndarray
-    narrow: int
+    packed_bits: int
 
 
 def count_order(
@@ -69,8 +69,8 @@ def count_order(
     memory: bytes for blocks and ranges; at least a shard's ids and a 1024th of the n-grams are held at once.
     """
     runs = count_runs(shards, order, vocabulary, memory, folder / "runs")
-    limits = (min_count, max_successors or vocabulary)
-    grouped = (group_contexts(*grams, *limits) for grams in _merge_runs(runs, memory, f"merging order {order}"))
+    sums = _merge_runs(runs, memory, f"merging order {order}")
+    grouped = (group_contexts(*grams, min_count, max_successors or vocabulary) for grams in sums)
     level = write_level(grouped, order, vocabulary, folder)
     shutil.rmtree(folder / "runs")
     return level
@@ -176,7 +176,10 @@ def _split_documents(
 
 @compile_function
 def _fill_grams(ids, lengths, order, bits, narrow, keys, tokens):
-    """Write the n-grams of documents, with ids [n] and `lengths`, to a part of a block (see `_read_blocks`)."""
+    """Write the n-grams of documents, with ids [n] and `lengths`, to a part of a block (see `_read_blocks`).
+
+    Example, tokens of 2 bits: the context 1 3 of the n-gram 1 3 2 is packed as binary 01 11; `mix` makes the key of it.
+    """
     key_bits = (order - 1) * bits
     mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
     begin, out = 0, 0
@@ -242,8 +245,9 @@ def _merge_runs(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     with Stage(title, int(sizes.sum()), "n-grams") as stage:
         for begin, end in group_partitions(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
             slices = ([np.array(array[row[begin] : row[end]]) for array in runs.grams] for row in runs.bounds)
+            bits = runs.packed_bits
             parts = [
-                Grams(keys >> np.uint64(runs.narrow), _low_tokens(keys, runs.narrow) if runs.narrow else tokens, counts)
+                Grams(keys >> np.uint64(bits), _low_tokens(keys, bits) if bits else tokens, counts)
                 for keys, tokens, counts in slices
             ]
             if parts:  # else no document is long enough for an n-gram

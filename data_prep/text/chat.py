@@ -117,18 +117,15 @@ def around_question(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
     template: as for a prompt; auto is none if the tokenizer has no chat template. With none, the ids are the BOS token
     and the line is empty. Raises `UserError` if there is no such token.
     """
+    name, remedy = tokenizer_name(tokenizer), "give prompts of your own"
     if template == "none" or (template == "auto" and not tokenizer.chat_template):
         if tokenizer.bos_token_id is None:
-            raise UserError(
-                f"{tokenizer_name(tokenizer)} has no BOS token, which begins a text: give prompts of your own"
-            )
+            raise UserError(f"{name} has no BOS token, which begins a text: {remedy}")
         return [tokenizer.bos_token_id], ""
     question: list[Message] = [{"role": "user", "content": MARK}]
     before, _, after = render_text(question, tokenizer, template, "a question", "template").partition(MARK)
     if not after.strip():
-        raise UserError(
-            f"{tokenizer_name(tokenizer)}: its chat template does not end a user's turn: give prompts of your own"
-        )
+        raise UserError(f"{name}: its chat template does not end a user's turn: {remedy}")
     ids = ids_within(before.rstrip(" "), tokenizer, None)  # a space belongs to the word after it
     ids = prepend_bos(ids, tokenizer) if template == "vicuna" else ids
     return ids, after.strip().partition("\n")[0]
@@ -151,7 +148,11 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, context: int | Non
 
 
 def replace_prefix(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`rendered` with its beginning replaced by the last of the `prefixes`, lists of ids, that have the same text."""
+    """`rendered` with its beginning replaced by the last of the `prefixes`, lists of ids, that have the same text.
+
+    Example: the target wrote "ab" as the ids [1, 2], and the rendered text "abc" has the ids 3 of "ab" and 4 of "c".
+    Then replace_prefix([3, 4], [[1, 2]], tokenizer) is [1, 2, 4].
+    """
 
     def text_of(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
@@ -220,11 +221,8 @@ def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         if not templates and tokenizer.chat_template:
             expected = {"tokenizer"}
         if expected and part.template not in expected:
-            why = (
-                "its answers were asked for with another"
-                if templates
-                else f"{tokenizer_name(tokenizer)} has one of its own"
-            )
+            has_template = f"{tokenizer_name(tokenizer)} has one of its own"
+            why = "its answers were asked for with another" if templates else has_template
             option = f"data.mix.{key}" if key else "data"
             warn(f"{option}.template={part.template}: {why}; give {option}.template={' or '.join(sorted(expected))}")
 
@@ -248,12 +246,13 @@ def apply_template(
     option: str = TEMPLATE,
     opening: bool = False,
 ) -> str:
+    name = tokenizer_name(tokenizer)
     if not tokenizer.chat_template:
         raise UserError(
-            f"{tokenizer_name(tokenizer)} has no chat template, which conversations need; use {option}=vicuna, "
-            f"Vicuna's own format, {option}=none for a base model, which continues bare text, or the tokenizer of a "
-            "chat model"
+            f"{name} has no chat template, which conversations need; use {option}=vicuna, Vicuna's own format, "
+            f"{option}=none for a base model, which continues bare text, or the tokenizer of a chat model"
         )
+    subject = f"{where}: the chat template of {name}"
     try:
         tools = messages[0].get(TOOLS) if messages else None
         template = clock_of(tokenizer) + tokenizer.get_chat_template(tools=tools)
@@ -262,16 +261,11 @@ def apply_template(
             history, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=opening
         )
     except Exception as error:  # a template is code and may raise any error
-        raise UnusableTextError(
-            f"{where}: the chat template of {tokenizer_name(tokenizer)} refuses this conversation ({reason(error)}); "
-            "leave it out; what its system message says may begin the user's first turn"
-        ) from error
+        remedy = "leave it out; what its system message says may begin the user's first turn"
+        raise UnusableTextError(f"{subject} refuses this conversation ({reason(error)}); {remedy}") from error
     size = sum(len(str(value)) for message in messages for key, value in message.items() if key != "role")
     if len(rendered) > _MOST_TEXT + _MOST_TIMES * size:
-        raise UnusableTextError(
-            f"{where}: the chat template of {tokenizer_name(tokenizer)} makes {len(rendered)} characters of {size}; "
-            + template_remedy(option)
-        )
+        raise UnusableTextError(f"{subject} makes {len(rendered)} characters of {size}; {template_remedy(option)}")
     return str(rendered)
 
 

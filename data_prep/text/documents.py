@@ -167,9 +167,8 @@ def _encode_answers(
         prompt = replace_prefix(prompt, [text.ids for text in texts], tokenizer)
         ids = _answer_ids(prompt, answer.text, separate_ids, tokenizer)
         if not ids:
-            raise UnusableTextError(
-                f"{record['id']}: {tokenizer_name(tokenizer)} writes no such answer after its prompt"
-            )
+            name = tokenizer_name(tokenizer)
+            raise UnusableTextError(f"{record['id']}: {name} writes no such answer after its prompt")
         texts = append_answer(texts, prompt, ids, answer.learned)
     if texts:
         texts[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])

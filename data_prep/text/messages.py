@@ -24,6 +24,7 @@ _ROLES = {
     "system": "system", "tool": "tool", **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "assistant"), "assistant"),
 }  # fmt: skip
+# The roles that may follow a message: an answer, a user's turn, an answer that calls tools, a tool's result.
 _FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "calls": ("tool",), "tool": ("tool", "assistant")}
 _FACTS = """id ids uuid idx index question_id prompt_id task_id conversation_id conversation_hash dataset source src_id
 origin category sub_category lang language license url date timestamp created split score model turn num_turns tags

@@ -101,6 +101,7 @@ def split_prompts(
     count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
     heldout_numbers = {*range(count)} if by_hash else {number * len(groups) // count for number in range(count)}
     splits: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
+    # The first 8 bytes of the hash decide in `is_heldout`.
     ordered = sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()[8:]) if by_hash else groups
     for number, key in enumerate(ordered):
         splits["heldout" if number in heldout_numbers else "train"] += groups[key][: 1 if by_hash else None]

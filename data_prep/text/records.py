@@ -122,9 +122,10 @@ class Counts(Counter[str]):
     first = ""
 
     def note(self, names: Iterable[str], where: str) -> None:
-        """Count what is not read in a record, such as "column 'context'", under its name and first place."""
+        """Count what is not read in a record, under its name and the first record: "not read: column 'x', file:3"."""
         for name in names:
-            self[next((key for key in self if key.startswith(f"{_UNREAD}{name}, ")), f"{_UNREAD}{name}, {where}")] += 1
+            begin = f"{_UNREAD}{name}, "
+            self[next((key for key in self if key.startswith(begin)), begin + where)] += 1
 
     def refuse(self, kind: str, why: str) -> None:
         """Count an unusable record; `why` begins with its place."""

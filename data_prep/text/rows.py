@@ -348,7 +348,8 @@ def rows_of_sources(available: Sequence[int], supervised: Sequence[int], weights
 def interleave(quotas: Sequence[int], available: Sequence[int]) -> np.ndarray:
     """int64 [rows, 2]: (source, row) of a mix, in which every stretch has about the overall proportions.
 
-    The rows taken are spread evenly over a source, since neighbours share documents, and keep their order.
+    The rows taken are spread evenly over a source, since neighbours share documents, and keep their order. Example:
+    1 of 2 rows of source 0 and 2 of 4 rows of source 1 give [[1, 0], [0, 0], [1, 2]].
     """
     source = np.repeat(np.arange(len(quotas)), quotas)
     rank = np.concatenate([np.arange(count) for count in quotas])

@@ -37,7 +37,8 @@ def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
 def share_of_process(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
     """One process's share of a step's `rows`, in micro batches of `micro` rows.
 
-    The processes take micro batches in turn. len(rows) is a multiple of micro · processes.
+    The processes take micro batches in turn. len(rows) is a multiple of micro · processes. Example: of the rows a to h,
+    with micro = 2 and two processes, process 0 has ab and ef, and process 1 has cd and gh.
     """
     return [rows[start : start + micro] for start in range(process * micro, len(rows), processes * micro)]
 

@@ -35,7 +35,10 @@ class Rounds(NamedTuple):
 
 
 def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
-    """Rounds from tokens [n] in the order of drafting: position 1 begins a round. label: 1 if accepted."""
+    """Rounds from tokens [n] in the order of drafting: position 1 begins a round. label: 1 if accepted.
+
+    Example: the positions 1 2 3 1 2 with the labels 1 1 0 1 1 are two rounds, with 2 accepted tokens each.
+    """
     row = (position == 1).cumsum(0) - 1
     shape = int(row[-1]) + 1, int(position.max())
     grid, exists = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
@@ -114,7 +117,7 @@ def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
 @torch.no_grad()
 def temper_head(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempering:
     """Fit temperatures of `head` on the first half of the rounds of `heldout`; keep them if they improve the second.
-    keep=False: never.
+    keep: false for the paper's head, which has none.
 
     Returns the scores on the second half. heldout: whole rounds, from `capture`.
     """

@@ -64,7 +64,7 @@ def _activation_numbers(student: nn.Module, read: int, recomputes: bool, through
     attention, the MLP's own product. Matrices of frozen layers that gradients run through count alike.
     """
     if through is not None:
-        read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4
+        read += 3 * sum(sum(matrix.shape) for matrix in through.parameters() if matrix.ndim == 2) // 4  # doubled below
     matrices = layer_matrices(student)
     inside = 0 if recomputes else 3 * sum(sum(matrix.shape) for matrix in matrices) // 2
     handed_on = 5 * max((min(matrix.shape) for matrix in matrices), default=0)  # outputs, predictions, keys, values
