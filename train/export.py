@@ -149,9 +149,8 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     _write_lm(config, written_dtype, model, target.tokenizer, out_dir)
     layers = model.config.num_hidden_layers
     facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
-    write_card(
-        out_dir, f"{WHAT_AN_EXIT_IS}\n\n{describe_serving(drafted=3, engine=config.engine)}", target.source, facts
-    )
+    use = describe_serving(drafted=3, engine=config.engine)
+    write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{use}", target.source, facts)
     return f"kind=early_exit layers={layers} dtype={written_dtype}"
 
 

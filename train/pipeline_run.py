@@ -177,13 +177,10 @@ def _sum_seconds(records: Records) -> float:
 
 
 def _limit_last(step: Step, records: Records, limit: TimeLimit) -> Step:
-    """`step`, a report, limited to the time left, without the minutes of its loading.
-
-    The limit of a report is for all its runs. So the seconds of its stopped runs, which `limit` has counted as spent,
-    are added to the time left.
-    """
+    """`step`, a report, limited to the time left, without the minutes of its loading."""
     record, settings = records.get(step.name), step.settings
     assert isinstance(settings, EvaluateConfig)
+    # A report's limit is for all its runs: add the seconds of its stopped runs, which `limit` has counted as spent.
     earlier = record.seconds if record and not record.finished else 0.0
     loading = (step.expected or 0.0) - (settings.minutes or 0.0)
     minutes = (limit.left() + earlier) / 60 - loading

@@ -150,8 +150,7 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, context: int | Non
 def replace_prefix(rendered: list[int], prefixes: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """`rendered` with its beginning replaced by the last of the `prefixes`, lists of ids, that have the same text.
 
-    Example: the target wrote "ab" as the ids [1, 2], and the rendered text "abc" has the ids 3 of "ab" and 4 of "c".
-    Then replace_prefix([3, 4], [[1, 2]], tokenizer) is [1, 2, 4].
+    Example: if both [1, 2] and [3] are "ab", replace_prefix([3, 4], [[1, 2]], tokenizer) is [1, 2, 4].
     """
 
     def text_of(ids: list[int]) -> str:

@@ -54,11 +54,8 @@ def positions_to_run(is_run: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class QueriesAt(Band):
-    """The mask of the queries at the positions `last` [B, N] of packed rows, the last keys that they see.
-
-    Example: the queries 1 and 4 of the documents "a b c" and "d e" have first = [0, 3] and the blocks (0, 1, 0, 2, 1)
-    and (1, 2, 3, 5, 2), whose queries are counted among the N and whose keys are positions.
-    """
+    """The mask of N queries at the positions `last` [B, N] of packed rows: query i of row b sees keys first[b, i] to
+    last[b, i]. A block's queries are counted among the N, its keys are positions."""
 
     last: Tensor
 

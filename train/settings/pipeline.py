@@ -114,10 +114,7 @@ class PipelineConfig(RunConfig):
         return float(minutes) if isinstance(minutes, int | float) else 0.0
 
     def _time_scale(self) -> float:
-        """The factor of limits with which all steps together take `minutes`. Raises `UserError` if there is none.
-
-        Example: of 10 expected minutes 6 are limited. With minutes=7 the factor is (7 − 4) / 6.
-        """
+        """The factor of limits with which all steps together take `minutes`. Raises `UserError` if there is none."""
         if self.minutes is None:
             return 1.0
         unknown = [name for name in self.to_do if name not in self.expected_minutes]
