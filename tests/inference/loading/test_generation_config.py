@@ -239,14 +239,10 @@ def test_without_a_field_that_acts_nothing_is_done_to_logits() -> None:
     assert find_acting_fields(own) == find_other_strategies(own) == {}
     for config in (None, own):
         assert TextSettings(4, (4, 5), generation=config).sampler([1, 2], torch.device("cpu")) is None
-    sampler = TextSettings(4, (4, 5), SamplingConfig(temperature=0.5), own).sampler([1, 2], torch.device("cpu"))
-    assert sampler is not None
-    assert not sampler.reads_ids
-    assert not sampler.reads_context
-    own = GenerationConfig(suppress_tokens=[1])
-    sampler = TextSettings(4, (4, 5), SamplingConfig(temperature=0.5), own).sampler([1, 2], torch.device("cpu"))
-    assert sampler is not None
-    assert sampler.reads_ids
+    for config, reads_ids in ((own, False), (GenerationConfig(suppress_tokens=[1]), True)):
+        sampler = TextSettings(4, (4, 5), SamplingConfig(temperature=0.5), config).sampler([1, 2], torch.device("cpu"))
+        assert sampler is not None
+        assert (sampler.reads_context, sampler.reads_ids) == (False, reads_ids)
 
 
 def test_what_is_taken_over_is_said_and_kept_to(saying: Callable[..., Path], text: list[int], tmp_path: Path) -> None:

@@ -256,10 +256,7 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
             generation, plain = (arms[name](prompt, Streams(0)) for name in ("m", AUTOREGRESSIVE))
         costs, widths = tunings["m"].costs, (1, 2, 4, 8)
         assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
-        assert (costs.autoregressive, costs.step) == (
-            0.5,
-            pytest.approx((0.0,) * 65),
-        )  # drafting takes the clock no time
+        assert (costs.autoregressive, costs.step) == (0.5, pytest.approx((0.0,) * 65))  # drafting takes no time
         assert (generation.tokens, clock.widest) == (plain.tokens, SIZES[-1])  # several texts share such passes
         assert method == NGRAMS or max(r.drafted for r in generation.rounds) <= LONGEST_CHAIN
         sizes = chosen_sizes([generation])
