@@ -55,11 +55,11 @@ Item = TypeVar("Item")
 
 
 class Document(NamedTuple):
-    """A tokenised record: ids int64 [n], supervised bool [n]; `whole`: it must not be split across rows."""
+    """A tokenised record: ids int64 [n], supervised bool [n]; `indivisible`: a row holds it whole."""
 
     ids: np.ndarray
     supervised: np.ndarray
-    whole: bool
+    indivisible: bool
 
 
 class _RenderedAnswer(NamedTuple):
@@ -124,14 +124,14 @@ def _recorded_documents(record: Record, tokenizer: PreTrainedTokenizerBase, temp
     if (written.tokenizer, written.template) != origin_digests(record, tokenizer, template):
         warn_of_text(record["id"], "their tokens are of another tokenizer or chat template, or of its other arguments")
         return []
-    return [_to_document(text, whole="messages" in record) for text in written.documents]
+    return [_to_document(text, indivisible="messages" in record) for text in written.documents]
 
 
-def _to_document(text: TokenisedText, whole: bool) -> Document:
+def _to_document(text: TokenisedText, indivisible: bool) -> Document:
     supervised = np.zeros(len(text.ids), bool)
     for begin, end in text.answers:
         supervised[begin:end] = True
-    return Document(np.array(text.ids, np.int64), supervised, whole)
+    return Document(np.array(text.ids, np.int64), supervised, indivisible)
 
 
 def origin_digests(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
@@ -160,7 +160,7 @@ def _encode_answers(
     if "text" in record:
         ids, eos = prepend_bos(encoded[0][1], tokenizer), tokenizer.eos_token_id
         ids = ids if record.get("truncated") or eos is None or ids[-1:] == [eos] else [*ids, eos]
-        return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), whole=False)]
+        return [Document(np.array(ids, np.int64), np.ones(len(ids), bool), indivisible=False)]
     texts = list[TokenisedText]()
     for answer, (prompt, separate_ids) in zip(answers, encoded, strict=True):
         prompt = prompt if template == "tokenizer" else prepend_bos(prompt, tokenizer)  # a chat template writes BOS
@@ -172,8 +172,9 @@ def _encode_answers(
         texts = append_answer(texts, prompt, ids, answer.learned)
     if texts:
         texts[-1].ids.extend(tokenize(tokenizer, [answers[-1].after])["input_ids"][0])
-    documents = [_to_document(text, whole=True) for text in texts if text.answers]
-    return documents or [Document(np.zeros(1, np.int64), np.zeros(1, bool), whole=True)]  # counted as unsupervised
+    documents = [_to_document(text, indivisible=True) for text in texts if text.answers]
+    unsupervised = Document(np.zeros(1, np.int64), np.zeros(1, bool), indivisible=True)  # counted as such
+    return documents or [unsupervised]
 
 
 def _answer_ids(

@@ -139,7 +139,7 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
     """
     stream, open_rows = _OpenRow(seq_len), list[_OpenRow]()  # stream: the row of divisible documents
     for document in documents:
-        if document.whole:
+        if document.indivisible:
             fitting_rows = [row for row in open_rows if row.free >= len(document.ids)]
             if not fitting_rows:
                 if len(open_rows) == window:
@@ -152,7 +152,7 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
         start = 0
         while start < len(document.ids):
             part = slice(start, start + stream.free)
-            stream.add(Document(document.ids[part], document.supervised[part], whole=False))
+            stream.add(Document(document.ids[part], document.supervised[part], indivisible=False))
             start = part.stop
             if stream.free == 0:
                 yield stream.segments
@@ -204,14 +204,14 @@ def _documents(
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
         for batch in batches(read_records(config, split, counts), _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
-            for ids, supervised, whole in encode(batch, tokenizer, config.template, counts):
-                if whole:
+            for ids, supervised, indivisible in encode(batch, tokenizer, config.template, counts):
+                if indivisible:
                     counts["clipped"] += len(ids) > seq_len
                     ids, supervised = ids[:seq_len], supervised[:seq_len]
                     if not supervised[1:].any():
                         counts["unsupervised"] += 1
                         continue
-                yield Document(ids, supervised, whole)
+                yield Document(ids, supervised, indivisible)
             stage.advance(len(batch))
 
 

@@ -57,7 +57,7 @@ class TopKRows:
             self._logprobs[predicting], self._tail[predicting] = top.logprobs.half(), top.tail.half()
         # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
         documents_of_indices = (
-            Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
+            Document(np.arange(start, stop), np.ones(stop - start, bool), indivisible=True)
             for start, stop in pairwise(starts.tolist())
         )
         packed = islice(pack(documents_of_indices, seq_len), max_rows)
@@ -145,7 +145,7 @@ def _read_examples(
             if not is_within.any():
                 counts["unsupervised"] += 1
                 continue
-            text = Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True)
+            text = Document(document.ids[:seq_len], document.supervised[:seq_len], indivisible=True)
             yield text, positions[is_within], top.at(torch.from_numpy(np.flatnonzero(is_within)))
 
 

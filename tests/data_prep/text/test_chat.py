@@ -82,7 +82,7 @@ def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer
             assert ids.count(tokenizer.eos_token_id) == 1
             assert ids[-1] == tokenizer.eos_token_id
             assert document.supervised.all()
-            assert not document.whole
+            assert not document.indivisible
     (document,) = encode([{"id": "t", "text": "return"}], make_tokenizer(eos=False), "tokenizer")
     assert tokenizer.decode(document.ids) == "return"
 
@@ -95,7 +95,7 @@ def test_the_chat_template_gives_transformers_own_ids_and_supervises_the_answers
     (document,) = encode([chat(*TALK)], tokenizer, "tokenizer")
     assert document.ids.tolist() == tokenizer.apply_chat_template(TALK, return_dict=False)
     assert spoken(document, tokenizer) == "How are you?<|im_end|>Good, é ☃<|im_end|>"
-    assert document.whole
+    assert document.indivisible
 
 
 def test_vicuna_is_fastchats_format(make_tokenizer):

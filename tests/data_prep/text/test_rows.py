@@ -50,7 +50,7 @@ def documents_of(lengths, whole):
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), max_size=20), seq_len=st.integers(2, 17))
 def test_text_fills_rows_without_a_gap_and_in_order(lengths, seq_len):
-    packed = list(pack(documents_of(lengths, whole=False), seq_len))
+    packed = list(pack(documents_of(lengths, indivisible=False), seq_len))
     tokens = [token for segments in packed for segment in segments for token in segment.ids]
     assert tokens == list(range(1, sum(lengths) + 1))
     filled = [sum(len(segment.ids) for segment in segments) for segments in packed]
@@ -61,7 +61,7 @@ def test_text_fills_rows_without_a_gap_and_in_order(lengths, seq_len):
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 16), max_size=60), seq_len=st.integers(16, 40), window=st.integers(1, 5))
 def test_conversations_stay_whole_and_each_is_packed_once(lengths, seq_len, window):
-    documents = documents_of(lengths, whole=True)
+    documents = documents_of(lengths, indivisible=True)
     packed = list(pack(documents, seq_len, window))
     found = sorted(segment.ids.tolist() for segments in packed for segment in segments)
     assert found == [document.ids.tolist() for document in documents]
