@@ -75,7 +75,7 @@ def in_bands(tree: OptimalTree, accepted: Sequence[int]) -> Counter[str]:
     parents, right = {ROOT, *accepted}, set(accepted)
     for node, parent in enumerate(tree.parents):
         if parent in parents:
-            band = min(BANDS, 1 + int(BANDS * tree.steps[node]))
+            band = min(BANDS, 1 + int(BANDS * tree.branch_probs[node]))
             found[f"in_band_{band}"] += 1
             found[f"right_{band}"] += node in right
     return found

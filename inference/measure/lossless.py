@@ -7,8 +7,9 @@ when two logits are nearly equal. So a difference alone proves no fault, and an 
 In half precision the arm therefore decodes the reference text again, teacher-forced. The arm makes the drafts, passes,
 caches and rejections; every chosen token is the reference text's (`Forced`). The keys and values of every layer and the
 logits at every position are then compared with the target's in twice the precision (`double_precision`). The unit is
-the error of the stock pass: the target as transformers runs it, in the arm's precision. A correct runtime has about the
-same rounding error; a fault adds to it. Two ratios near 1 show that a row, for example a layer's keys, is right:
+the error of the stock pass: the target as transformers runs it, in the arm's precision (in float32
+`ORDER_OF_SUMS` times that). A correct runtime has about the same rounding error; a fault adds to it. Two ratios near 1
+show that a row, for example a layer's keys, is right:
 
     bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even a fault below the
            rounding noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first
@@ -50,6 +51,9 @@ HALF = (torch.bfloat16, torch.float16)
 BULK, PEAK, GAP = 1.25, 6.0, 8.0
 PIECES = (64, 29, 17, 7)  # tokens per pass of transformers' further readings
 TIPS = PEAK / 2  # an error that many times larger in another reading is due to chance
+# In float32 the order of the terms of a sum makes the errors of two correct programs differ by several times. In half
+# precision the rounding of each stored number hides the order. A fault exceeds the errors of float32 by thousands.
+ORDER_OF_SUMS = 6.0
 WORST = 1e9  # replaces larger ratios, and NaN
 
 
@@ -292,7 +296,8 @@ class Forced(TokenSelector):
         """The finished run's deviation. free_text: the text that the arm decoded freely."""
         reference = self._reference
         states = [state for layer in self._session.content() for state in layer]
-        off = _state_errors(states, reference.states), torch.cat(self._errors)[None]
+        order = ORDER_OF_SUMS if reference.logits.dtype == torch.float64 else 1.0
+        off = _state_errors(states, reference.states) / order, torch.cat(self._errors)[None] / order
         ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
         before = len(reference.prompt) - 1  # the position whose logits choose the text's first token
         peak = _highest(ratios, before)

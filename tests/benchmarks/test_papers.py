@@ -152,7 +152,9 @@ def test_trees_are_counted_by_hand() -> None:
     assert of_tree(merged, [0, 1, 2])["shared_rounds"] == 1
     copied = GraphTree(tree.tokens, tree.parents, tree.rows, drafted=4, merged={3: 1})
     assert of_tree(copied, [3, 4])["shared_rounds"] == 1
-    optimal = OptimalTree(torch.tensor([a, b, c]), (-1, -1, 0), (-1,) * 3, masses=(0.9, 0.3), steps=(0.55, 0.3, 0.95))
+    optimal = OptimalTree(
+        torch.tensor([a, b, c]), (-1, -1, 0), (-1,) * 3, masses=(0.9, 0.3), branch_probs=(0.55, 0.3, 0.95)
+    )
     found = of_tree(optimal, [0])
     assert (found["in_band_3"], found["right_3"], found["in_band_2"], found["right_2"]) == (1, 1, 1, 0)
     assert (found["in_band_5"], found["right_5"]) == (1, 0)

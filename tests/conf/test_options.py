@@ -86,7 +86,7 @@ def leaves(config: Any, decided: bool = True, prefix: str = "") -> Iterator[tupl
             for name, item in inner.items():
                 yield from leaves(item, still, f"{key}.{name}.")
         else:
-            yield key, still
+            yield key, bool(still)
 
 
 def another(config: Any, key: str) -> Any:

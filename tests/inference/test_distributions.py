@@ -350,10 +350,10 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     "the source is chosen after the draw": (
         CASES["chain, table"], 1_500,
         (ModelDrafter, "draft", "if len(copied):",
-         "drawn = replace(self.structure.draft(self._source, root, limit), source='model')\n"
-         "        if len(drawn) and (not len(copied) or drawn.tokens[0] != copied.tokens[0]):\n"
-         "            return drawn\n"
-         "        if len(copied):"),
+         "drawn = self._source.with_ids(self.structure.draft(self._source, root, limit))\n"
+         "        if len(drawn) and drawn.tokens[0] == 0:\n"
+         "            return replace(drawn, source='model')\n"
+         "        if True:"),
     ),
     "a q by index": (CASES["chain, some tokens"], 1_500, (TimedModel, "with_ids", "(0, ids,", "(0, ids.argsort(),")),
     "block accepted too easily": (CASES["chain, block"], MORE, EASY),

@@ -102,7 +102,7 @@ def test_the_head_is_that_of_the_whole_target(
     shared, drafter = (LAYERS - 1, folder / "drafter") if kind == "early_exit" else (0, folder / "small")
     target, stored = str(folder / "target"), drafter / ("" if shared else HEAD_FOLDER) / WEIGHTS_FILE
     run = by_record(folder, tmp_path / "recorded", checkpoint=str(drafter), target=target)
-    read, real = set[str](), TensorFiles.unread
+    read, real = set[str](), TensorFiles.open_for_transformers
 
     def reading(files: TensorFiles, names: Iterable[str], *given: Any) -> dict[str, Stored]:
         names = [*names]
@@ -111,7 +111,7 @@ def test_the_head_is_that_of_the_whole_target(
 
     with record_choices():  # one choice of kernels
         with monkeypatch.context() as patch:
-            patch.setattr(TensorFiles, "unread", reading)
+            patch.setattr(TensorFiles, "open_for_transformers", reading)
             calibrate(run)
         layers = {int(found[1]) for name in read if (found := re.search(r"layers\.(\d+)", name))}
         assert layers == set(range(shared))

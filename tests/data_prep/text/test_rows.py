@@ -42,9 +42,9 @@ def data(tmp_path):
     return write
 
 
-def documents_of(lengths, whole):
+def documents_of(lengths, indivisible):
     number = iter(range(1, 10**6))
-    return [Document(np.array([next(number) for _ in range(n)]), np.ones(n, bool), whole) for n in lengths]
+    return [Document(np.array([next(number) for _ in range(n)]), np.ones(n, bool), indivisible) for n in lengths]
 
 
 @settings(deadline=None)

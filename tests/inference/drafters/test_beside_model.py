@@ -35,6 +35,12 @@ def require_higher_rate(target: Target) -> None:
     drafter = new_drafter(preset("small_lm_table"), models, Streams(0), tuning=Tuning(COSTS))
     beside, rounds, earlier = drafter.copies, list[Round](), list[tuple[bool, int, float]]()  # type: ignore[attr-defined]
     assert isinstance(beside, NgramsBesideModel)
+    model_rate, history = ModelRate(3 * 0.1 + 1.08 + 0.05), [(n % 3 > 0, 1 + n % 4, 0.5 + n % 5) for n in range(12)]
+    for sure, emitted, seconds in history:  # of this text the n-grams may be sure in no round of the model
+        model_rate.observe(sure, emitted, seconds)
+    assert [model_rate.rate(kind) for kind in (False, True)] == pytest.approx(
+        [slow_rate(history, kind) for kind in (False, True)]
+    )
     for r in speculative(target.stack, drafter, PROMPT, max_new_tokens=80):
         rounds.append(r)
         if len(rounds) == 1 or not r.source:

@@ -87,6 +87,26 @@ def test_the_same_added_to_all_logits_is_no_error(tmp_path: Path) -> None:
     assert forced.deviation(text).peak < 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_another_order_are_no_fault_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Errors of three times the stock pass's are; they are a fault in half precision, and larger ones always."""
+    model, prompt, text = open_stack(save_target(tmp_path), dtype)[0], random_prompt(9), random_prompt(5)
+    reference = make_reference(model, prompt, text)
+
+    def judge_states(times: float) -> Judgement:
+        noise = (times * reference.states_noise)[:, None, None, :, None]
+        states = [state + row for state, row in zip(reference.states, noise, strict=True)]
+        content = list(zip(states[::2], states[1::2], strict=True))
+        forced = Forced(TokenSelector(Sampler(SAMPLING), random.Random(0)), reference)
+        forced.begin(SimpleNamespace(device=model.device, content=lambda: content), prompt)  # type: ignore[arg-type]
+        for logits in reference.logits:
+            forced.next_token(logits[None])
+        return judge_deviations([forced.deviation(text)])
+
+    assert (judge_states(3.0).faults == ()) == (dtype == torch.float32)
+    assert judge_states(30.0).faults != ()
+
+
 class Subject:
     """A target, a drafter, and references of a few prompts."""
 
