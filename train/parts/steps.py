@@ -1,7 +1,7 @@
 """The steps of EAGLE-3's training-time test on packed rows: what each step predicts, and at which positions.
 
-Example, a document a b c d of which every token is a label, and two steps. Step t at position i predicts the token at
-position i + 1 + t:
+Example, a row with the labels a b c d, where labels[i] is the token after position i, and two steps. Step t at position
+i has the label at position i + 1 + t:
 
     position   0  1  2  3
     step 0     b  c  d  –
