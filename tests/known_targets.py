@@ -1,10 +1,9 @@
 """Targets that are sure of their next tokens, with drafters of every kind that are often right for them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.early_exit.model import EarlyExit
-from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_tokenizer
@@ -24,10 +22,9 @@ from outrider.inference.drafters.eagle3.drafter import Eagle3DraftModel
 from outrider.inference.drafters.early_exit.drafter import draft_model_of
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.model_plugin import copies_of
-from outrider.inference.drafters.ngrams.beside_model import NgramsBesideModel
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel, SmallLMPasses
-from outrider.inference.settings.method import MethodConfig, NgramConfig
+from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from outrider.train.parts.drafter import export_model
 from tests.fitted_heads import fitted_head
@@ -116,22 +113,7 @@ class Target:
 
     def shaped(self, kind: str, method: MethodConfig, structure: Structure, noise: float = 0.15) -> ModelDrafter:
         """The drafter of `method` whose drafts have this structure."""
-        drafter = ModelDrafter(self.source(kind, noise), structure, copies=copies_of(method, structure))
-        if method.copy == "table":
-            drafter.ask_first(NgramsBesideModel(self.table, method.ngrams, None))
-        return drafter
-
-    @cached_property
-    def table(self) -> TrigramTable:
-        """Of two of the four stretches of ten tokens of its text."""
-        text = self.text_after(PROMPT, COUNT)
-        return TrigramTable.from_documents([text[:10], text[20:30]], [2, 3, 4], self.stack.config.vocab_size, "t")
-
-
-def copying(method: MethodConfig, copied: int | Literal["table"] | None) -> MethodConfig:
-    """`method` with this `copy`, and what it needs."""
-    ngrams = NgramConfig(evidence="mixed", nodes="auto", depth=8) if copied == "table" else NgramConfig()
-    return replace(method, copy=copied, ngrams=ngrams)
+        return ModelDrafter(self.source(kind, noise), structure, copies=copies_of(method, structure))
 
 
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:

@@ -112,7 +112,6 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
     EvaluateConfig: [
         ({"doctor": True, "doctor_lengths": (100,)}, "doctor_lengths"),
         ({"reading": ReadingChanges(final_norm=False)}, "reading.final_norm=False: .*without an EAGLE-3 head"),
-        ({"small_lm": "d", "methods": {"m": preset("small_lm_table")}}, "table=.*n-gram table directory .* for m"),
     ],
     ExportConfig: [
         ({"engine": "openvino", "dtype": "bfloat16"}, "dtype='bfloat16': .*, which engine=openvino has"),

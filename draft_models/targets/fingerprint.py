@@ -8,8 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
-from outrider.base.files import digest_of
-from outrider.base.settings import differences
+from outrider.base.files import differences, digest_of
 from outrider.base.words import list_words
 from outrider.draft_models.formats.convert import description_location
 from outrider.draft_models.formats.save_model import with_older_rope

@@ -33,10 +33,6 @@ class ModelDrafter(Drafter):
         if isinstance(model, OnePass):
             structure.max_depth = min(structure.max_depth, model.pass_tokens)
 
-    def ask_first(self, copies: Drafter) -> None:
-        """Let `copies` draft in the rounds in which it has a draft."""
-        self.copies, self.max_rows = copies, max(self.max_rows, copies.max_rows)
-
     @property
     def totals(self) -> Mapping[str, float]:
         return self.structure.totals

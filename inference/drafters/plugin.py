@@ -72,10 +72,6 @@ class DrafterPlugin(ABC, Generic[Model]):
     ) -> Drafter:
         """A new drafter for one generation (see `new_drafter`)."""
 
-    def make_beside_model(self, model: Model, method: MethodConfig, tuning: Tuning | None) -> Drafter:
-        """A drafter that has a draft in some rounds, in which it drafts instead of a model; called for `copy=table`."""
-        raise TypeError(f"{type(self).__name__}: only a kind that drafts beside a model has this function")
-
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **options: Unpack[ModelOptions]
     ) -> Model:

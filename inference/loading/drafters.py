@@ -2,23 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import PreTrainedConfig
 
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import position_limit
-from outrider.draft_models.targets.settings import TABLE
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.settings.evaluate import Drafting
-from outrider.inference.settings.kinds import KINDS, NGRAMS
+from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, known_size
 from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
 
 if TYPE_CHECKING:
-    from outrider.inference.drafters.model_drafter import ModelDrafter
     from outrider.inference.drafters.plugin import ModelOptions
 
 Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
@@ -60,7 +58,4 @@ def new_drafter(
         tuning = replace(tuning, shared=None)
     kind = KINDS[method.source]
     drafter: Drafter = kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
-    if method.copy == TABLE:
-        beside_model = NGRAMS.load_plugin().make_beside_model(drafters[NGRAMS.name], method, tuning)
-        cast("ModelDrafter", drafter).ask_first(beside_model)
     return drafter

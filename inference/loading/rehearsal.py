@@ -102,10 +102,8 @@ def shrink(config: Config, folder: Path, models: Path | None = None) -> Config:
         else:
             changes[name] = debug_value(option, value, step=reads_own_text)
     if isinstance(config, EvaluateConfig):
-        removed = [kind for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None]
-        methods = {
-            name: method for name, method in config.methods.items() if models or not any(map(method.uses, removed))
-        }
+        removed = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
+        methods = {name: method for name, method in config.methods.items() if models or method.source not in removed}
         changes["methods"] = {name: shrink(method, folder, models) for name, method in methods.items()}
     return replace(config, **changes | options_without_models)
 

@@ -35,7 +35,7 @@ from outrider.inference.drafters.model_drafter import ModelDrafter, TimedModel
 from outrider.inference.loading.drafters import Drafters, new_drafter, position_limits
 from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import AUTO, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import Structure
 from outrider.inference.sizing.costs import Costs, curve, typical
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, trials_of
@@ -55,14 +55,10 @@ SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; a round without 
 
 
 def probes_of(method: MethodConfig) -> list[MethodConfig]:
-    """`method` with various numbers in place of "auto", so that passes of many widths occur. The model drafts alone.
-
-    A tree without "auto" and δ is measured by chains: only their widths vary.
-    """
-    tree, method = method.structure, replace(method, copy=None, ngrams=NgramConfig())
-    if tree.kind != "opt_tree":
-        chains = replace(method, structure=StructureConfig())
-        return [replace(chains, stop=StopConfig(max_draft=length)) for length in CHAINS]
+    """`method` with various numbers in place of "auto", so that passes of many widths occur. The model drafts alone."""
+    tree, method = method.structure, replace(method, copy=None)
+    if tree.kind == "chain":
+        return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
     sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
     levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
     shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]

@@ -58,7 +58,7 @@ class Drafting:
         """Raise `UserError` unless each kind that a method uses is given, and every given kind is known."""
         self._check_methods()
         for kind in KINDS.values():
-            using = ", ".join(name for name, method in self.methods.items() if method.uses(kind))
+            using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
             key, where = kind.option, self.where(kind)
             if key is not None and using:
                 option = key if hasattr(self, key) else f"+drafters.{key}"
@@ -103,7 +103,7 @@ class DecodingConfig(Drafting, Settings):
     """A target, its drafters, and how they decode."""
 
     table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
-    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams or copy=table"""
+    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
     drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""
@@ -223,7 +223,7 @@ class ReplayConfig(Drafting, Settings):
     """replay: the exact τ of drafters that read tokens only, from recorded greedy answers, without a target."""
 
     table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
-    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams or copy=table"""
+    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
     drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""

@@ -16,10 +16,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from outrider.base.errors import UserError, require
 from outrider.base.settings import Count, KeyOf, Positive, Settings, Share, construct, only, opt, require_default
 from outrider.base.words import did_you_mean
-from outrider.draft_models.targets.settings import TABLE
 from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.inference.settings.kind import Kind
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, NGRAMS
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
 from outrider.inference.settings.sampling import Verification
 from outrider.inference.settings.stop_rules import RULES, THRESHOLDS
 
@@ -216,31 +215,24 @@ class MethodConfig(Settings):
     """when sampling; exact: token by token; block: all tokens of a chain together, which accepts more; auto: block for
     a chain, exact for a tree; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline"""
     max_ngram: Count = opt(3, "prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens")
-    copy: Count | Literal["table"] | None = opt(
+    copy: Count | None = opt(
         None,
         f"{_SHAPED}: where the last so many tokens occurred before in prompt or answer, the draft is the text that "
-        "followed them; table: n-grams of `table` and of the text draft where more is expected of them than of the "
-        "model; null: every draft is the model's; `survival` and `opt_tree_auto` have 3, `small_lm_table` has table",
+        "followed them; null: every draft is the model's; `survival` and `opt_tree_auto` have 3",
     )
-    ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams, or copy=table")
+    ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
     skip: tuple[Annotated[int, Ge(0)], ...] | None = opt(None, debug=None)
     """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
     the first and the last"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kind = KINDS[
-            self.source
-        ]  # `shaped`: structure and stop shape its drafts; `has_stop`: stop.max_draft limits them
+        kind = KINDS[self.source]  # shaped: structure and stop shape its drafts; has_stop: stop.max_draft limits them
         calibrated = ", ".join(name for name, entry in KINDS.items() if entry.calibration is not None)
         another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
         self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
         tree, shape = self.structure, self.structure.kind
         self._refuse_unread(kind)
-        if self.copy == TABLE:
-            for key, value in (("evidence", "mixed"), ("nodes", AUTO), ("recycle", 0)):
-                expected = f"{value} with copy=table, as in method=small_lm_table"
-                self.require(f"ngrams.{key}", getattr(self.ngrams, key) == value, expected)
         sized = self.stop.max_draft != AUTO or (shape == "chain" if kind.shaped else kind.has_stop)
         chains = ", ".join(name for name, entry in KINDS.items() if entry.has_stop)
         self.require("stop.max_draft", sized, f"a number or null: auto chooses the length of a chain of {chains}")
@@ -260,7 +252,7 @@ class MethodConfig(Settings):
         """
         why = f"source={self.source} does not read it"
         some_read = {key for entry in KINDS.values() for key in entry.keys if not key.startswith("stop.")}
-        unread = sorted(some_read - {*kind.keys} - ({"ngrams"} if self.copy == TABLE else set()))
+        unread = sorted(some_read - {*kind.keys})
         if not kind.shaped:
             for part in fields(self.stop):  # before `copy`, which the stop rule's file may have set
                 if f"stop.{part.name}" not in kind.keys:
@@ -274,10 +266,6 @@ class MethodConfig(Settings):
         """The rule of verification; auto stands for block with a chain, and for exact with a tree."""
         best: Verification = "block" if self.structure.kind == "chain" else "exact"
         return best if self.verify == AUTO else self.verify
-
-    def uses(self, kind: Kind) -> bool:
-        """Whether it drafts with the model of `kind`, alone or beside another."""
-        return kind.name == self.source or (kind == NGRAMS and self.copy == TABLE)
 
     @property
     def adapts(self) -> bool:

@@ -39,7 +39,6 @@ class BestNodes:
 
     prior, neighbour: see `Evidence`; loss: see `Allowance`, which also decides when a draft that does not pay is tried.
     A search takes time that texts do not share. So in a batch a text whose last drafts did not pay searches seldom.
-    expected_tokens: those of a round with the last choice.
     """
 
     most = MOST_NODES
@@ -50,7 +49,6 @@ class BestNodes:
         self._tuning, self._allowance = tuning, tuning.allowance(loss)
         self._evidence = Evidence(BANDS, tuning, prior=prior, neighbour=neighbour, start=1.0)
         self._last_count = self._rounds_without_draft = 0
-        self.expected_tokens = 1.0
         self.totals: Counter[str] = Counter()
 
     def search_size(self) -> int:
@@ -63,7 +61,7 @@ class BestNodes:
         return next((size for size in SEARCH_SIZES if size > self._last_count), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
-        count, trial, self.expected_tokens = 0, min(_TRIAL, len(parents)), 1.0
+        count, trial = 0, min(_TRIAL, len(parents))
         if trial and not self._allowance.is_spent():
             seconds = self._tuning.costs_now.of_nodes
             worths = worths_of(parents, probs, self._evidence.shares())
@@ -71,7 +69,6 @@ class BestNodes:
             if not count:
                 loss = seconds[trial] / seconds[0] - 1.0 - sum(worths[:trial])
                 count = trial if self._allowance.takes_trial(loss) else 0
-            self.expected_tokens += sum(worths[:count])
         self._last_count = count
         self.totals[f"{CHOSEN}nodes={count}"] += 1
         return count

@@ -1,8 +1,9 @@
-"""Files: atomic writing, locks, JSON with errors that name the file and the damage, and caches."""
+"""Files: atomic writing, locks, JSON with errors that name the file and the damage, its differences, and caches."""
 
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -119,3 +120,21 @@ def package_version() -> str:
         return version("outrider")
     except PackageNotFoundError:
         return "source tree"
+
+
+ABSENT = object()
+
+
+def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
+    """All differences of two values of JSON, as (dotted key, old value, new value); a missing value is `ABSENT`.
+
+    A mapping that only one side has counts as one difference.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
+        return [change for inner, a, b in pairs for change in differences(a, b, f"{key}.{inner}" if key else inner)]
+    return [] if _write_sorted(old) == _write_sorted(new) else [(key, old, new)]
+
+
+def _write_sorted(value: object) -> str:
+    return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

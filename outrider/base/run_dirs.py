@@ -22,8 +22,16 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from outrider.base.errors import UserError
-from outrider.base.files import lock, package_version, read_mapping, require_writable, write_json
-from outrider.base.settings import ABSENT, differences, read_as
+from outrider.base.files import (
+    ABSENT,
+    differences,
+    lock,
+    package_version,
+    read_mapping,
+    require_writable,
+    write_json,
+)
+from outrider.base.settings import read_as
 from outrider.base.words import list_words, make_legible
 
 LOCK_FILE, HOLDER_FILE, TIME_FILE = ".lock", ".lock.json", "time.json"

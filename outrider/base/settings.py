@@ -382,21 +382,3 @@ def _constraints(kind: object) -> Iterator[Named]:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path and key else path or key
-
-
-ABSENT = object()
-
-
-def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
-    """All differences of two values of JSON, as (dotted key, old value, new value); a missing value is `ABSENT`.
-
-    A mapping that only one side has counts as one difference.
-    """
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
-        return [change for inner, a, b in pairs for change in differences(a, b, _join(key, inner))]
-    return [] if _write_sorted(old) == _write_sorted(new) else [(key, old, new)]
-
-
-def _write_sorted(value: object) -> str:
-    return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

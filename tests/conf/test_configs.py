@@ -220,8 +220,7 @@ def test_presets_are_what_their_parts_compose() -> None:
     }  # fmt: skip
     assert all(method(name) == method(composed) for name, composed in parts.items())
     assert {name: method(name).copy for name in parts if method(name).copy} == {"eesd_survival": 3, "opt_tree_auto": 3}
-    unlike_parts = {"aded", "ngrams", "ngrams_recycled", "prompt_lookup", "small_lm_table"}
-    assert {*GROUPS["method"]} - {*parts} == unlike_parts
+    assert {*GROUPS["method"]} - {*parts} == {"aded", "ngrams", "ngrams_recycled", "prompt_lookup"}
     assert not {*GROUPS["shape"]} & {*GROUPS["stop"]}
 
 

@@ -141,7 +141,6 @@ CASES = {
         block(source="early_exit", max_draft=3), tables=Tables(APART.p, OnePass(APART.q.distributions.tolist()))
     ),
     "chain, copied": Case(preset("small_lm/survival"), 63),
-    "chain, table": Case(preset("small_lm_table"), 63),
     "opt_tree, copied": Case(preset("opt_tree_auto"), 63),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
@@ -346,9 +345,8 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
     ),
     "matching forgets": (CASES["opt_tree"], 1_000, (verify.Matching, "residual", "r[list(tokens)] = 0", "")),
     "a q of what was copied": (CASES["chain, copied"], 1_500, Q_OF_COPIES),
-    "a q of what n-grams drafted": (CASES["chain, table"], 1_500, Q_OF_COPIES),
     "the source is chosen after the draw": (
-        CASES["chain, table"], 1_500,
+        CASES["chain, copied"], 1_500,
         (ModelDrafter, "draft", "if len(copied):",
          "drawn = self._source.with_ids(self.structure.draft(self._source, root, limit))\n"
          "        if len(drawn) and drawn.tokens[0] == 0:\n"

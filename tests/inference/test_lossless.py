@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from tests.faults import plant
 from tests.inference.drafters.test_ngrams import slow_lookup
 from tests.inference.ngram_cases import CONFIGS
 from tests.inference.priced import costs
-from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, copying, targets, tokens_of
+from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.refusals import refusal
 from tests.tiers import quick_where, typical_where
@@ -88,7 +88,7 @@ def decode(
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 DTYPES = (torch.float64, torch.float32)
-MATRIX = all_pairs(ARCHITECTURES, WEIGHTS, SOURCES, STRUCTURES, RULES, ["eager", "graphed"], DTYPES, [None, 1, "table"])
+MATRIX = all_pairs(ARCHITECTURES, WEIGHTS, SOURCES, STRUCTURES, RULES, ["eager", "graphed"], DTYPES, [None, 1, 2])
 TYPICAL = {*each_value(MATRIX)}
 
 
@@ -99,7 +99,7 @@ TYPICAL = {*each_value(MATRIX)}
 )
 def test_greedy_equals_generate(
     make: Callable[..., Target], runtime: Runtime, architecture: str, weights: str, source: str, structure: str,
-    rule: str, dtype: torch.dtype, copied: int | Literal["table"] | None,
+    rule: str, dtype: torch.dtype, copied: int | None,
 ) -> None:  # fmt: skip
     """A prompt longer than the windows, and one of a single token whose text ends at an EOS."""
     target, method = make(architecture, dtype, **WEIGHTS[weights]), MethodConfig(structure=STRUCTURES[structure])
@@ -110,7 +110,7 @@ def test_greedy_equals_generate(
         said = expected[: expected.index(eos[0]) + 1] if ends else expected
         options: Any = {"eos": eos, "runtime": runtime}
         assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=COUNT, **options))) == said
-        drafter = target.drafter(source, copying(replace(method, stop=RULES[rule]), copied))
+        drafter = target.drafter(source, replace(method, stop=RULES[rule], copy=copied))
         rounds = decode(target, drafter, prompt, **options)
         assert tokens_of(rounds) == said
         assert any(r.drafted for r in rounds)

@@ -168,11 +168,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # the option that is named, and w
     ("delta=0.1", {"structure": {"kind": "opt_tree", "max_depth": "auto", "delta": 0.1}}),
     ("nodes=64", {"structure": {"kind": "opt_tree", "max_depth": "auto", "nodes": 64}}),
     ("deep_copies=True", {"structure": {"kind": "token_graph", "tau": 0, "deep_copies": True}}),
-    ("ngrams.evidence='table'", {"source": "small_lm", "copy": "table"}),
-    ("ngrams.nodes=64", {"copy": "table", "ngrams": {"evidence": "mixed"}}),
-    ("ngrams.recycle=2", {"copy": "table", "ngrams": {"evidence": "mixed", "nodes": "auto", "recycle": 2}}),
-    ("copy='table'", {"source": "ngrams", "copy": "table"}),
-    ("copy='text'", {"source": "small_lm", "copy": "text"}),
     ("max_probability=0.01", {"source": "ngrams", "ngrams": {"max_probability": 0.01}}),
 ]
 

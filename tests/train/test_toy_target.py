@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.base.errors import UserError
+from outrider.base.files import differences
 from outrider.base.run_dirs import LOCK_FILE
-from outrider.base.settings import differences
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.formats.model_name import model_name

@@ -27,10 +27,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from outrider.base.errors import UserError, warn
-from outrider.base.files import read_mapping, require_writable, write_json
+from outrider.base.files import differences, read_mapping, require_writable, write_json
 from outrider.base.processes import from_main, only_run_of
 from outrider.base.progress import track_progress
-from outrider.base.settings import differences
 from outrider.base.words import list_words
 from outrider.data_prep.text.rows import PackedRows
 from outrider.train.core.driver import TrainingRun

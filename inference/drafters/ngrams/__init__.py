@@ -5,7 +5,7 @@ from outrider.inference.settings.kind import Kind
 
 KIND = Kind(
     "ngrams",
-    f"{__name__}.plugin:NgramPlugin",
+    f"{__name__}.drafter:NgramPlugin",
     option=TABLE,
     needs="an n-gram table directory (outrider build-trigrams)",
     file="table.safetensors",

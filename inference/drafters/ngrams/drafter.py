@@ -4,18 +4,23 @@ Neither runs a model: both read tokens only.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.overlay import Overlay, recycle
-from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table import TrigramTable, map_table, table_digest
+from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.ngrams import KIND
 from outrider.inference.drafters.ngrams.mixture import Mixture
 from outrider.inference.drafters.ngrams.ngram_search import (
     Nodes,
@@ -25,7 +30,8 @@ from outrider.inference.drafters.ngrams.ngram_search import (
     search_best_first,
     search_by_puct,
 )
-from outrider.inference.settings.method import AUTO, NgramConfig, known_size
+from outrider.inference.drafters.plugin import DrafterPlugin, ModelOptions, TrainingRecord
+from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, known_size
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from outrider.inference.sizing.policy import Tuning
 
@@ -80,7 +86,7 @@ class _OverText(Drafter):
         )
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        if self.sizes is not None and tree.source != "model":
+        if self.sizes is not None:
             _, parents, probs = self._draft
             assert probs is not None
             self.sizes.observe(parents[: len(tree)], probs[: len(tree)], nodes)
@@ -216,3 +222,27 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     if vocabulary is not None:
         table.require_rows(vocabulary, f"table={where}")
     return table
+
+
+class NgramPlugin(DrafterPlugin[TrigramTable | None]):
+    def identity(self, where: str | None) -> dict[str, object]:
+        return {"table": None if where is None else table_digest(Path(where))[:16]}
+
+    def training_record(self, where: str) -> TrainingRecord:
+        corpus = TrainingRecord.of({"data": map_table(Path(where))[0].facts.get("corpus")}).data or {}
+        return TrainingRecord(
+            data={key: value for key, value in corpus.items() if key not in ("text", "digest")} or None
+        )
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[ModelOptions]
+    ) -> TrigramTable | None:
+        if all(method.source != KIND.name for method in methods.values()):
+            return None
+        return open_table(where, target.vocabulary_digest, target.vocabulary_size)
+
+    def make(
+        self, model: TrigramTable | None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        assert model is not None  # a method reads it
+        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)

@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from outrider.base.streams import Streams
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import Drafter
-from outrider.inference.core.rounds import Round
+from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
@@ -22,11 +23,12 @@ from outrider.inference.drafters.early_exit.drafter import EarlyExitDraftModel
 from outrider.inference.drafters.model_drafter import ModelDrafter
 from outrider.inference.drafters.skip_layers.drafter import SkipLayersDraftModel
 from outrider.inference.drafters.small_lm.drafter import SmallLMDraftModel
+from outrider.inference.measure.statistics import SourceRounds, count_rounds_by_source
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from tests import tiny
-from tests.known_targets import Target, copying, targets, tokens_of
+from tests.known_targets import Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
 from tests.tiny import method_of, random_prompt
@@ -130,7 +132,7 @@ def checked(
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
 SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
 RUNTIMES = ("eager", "graphed")
-ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1, "table"))
+ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1))
 
 
 @pytest.mark.parametrize(
@@ -140,12 +142,12 @@ ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES, (None, 1, "table"))
 )
 @pytest.mark.slow
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
-    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool], copied: int | Literal["table"] | None
+    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool], copied: int | None
 ) -> None:
     structure, drawn = shape
     streams = Streams(0)
     selector = TokenSelector(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
-    method = copying(method_of(STRUCTURES[structure]), copied)
+    method = replace(method_of(STRUCTURES[structure]), copy=copied)
     shaping, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
     observe, draft = shaping.observe, shaping.draft
 
@@ -275,3 +277,11 @@ def test_two_generations_at_once_on_one_target_and_drafter(
     assert sum(None not in both for both in turns) > 4
     for length, rounds in zip(lengths, zip(*turns, strict=True), strict=True):
         assert tokens_of(filter(None, rounds)) == target.text_after(random_prompt(length), 24)
+
+
+def test_rounds_are_counted_by_who_drafted() -> None:
+    emitted = ((1, "model"), (3, "model"), (4, "text"))
+    rounds = [Round((7,) * n, 3, n - 1, 3, 0.1, source=source) for n, source in emitted]  # type: ignore[arg-type]
+    generation = Generation((), 0.0, 0.0, (*rounds, Round((7,), 0, 0, 0, 0.1)))
+    expected = {"model": SourceRounds(2, 2.0), "none": SourceRounds(1, 1.0), "text": SourceRounds(1, 4.0)}
+    assert count_rounds_by_source([generation]) == expected
