@@ -53,8 +53,7 @@ class ModelDrafter(Drafter):
                 return copied
         if self.allowance is not None and not self.allowance.opens_round(self.structure.rule.gain()):
             return DraftTree(root[:0], (), ())
-        drafted = self._source.with_ids(self.structure.draft(self._source, root, limit))
-        return replace(drafted, source="model")
+        return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         shares = self.model.split or self.model.aux_layers
@@ -126,9 +125,9 @@ class TimedModel:
         """`tree`, which was drafted with this source, with token ids and with q over the target's vocabulary."""
         ids = self._ids
         if ids is None:
-            return tree
+            return replace(tree, source="model")
         q = {node: row.new_zeros(self._vocabulary).index_copy_(0, ids, row) for node, row in tree.q.items()}  # [V]
-        return replace(tree, tokens=ids[tree.tokens], q=q)
+        return replace(tree, tokens=ids[tree.tokens], q=q, source="model")
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None

@@ -350,7 +350,7 @@ FAULTS: dict[str, tuple[Case, int, *tuple[Fault, ...]]] = {  # where, the draws 
         (ModelDrafter, "draft", "if len(copied):",
          "drawn = self._source.with_ids(self.structure.draft(self._source, root, limit))\n"
          "        if len(drawn) and drawn.tokens[0] == 0:\n"
-         "            return replace(drawn, source='model')\n"
+         "            return drawn\n"
          "        if True:"),
     ),
     "a q by index": (CASES["chain, some tokens"], 1_500, (TimedModel, "with_ids", "(0, ids,", "(0, ids.argsort(),")),
