@@ -98,7 +98,7 @@ demo-real: $(STAMP) ## a real chat model with drafters that are here: fetched an
 smollm2: $(STAMP) ## `outrider auto` for a real chat model, two hours; target=MODEL yours, in runs/auto/MODEL; minutes=N, resumes
 ifeq ($(filter target=%,$(MAKEOVERRIDES)),)
 	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2/fetch resume=true
-	$(RUN)outrider auto target=runs/smollm2/fetch out_dir=runs/smollm2 minutes=120 resume=true $(OPTIONS)
+	$(RUN)outrider auto target=runs/smollm2/fetch out_dir=runs/smollm2 minutes=120 resume=true 'train=[early_exit,small_lm]' $(OPTIONS)
 else
 	$(RUN)outrider auto minutes=120 resume=true $(OPTIONS)
 endif

@@ -12,7 +12,7 @@ The step of the answers has 8.5 minutes, because 0.5 of them were spent on the f
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from outrider.base.errors import require
@@ -20,7 +20,7 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.vocabulary import KWARGS
 from outrider.inference.measure.statistics import MIN_PROMPTS
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.settings.auto import TRAINABLE, AutoConfig
 from outrider.train.settings.pipeline import MINUTES, STEPS, PipelineConfig
 from outrider.train.steps import ConfigFor
@@ -107,11 +107,15 @@ class FirstAnswers:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kinds of drafters to train, reasons against the other kinds, and the minutes of every step with a limit."""
+    """The kinds of drafters to train, reasons against the other kinds, and the minutes of every step with a limit.
+
+    finished: by kind, the folder of a drafter that was trained for this target before. It is measured.
+    """
 
     kinds: tuple[str, ...]
     not_tried: Mapping[str, str]
     minutes: Mapping[str, float]
+    finished: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_CHOICE = Choice((), {}, {})
@@ -126,19 +130,24 @@ def choose_rows(device: Device, parameters: float, text_bytes: float, free_bytes
     return max(1, min(int(rows), int(free_bytes / 2 / text_bytes)))
 
 
-def choose_trainings(config: AutoConfig, answers: FirstAnswers, unfit: Mapping[str, str]) -> Choice:
-    """The trainings and their minutes.
+def choose_trainings(
+    config: AutoConfig, answers: FirstAnswers, unfit: Mapping[str, str],
+    finished: Mapping[str, str] = NO_CHOICE.finished,
+) -> Choice:  # fmt: skip
+    """The trainings and their minutes. With train=auto no kind in `finished` (see `Choice`) is trained again.
 
     unfit: why the target cannot have a drafter of some kind. Raises `UserError` if loading alone takes all minutes.
     """
     if config.train != "auto":
-        return _share_minutes(config, answers, config.train, {})
-    candidates = [kind for kind in ORDER[answers.device] if kind not in unfit]
+        return _share_minutes(config, answers, config.train, {}, {})
+    candidates = [kind for kind in ORDER[answers.device] if kind not in {*unfit, *finished}]
     slow_kinds = [kind for kind in TRAINABLE if kind not in ORDER[answers.device]]
     reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow_kinds}
     reasons |= unfit
     reasons |= _find_shortages(config, answers, candidates)
-    return _share_minutes(config, answers, tuple(kind for kind in candidates if kind not in reasons), reasons)
+    for kind, folder in finished.items():
+        reasons[kind] = f"{folder} was trained for this target and is measured; train=[{kind}] trains another"
+    return _share_minutes(config, answers, tuple(kind for kind in candidates if kind not in reasons), reasons, finished)
 
 
 def _find_shortages(config: AutoConfig, answers: FirstAnswers, candidates: Sequence[str]) -> dict[str, str]:
@@ -162,8 +171,9 @@ def _find_shortages(config: AutoConfig, answers: FirstAnswers, candidates: Seque
 
 
 def _share_minutes(
-    config: AutoConfig, answers: FirstAnswers, kinds: tuple[str, ...], not_tried: Mapping[str, str]
-) -> Choice:
+    config: AutoConfig, answers: FirstAnswers, kinds: tuple[str, ...], not_tried: Mapping[str, str],
+    finished: Mapping[str, str],
+) -> Choice:  # fmt: skip
     """The choice of these kinds, with the minutes of each step (see the module's example).
 
     The answers get no more minutes than all prompts need, and leave the report the fewest prompts for a verdict.
@@ -172,14 +182,14 @@ def _share_minutes(
     unlimited = answers.unlimited_minutes(kinds)
     shared, expected = config.minutes - unlimited, f"{unlimited + _FEWEST:.0f} or more: loading takes {unlimited:.1f}"
     require(shared >= _FEWEST, MINUTES, f"{config.minutes:g}", expected)
-    least_report = min(shared, answers.report_minutes(kinds, _SHORTEST))
+    least_report = min(shared, answers.report_minutes((*kinds, *finished), _SHORTEST))
     unanswered_tokens = (answers.prompts - answers.answered) * answers.answer_tokens
     all_answers = _SLOWER * unanswered_tokens / answers.tokens_per_minute
     answering = min(all_answers, answer_share * shared, max(0.0, (1 - training_share) * shared - least_report))
     first_answers = answers.answered * answers.answer_tokens / answers.tokens_per_minute
     minutes = {"responses": answering + first_answers, "report": (1 - training_share) * shared - answering}
     minutes |= {TRAINABLE[kind].step: training_share * shared / len(kinds) for kind in kinds}
-    return Choice(kinds, not_tried, minutes)
+    return Choice(kinds, not_tried, minutes, finished)
 
 
 def configure_pipeline(
@@ -202,9 +212,11 @@ def configure_pipeline(
         limit, rows = float(f"{_WRITING * config.minutes:.3g}"), max(_FEWEST_PROMPTS, answers.rows)
         steps["prompts"] |= {MINUTES: limit, "batch_size": rows}
     steps["responses"] |= {"batch_size": answers.rows, "shard_size": 2 * answers.rows}
-    methods = [*(method for kind in choice.kinds for method in TRAINABLE[kind].methods), *_UNTRAINED]
-    tokens = answers.text_tokens(choice.kinds, choice.minutes.get("report", 0.0))
+    measured = (*choice.kinds, *choice.finished)
+    methods = [*(method for kind in measured for method in TRAINABLE[kind].methods), *_UNTRAINED]
+    tokens = answers.text_tokens(measured, choice.minutes.get("report", 0.0))
     steps["report"] |= {"method": methods, "max_new_tokens": tokens} | template
+    steps["report"] |= {str(KINDS[kind].option): folder for kind, folder in choice.finished.items()}
     limits = {} if config.debug else choice.minutes
     for name, limit in limits.items():
         steps[name][MINUTES] = float(f"{limit:.3g}")
@@ -231,7 +243,8 @@ def describe_choice(choice: Choice, answers: FirstAnswers) -> str:
     ]
     lines += [f"  {name}: {minutes:.1f} minutes" for name in STEPS if (minutes := choice.minutes.get(name))]
     lines += [f"  not tried: {kind}: {reason}" for kind, reason in choice.not_tried.items()]
-    minutes, least = choice.minutes.get("report", math.inf), answers.report_minutes(choice.kinds, _SHORTEST)
+    minutes = choice.minutes.get("report", math.inf)
+    least = answers.report_minutes((*choice.kinds, *choice.finished), _SHORTEST)
     if minutes < least:
         short = f"its minutes cannot hold the {MIN_PROMPTS} prompts that a verdict needs"
         lines.append(f"  report: {short}: they take about {least:.0f}, so give minutes= {least - minutes:.0f} more")

@@ -16,13 +16,16 @@ from outrider.base.errors import UserError, require
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import check_identity, only_run, require_free
-from outrider.base.settings import read_as
+from outrider.base.settings import construct, read_as
 from outrider.base.words import quote_word
 from outrider.data_prep.settings import FetchConfig, PromptsConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.data_prep.text.chat import around_question, render_prompt
 from outrider.data_prep.text.prompts import read_prompts, split_prompts
 from outrider.draft_models.card import CARD_FILE
+from outrider.draft_models.early_exit.checkpoint import META_FILE
+from outrider.draft_models.small_lm.model import TRAINING_FILE
+from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from outrider.draft_models.targets.vocabulary import bind_arguments
@@ -34,7 +37,7 @@ from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.sentences import write_recommendation, write_repeat_command
 from outrider.inference.report.types import read_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, SMALL_LM
 from outrider.inference.settings.method import preset
 from outrider.train import auto_choice, steps
 from outrider.train.auto_choice import NO_CHOICE, Choice, Device, FirstAnswers, configure_pipeline
@@ -49,6 +52,9 @@ RECORD, LOG = "auto.json", "auto.log"
 _EXPORT, _EXPORT_MINUTES = "train/export.py", 0.5  # exports come after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
+DRAFTERS = steps.ROOT / "drafters"  # those of this project, in a clone of it
+# By kind, the file of a drafter in `DRAFTERS` that has the fingerprint of its target, and the key.
+_BOUND = {EARLY_EXIT.name: (META_FILE, "fingerprint"), SMALL_LM.name: (TRAINING_FILE, "settings.target")}
 _EXPORTED = {*(kind.step for kind in TRAINABLE.values()), "trigrams"}  # steps whose products engines take
 
 
@@ -93,7 +99,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     warn_if_busy()
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
-            start = _find_start(config, pipeline.folder, answers, unfit, began, config_for)
+            start = _find_start(config, pipeline.folder, answers, unfit, began, config_for, target)
         print(auto_choice.describe_choice(start.choice, start.look), flush=True)
         pipeline, answers = configure_pipeline(config, start.choice, start.look, config_for), start.look
         plan = plan_steps(pipeline, config_for)
@@ -152,7 +158,7 @@ def _describe_memory(target: OpenTarget, available: float) -> str:
 
 def _find_start(
     config: AutoConfig, folder: Path, answers: FirstAnswers, unfit: Mapping[str, str], began: float,
-    config_for: ConfigFor,
+    config_for: ConfigFor, target: OpenTarget,
 ) -> Start:  # fmt: skip
     """The facts with which a stopped run began; for a new run, those of the target's first answers."""
     path, made_of = folder / RECORD, config.decisions()
@@ -162,9 +168,23 @@ def _find_start(
         check_identity(start.made_of, made_of, path)
         return start
     answers = _time_answers(config, answers, began, config_for)
-    start = Start(made_of, answers, auto_choice.choose_trainings(config, answers, unfit))
+    finished = find_finished(target.fingerprint, DRAFTERS)
+    start = Start(made_of, answers, auto_choice.choose_trainings(config, answers, unfit, finished))
     write_json(path, asdict(start))
     return start
+
+
+def find_finished(target: Fingerprint, root: Path) -> dict[str, str]:
+    """By kind, the folder of a drafter in root/NAME/STEP that was trained for `target`, the first by name."""
+    finished: dict[str, str] = {}
+    for kind, (file, key) in _BOUND.items():
+        for path in sorted(root.glob(f"*/{TRAINABLE[kind].step}/{file}")):
+            record: object = read_mapping(path, "record of a drafter", _REMEDY)
+            for part in key.split("."):
+                record = record.get(part) if isinstance(record, dict) else None
+            if isinstance(record, dict) and not construct(Fingerprint, record).differences(target):
+                finished.setdefault(kind, str(path.parent))
+    return finished
 
 
 def _time_answers(config: AutoConfig, unknown: FirstAnswers, began: float, config_for: ConfigFor) -> FirstAnswers:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from outrider.base.errors import UserError
+from outrider.base.settings import construct
 from outrider.commands import config_for
 from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.inference.loading.memory_plan import Memory
 from outrider.inference.report.sentences import write_recommendation
 from outrider.inference.report.types import read_reports
@@ -51,6 +53,24 @@ def test_what_is_trained_follows_from_what_was_measured() -> None:
     assert choose_trainings(CONFIG, LOOK, {"early_exit": "no layers"}).kinds == ("small_lm",)
     for choice in (slow, few, short, choose_trainings(CONFIG, LOOK, {})):
         assert {*choice.kinds, *choice.not_tried} == {*TRAINABLE}
+
+
+def test_a_drafter_that_was_trained_for_the_target_is_measured_instead_of_another_training(tmp_path: Path) -> None:
+    """It is known by the target's fingerprint; one of another target, or of another tokenizer, is not."""
+    shipped = auto_run.DRAFTERS / "smollm2"
+    target = construct(Fingerprint, json.loads((shipped / "eesd/drafter.json").read_text())["fingerprint"])
+    finished = auto_run.find_finished(replace(target, target="elsewhere"), auto_run.DRAFTERS)
+    assert finished == {"early_exit": str(shipped / "eesd"), "small_lm": str(shipped / "small_lm")}
+    assert auto_run.find_finished(replace(target, weights="of a fine-tune"), auto_run.DRAFTERS) == {}
+    assert auto_run.find_finished(target, tmp_path) == {}
+    choice = choose_trainings(CONFIG, LOOK, {}, {"small_lm": finished["small_lm"]})
+    assert choice.kinds == ("early_exit",)
+    assert "train=[small_lm]" in choice.not_tried["small_lm"]
+    report = configure(CONFIG, choice, LOOK).steps["report"]
+    assert report["small_lm"] == finished["small_lm"]
+    assert {*TRAINABLE["small_lm"].methods} <= {*report["method"]}
+    chosen = choose_trainings(replace(CONFIG, train=("small_lm",)), LOOK, {}, finished)
+    assert (chosen.kinds, chosen.finished) == (("small_lm",), {})
 
 
 def test_the_minutes_that_a_reason_names_are_enough() -> None:

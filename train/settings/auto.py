@@ -53,7 +53,7 @@ class AutoConfig(RunConfig):
     """time limit of everything; a step that is loading or saving still finishes"""
     train: tuple[str, ...] | Literal["auto"] = "auto"
     """the drafters to train, of early_exit, small_lm and eagle3, besides n-grams; auto: those that should pay, by a
-    measurement at the start; []: none"""
+    measurement at the start, and of which drafters/ has none for this target; []: none"""
     plan: bool = free(False, "only print the plan; needs no weights")
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same steps, everything small")
     out_dir: str = free(f"runs/auto/{NAME}", "where everything goes; {target}: the target's name")
