@@ -78,11 +78,13 @@ def passages(records: Iterable[Record], text: str, encoder: Encoder) -> Iterator
             continue
         last = len(record["messages"]) - 1
         for number, message in enumerate(record["messages"]):
+            if UNLEARNED in message:
+                continue
             if message["role"] == "assistant":
                 texts = [*dict.fromkeys(message[key] for key in THOUGHTS if message.get(key)), message["content"]]
                 text_answer = Passage("\n".join(filter(None, texts)), ends=complete or number < last)
                 answer = next(recorded_answers, text_answer)
-                if (answer.ids or answer.text) and UNLEARNED not in message:  # a call of tools may have no text
+                if answer.ids or answer.text:  # a call of tools may have no text
                     yield answer
             elif text == "all" and message["content"]:
                 yield Passage(message["content"], ends=False)

@@ -28,7 +28,8 @@ _ROLES = {
 _FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "calls": ("tool",), "tool": ("tool", "assistant")}
 _FACTS = """id ids uuid idx index question_id prompt_id task_id conversation_id conversation_hash dataset source src_id
 origin category sub_category lang language license url date timestamp created split score model turn num_turns tags
-topic meta metadata finish finish_reason written tokens prompt_tokens unanswered_turns retokenised text_differs"""
+topic meta metadata finish finish_reason greedy written tokens prompt_tokens unanswered_turns retokenised
+text_differs"""
 ABOUT = {*_FACTS.split()}  # columns and fields about a record or a turn, which no target reads
 
 

@@ -21,6 +21,7 @@ from outrider.base.settings import construct
 from outrider.data_prep.text.messages import (
     ABOUT,
     SYSTEM,
+    UNLEARNED,
     Message,
     Raw,
     SkipRecordError,
@@ -73,7 +74,7 @@ def append_answer(
 
 @dataclass(frozen=True)
 class Written:
-    """The answers of a record as the token ids that the target wrote, in order.
+    """The learned answers of a record as the token ids that the target wrote, in order.
 
     tokenizer, template: digests of those of the prompts. text: a digest of the record's text. Example, two turns whose
     second prompt begins with the first document: documents = [TokenisedText([5, 6, 7, 8, 9], [(1, 2), (4, 5)])].
@@ -288,6 +289,11 @@ def turn_key(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
+def learned_answers(messages: Sequence[Message]) -> list[Message]:
+    """The answers of a conversation that are learned."""
+    return [message for message in messages if message["role"] == "assistant" and UNLEARNED not in message]
+
+
 def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: list[str]) -> Record:
     """`record` with `truncated` and `written`, if the raw record has them; `counts` notes the columns `beside` it."""
     if counts is not None:
@@ -298,7 +304,7 @@ def _complete_record(raw: Raw, record: Record, counts: Counts | None, beside: li
     written = raw.get("written")
     if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's
         recording = construct(Written, written, f"{record['id']}: written")
-        count = sum(message["role"] == "assistant" for message in record["messages"]) if "messages" in record else 1
+        count = len(learned_answers(record["messages"])) if "messages" in record else 1
         span_count = sum(len(text.answers) for text in recording.documents)
         require(span_count == count, f"{record['id']}: written answers", span_count, f"{count}, as the record has")
         if recording.text == text_digest(record):

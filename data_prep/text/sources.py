@@ -37,7 +37,8 @@ def read_records(
     mix are read one after another.
 
     asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. With
-    layout=auto the first record of a file decides. Raises `UserError` that names file and record.
+    layout=auto the first record of a file decides. But a file of answers that a target wrote may have texts and
+    conversations. Raises `UserError` that names file and record.
     """
     counts = Counts() if counts is None else counts
     for _, _, part in config.parts():
@@ -54,7 +55,8 @@ def read_records(
             count += 1
             identity = f"{name}:{number}" if number else name
             try:
-                if layout is None and (config.layout == "prompts" or not isinstance(raw, str)):
+                other = isinstance(raw, dict) and "written" in raw and layout is not None and layout.column not in raw
+                if (layout is None and (config.layout == "prompts" or not isinstance(raw, str))) or other:
                     layout = _choose_layout(raw, config, asking, identity)
                     if config.layout == "auto" and layout not in detected:
                         detected.add(layout)

@@ -1,7 +1,7 @@
 """The target of a run before its weights are loaded: found, identified by digests, and how it will run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.loading.chat_templates import chat_template, conversations_in
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit, read_generation_config
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, kind_in
+from outrider.inference.settings.method import preset
 from outrider.inference.settings.sampling import SamplingConfig
 
 
@@ -125,6 +126,26 @@ def open_target_of(checkpoint: str, target: str | None, revision: str | None) ->
         if target is not None:
             raise
         raise UserError(f"{error}. checkpoint={checkpoint} was trained for it: give target=, where it is now") from None
+
+
+def config_with_drafter(config: EvaluateConfig, setup: TargetSetup, checkpoint: str) -> EvaluateConfig:
+    """`config`, of one method, with the drafter in the directory `checkpoint`, and for another kind its default method.
+
+    Raises `UserError` where there is no drafter, or one that learned by another template than the one of `setup`.
+    """
+    kind = kind_in(checkpoint)
+    if kind is None or kind.preset is None:
+        raise UserError(f"checkpoint={checkpoint}: {no_drafter_in(Path(checkpoint))}")
+    [(name, method)] = config.methods.items()
+    methods = {name: method} if method.source == kind.name else {kind.preset: preset(kind.preset)}
+    config = replace(
+        config, checkpoint=checkpoint, target=setup.target.source, small_lm=None, eagle3=None, table=None, drafters={},
+        methods=methods,
+    )  # fmt: skip
+    trained = replace(setup, trained=_templates_of_training(config, setup.target)).chat_template
+    same = trained == setup.chat_template or {trained, setup.chat_template} == {"auto", "tokenizer"}
+    require(same, "checkpoint", checkpoint, f"one trained on conversations that template={setup.chat_template} renders")
+    return config
 
 
 def no_drafter_in(folder: Path) -> str:

@@ -33,6 +33,10 @@ class ServeConfig(DecodingConfig):
     max_bytes: Count = opt(2**22, "of a request")
     timeout: Positive = opt(600.0, "seconds that a request may take, waiting included")
     grace: Count = opt(30, "seconds to finish what is being answered after SIGTERM or Ctrl-C")
+    log: Annotated[str, Named("a file")] | None = free(None)
+    """file to which every answer is written after its end, with the texts of prompt and answer; trainings read it with
+    data=responses; null: none"""
+    remote_swap: bool = opt(False, "let clients of other machines give a drafter (POST /v1/drafter), a directory here")
     seed: int | None = opt(None, "of requests that have none, in their order; null: the system draws theirs")
 
     def _check_methods(self) -> None:

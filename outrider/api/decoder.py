@@ -48,7 +48,7 @@ from outrider.inference.loading.drafters import load_drafters, new_drafter
 from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
 from outrider.inference.loading.memory_plan import budget_of
 from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
-from outrider.inference.loading.target_setup import find_setup
+from outrider.inference.loading.target_setup import config_with_drafter, find_setup
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, method_key, preset
@@ -285,10 +285,25 @@ class Decoder:
         name: a name for your own settings. Raises `UserError` for an unknown preset, and if its drafter was not given.
         """
         name = name or (method_key(method) if isinstance(method, str) else "method")
-        decoder = copy(self)
-        decoder.method = preset(method) if isinstance(method, str) else method
-        decoder.name, decoder.config = name, replace(self.config, methods={name: decoder.method})
-        setup = self.setup
+        methods = {name: preset(method) if isinstance(method, str) else method}
+        return self._with_drafters(replace(self.config, methods=methods))
+
+    def with_drafter(self, checkpoint: str) -> Self:
+        """The same loaded target with the drafter in the directory `checkpoint`, of any kind.
+
+        It drafts by the method of this decoder if it is of the same kind, else by the default method of its kind. Texts
+        of this decoder go on. Raises `UserError` as `load`, and if prompts would be rendered by another template.
+        """
+        config = config_with_drafter(self.config, self.setup, checkpoint)
+        by_layers = self.stack.layered is not None or not config.by_layers
+        require(by_layers, "checkpoint", checkpoint, "a drafter without layers of the target, which runs as a whole")
+        return self._with_drafters(config)
+
+    def _with_drafters(self, config: EvaluateConfig) -> Self:
+        """The same loaded target with the one method and the drafters of `config`."""
+        decoder, setup = copy(self), self.setup
+        [(decoder.name, decoder.method)] = config.methods.items()
+        decoder.config = config
         decoder.drafters = load_drafters(decoder.config, setup.target, dtype=setup.dtype, device=setup.device)
         for kind, model in decoder.drafters.items():
             self._worker.do(functools.partial(KINDS[kind].load_plugin().prepare, model, self.stack))

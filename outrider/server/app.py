@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import cache
+from functools import cache, partial
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -35,13 +36,14 @@ from outrider.base.words import read_secret
 from outrider.draft_models.formats.model_name import model_name
 from outrider.inference.settings.tools import ServeConfig
 from outrider.server.front import FIGURES, Front, refusal
-from outrider.server.records import ChatRequest, Json, TextRequest, context_tokens, read_request
+from outrider.server.records import ChatRequest, Json, TextRequest, context_tokens, read_checkpoint, read_request
 from outrider.server.replies import Reply
+from outrider.server.traffic import TrafficLog, TrafficRecords
 from outrider.server.workers import Answers, RefusedError, Workers
 
 PAGE = Path(__file__).with_name("page.html")
 FLUSH = 5  # seconds after `grace` in which errors are sent to those whose answers are given up
-_TRIAL = 9  # tokens of the text that `warm_up` measures
+_TRIAL = 9  # tokens of the text that `measure` decodes
 
 
 def serve(config: ServeConfig) -> None:
@@ -50,15 +52,16 @@ def serve(config: ServeConfig) -> None:
         listening = socket.create_server((config.host, config.port))
     except OSError as error:
         raise UserError(f"host={config.host} port={config.port}: {error.strerror}; give others") from None
-    service = Service(load_model(config), config)
-    service.warm_up()
+    log = TrafficLog(config.log) if config.log else None
+    service = Service(load_model(config), config, log)
+    service.measured = measure(service.model)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has finished
     try:
         print(f"serving {service.name} at http://{config.host}:{listening.getsockname()[1]}", flush=True)
         hide_stages()
         GracefulServer(service).run([listening])
     finally:
-        service.workers.close()
+        service.close()
         print(f"served {service.name}: {service.workers.counts['texts']} texts; the server has ended", flush=True)
 
 
@@ -91,26 +94,18 @@ class GracefulServer(uvicorn.Server):
 class Service:
     """A model as it is served. name: of the model for clients; workers: the threads that write the answers.
 
-    measured: the figures of the last answer, at first those of `warm_up`.
+    log: where answers go. measured: the figures of the last answer, at first those of `measure`.
     """
 
-    def __init__(self, model: Decoder, config: ServeConfig):
-        self.model, self.config = model, config
+    def __init__(self, model: Decoder, config: ServeConfig, log: TrafficLog | None = None):
+        self.model, self.config, self._log = model, config, log
         self.name = config.name or model_name(str(model.setup.target.source))
-        self.workers = Workers(model, config.batch, config.batch + config.queue)
+        self.workers = Workers(config.batch, config.batch + config.queue)
         self.measured: dict[str, float] = {}
+        self._traffic, self._swapping = TrafficRecords(model.setup), asyncio.Lock()
         self._token_name = cache(lambda token: json.dumps(model.tokenizer.decode([token])))
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)  # for requests
         self._key = config.api_key or read_secret("OUTRIDER_API_KEY")
-
-    def warm_up(self) -> None:
-        """Compile and measure now, so that the first client need not wait for it."""
-        self.model.generate("Hello", max_new_tokens=1)
-        began = time.perf_counter()
-        self.model.generate("Hello", max_new_tokens=_TRIAL)
-        if (last := self.model.last) is not None and last.passes:
-            rate = last.tokens / (time.perf_counter() - began)
-            self.measured = {"tokens": last.tokens, "tau": round(last.tau, 2), "tokens_per_second": round(rate, 1)}
 
     def about(self) -> Json:
         """The model's entry in the list of models: OpenAI's fields, its method, its context and the last figures."""
@@ -123,17 +118,19 @@ class Service:
         if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
             raise RefusedError("this server asks for its api_key as a bearer token", status=401)
 
+    def close(self) -> None:
+        """Give up all texts, and close the log after their last records."""
+        self.workers.close()
+        if self._log is not None:
+            self._log.close()
+
     async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         """The answer to a request for texts, whole or as a stream. kind: of the request. Raises `UserError`."""
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.config.max_bytes:
-                raise RefusedError(f"a request of more than max_bytes={self.config.max_bytes}", status=413)
-        seed = self._seeds.getrandbits(31)
-        query, jobs = await run_in_threadpool(read_request, bytes(body), kind, self.model, self.config, self.name, seed)
+        body, model, seed = await self._read_body(request), self.model, self._seeds.getrandbits(31)
+        query, jobs = await run_in_threadpool(read_request, body, kind, model, self.config, self.name, seed)
         reply = Reply(query, jobs, self.name, self._token_name)
-        answers = self.workers.submit(jobs, self.config.timeout, reply.chunk if query.stream else reply.take)
+        encode, end = reply.chunk if query.stream else reply.take, partial(self._log_text, reply)
+        answers = self.workers.submit(model, jobs, self.config.timeout, encode, end)
         answers.watch = asyncio.create_task(_cancel_after_disconnect(request, answers))
         records = self._read(reply, answers, request.scope)
         if query.stream:
@@ -141,6 +138,37 @@ class Service:
         async for _ in records:
             pass
         return Response(await run_in_threadpool(reply.body), media_type="application/json")
+
+    async def swap_drafter(self, request: Request) -> Json:
+        """Draft by another drafter, once it is loaded, proven and measured. Texts that wait or run keep theirs.
+
+        Raises `UserError` for a directory without a drafter of this target, and for a client of another machine.
+        """
+        is_local = request.client is not None and ip_address(request.client.host).is_loopback
+        if not (is_local or self.config.remote_swap):
+            raise RefusedError("only clients of this machine may give a drafter, but for remote_swap=true", status=403)
+        checkpoint = read_checkpoint(await self._read_body(request))
+        async with self._swapping:
+            model = await run_in_threadpool(self.model.with_drafter, checkpoint)
+            self.measured = await run_in_threadpool(measure, model)
+            self.model = model
+        return self.about()
+
+    async def _read_body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.config.max_bytes:
+                raise RefusedError(f"a request of more than max_bytes={self.config.max_bytes}", status=413)
+        return bytes(body)
+
+    def _log_text(self, reply: Reply, index: int, tokens: Sequence[int]) -> None:
+        """Write the text `index` of an answer to the log, if there is one."""
+        if self._log is None:
+            return
+        record = self._traffic.make_record(reply.request, reply.jobs[index], f"{reply.id}-{index}", tokens)
+        if record is not None:
+            self._log.write(record)
 
     async def _read(self, reply: Reply, answers: Answers, scope: Scope) -> AsyncGenerator[str]:
         """The records of an answer. After the last one its figures are stored, also in `scope` for the log."""
@@ -151,6 +179,17 @@ class Service:
             answers.cancel()
             scope[FIGURES] = figures = reply.figures()
             self.measured = figures if "tau" in figures else self.measured
+
+
+def measure(model: Decoder) -> dict[str, float]:
+    """Compile and measure now, so that the first client need not wait for it. Returns the figures of a short text."""
+    model.generate("Hello", max_new_tokens=1)
+    began = time.perf_counter()
+    model.generate("Hello", max_new_tokens=_TRIAL)
+    if (last := model.last) is None or not last.passes:
+        return {}
+    rate = last.tokens / (time.perf_counter() - began)
+    return {"tokens": last.tokens, "tau": round(last.tau, 2), "tokens_per_second": round(rate, 1)}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -170,6 +209,10 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/v1/completions", dependencies=guarded)
     async def complete(request: Request) -> Response:
         return await service.answer(request, TextRequest)
+
+    @app.post("/v1/drafter", dependencies=guarded)
+    async def swap_drafter(request: Request) -> Json:
+        return await service.swap_drafter(request)
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> Json:

@@ -6,7 +6,7 @@ here: texts, stop strings, arguments, log-probabilities, tokens.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel, Field, ValidationError
@@ -92,9 +92,20 @@ class ChatRequest(ApiRequest):
     messages: Annotated[list[ChatMessage], FIRST]
 
     @property
+    def plain_messages(self) -> list[dict[str, str]]:
+        """The messages with their roles and texts."""
+        return [_plain_message(message, f"messages.{i}.") for i, message in enumerate(self.messages)]
+
+    @property
     def prompts(self) -> Mapping[str, PromptInput]:
         """The one prompt, by its key in the request."""
-        return {"messages": [_plain_message(message, f"messages.{i}.") for i, message in enumerate(self.messages)]}
+        return {"messages": self.plain_messages}
+
+
+class DrafterRequest(BaseModel, extra="forbid", strict=True):
+    """A request for another drafter, which is in the directory `checkpoint`."""
+
+    checkpoint: str
 
 
 class TextRequest(ApiRequest):
@@ -111,6 +122,7 @@ class TextRequest(ApiRequest):
 
 
 CompletionRequest = ChatRequest | TextRequest
+RequestKind = TypeVar("RequestKind", bound=BaseModel)
 
 
 def read_request(
@@ -147,7 +159,12 @@ def read_request(
     return request, jobs
 
 
-def _parse(body: bytes, kind: type[CompletionRequest]) -> CompletionRequest:
+def read_checkpoint(body: bytes) -> str:
+    """The directory that a `DrafterRequest` names. Raises `UserError`."""
+    return _parse(body, DrafterRequest).checkpoint
+
+
+def _parse(body: bytes, kind: type[RequestKind]) -> RequestKind:
     """The request in `body`. Raises `RefusedError` for the first wrong field."""
     try:
         return kind.model_validate_json(body)

@@ -40,10 +40,11 @@ class Reply:
     def __init__(
         self, request: CompletionRequest, jobs: Sequence[TextJob], model: str, token_name: Callable[[int], str]
     ):
-        self._request, self._jobs, self._token_name = request, jobs, token_name
+        self.request, self.jobs, self._token_name = request, jobs, token_name
         self._is_chat = isinstance(request, ChatRequest)
         self._prompt_tokens = sum(len(job.ids) for job in jobs[:: request.n or 1])  # of each prompt once
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._opened = set[int]()  # choices with a record: only the first has the role, and the prompt's ids
         self._parts: dict[int, list[ScoredPiece]] = {index: [] for index in range(len(jobs))}
         self._counts = [Counter[str]() for _ in jobs]
@@ -58,7 +59,7 @@ class Reply:
     def chunk(self, index: int, piece: Piece) -> str:
         """The event of a piece of the choice `index` in a stream; empty if the piece has nothing to send."""
         self._count(index, piece)
-        if not (piece.text or piece.reason or piece.scores or (piece.tokens and self._request.return_token_ids)):
+        if not (piece.text or piece.reason or piece.scores or (piece.tokens and self.request.return_token_ids)):
             return ""
         return self._event([self._choice(index, [(piece, self._scores(piece))], "delta")])
 
@@ -68,7 +69,7 @@ class Reply:
 
     def usage_event(self) -> str:
         """The last event of a stream, with its usage; empty unless it is asked for."""
-        options = self._request.stream_options
+        options = self.request.stream_options
         return self._event([], self._usage()) if options and options.include_usage else ""
 
     def figures(self) -> dict[str, float]:
@@ -102,12 +103,12 @@ class Reply:
 
     def _choice(self, index: int, parts: Sequence[ScoredPiece], key: str) -> str:
         """The JSON of a choice, or of some of its pieces. key: of its message."""
-        job, is_first = self._jobs[index], index not in self._opened
+        job, is_first = self.jobs[index], index not in self._opened
         self._opened.add(index)
         text, role = "".join(piece.text for piece, _ in parts), {"role": "assistant"} if is_first else {}
         content: Json = {key: role | {"content": text}} if self._is_chat else {"text": text}
         choice: Json = {"index": index, **content, "finish_reason": parts[-1][0].reason}
-        if self._request.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = [token for piece, _ in parts for token in piece.tokens]
             choice["drafted"] = [piece.drafted for piece, _ in parts for _ in piece.tokens]
             choice |= {"prompt_token_ids": job.ids} if is_first else {}
@@ -142,4 +143,4 @@ class Reply:
         return (f'{{{chosen}, "top_logprobs": [{top_list}]}}',)
 
     def _name(self, token: int) -> str:
-        return f'"token_id:{token}"' if self._request.return_tokens_as_token_ids else self._token_name(token)
+        return f'"token_id:{token}"' if self.request.return_tokens_as_token_ids else self._token_name(token)

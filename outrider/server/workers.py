@@ -1,7 +1,7 @@
 """The one way from the server to the model: jobs go in, the pieces of their texts come out.
 
-    answers = workers.submit(jobs, seconds, encode)     # in the event loop
-        _write: rounds of the model → decode_pieces → encode → answers.put     # in a thread, for each text
+    answers = workers.submit(model, jobs, seconds, encode)     # in the event loop
+        _write: rounds of the model → decode_pieces → encode → answers.put → end     # in a thread, for each text
     async for record in answers.read(): ...             # in the event loop
 
 There are as many threads as texts may be decoded at a time. A thread writes one text after another (`Decoder.rounds`).
@@ -71,6 +71,7 @@ class Piece:
 
 Event = tuple[str, bool] | UserError  # a record to send, and whether its text ends; or the error that ends the answer
 EncodePiece = Callable[[int, Piece], str]  # (number of the text, its piece) → the record to send; "": nothing to send
+EndText = Callable[[int, Sequence[int]], None]  # is told the number of a text and its tokens, after its last piece
 GIVEN_UP = "given up: the client left, or the server ends"
 
 
@@ -137,13 +138,21 @@ class Workers:
     open: the texts that run or wait. counts: texts by how they ended, and tokens.
     """
 
-    def __init__(self, model: "Decoder", threads: int, most: int):
-        self._model, self._most, self.counts = model, most, Counter[str]()
+    def __init__(self, threads: int, most: int):
+        self._most, self.counts = most, Counter[str]()
         self._pool, self._ended = ThreadPoolExecutor(threads), False
         self.open, self._lock = dict[Future[None], Answers](), Lock()
 
-    def submit(self, jobs: Sequence[TextJob], seconds: float, encode: EncodePiece) -> Answers:
-        """Write the texts of `jobs`, each when its turn comes. Raises `RefusedError` if they are too many to wait."""
+    def submit(
+        self,
+        model: "Decoder",
+        jobs: Sequence[TextJob],
+        seconds: float,
+        encode: EncodePiece,
+        end: EndText = lambda *_: None,
+    ) -> Answers:
+        """Write the texts of `jobs` by `model`, each when its turn comes. Raises `RefusedError` if they are too many to
+        wait."""
         with self._lock:
             if self._ended:
                 raise RefusedError(GIVEN_UP, status=503)
@@ -151,7 +160,8 @@ class Workers:
                 raise RefusedError(f"{len(self.open)} texts are written or wait already: ask again later", status=429)
             answers = Answers(len(jobs), seconds)
             answers.futures = [
-                self._pool.submit(self._write, job, answers, partial(encode, number)) for number, job in enumerate(jobs)
+                self._pool.submit(self._write, model, job, answers, partial(encode, number), partial(end, number))
+                for number, job in enumerate(jobs)
             ]
             self.open |= dict.fromkeys(answers.futures, answers)
         for future in answers.futures:
@@ -174,29 +184,38 @@ class Workers:
         with self._lock:
             del self.open[future]
         self._count(texts=1, cancelled_texts=int(future.cancelled()))
+        if not future.cancelled() and (error := future.exception()):  # of `end`: the client has its answer
+            traceback.print_exception(error)
 
-    def _write(self, job: TextJob, answers: Answers, encode: Callable[[Piece], str]) -> None:
+    def _write(
+        self, model: "Decoder", job: TextJob, answers: Answers, encode: Callable[[Piece], str],
+        end: Callable[[Sequence[int]], None],
+    ) -> None:  # fmt: skip
         """Write one text. An error becomes an event of the text, and the thread goes on with the next text."""
+        tokens = list[int]()
         try:
-            rounds = self._model.rounds(
+            rounds = model.rounds(
                 job.ids, job.sampling, max_new_tokens=job.max_new_tokens, stop_strings=job.stops, seed=job.seed,
                 speculate=job.speculate, logprobs=job.logprobs,
             )  # fmt: skip
             self._count(prompt_tokens=len(job.ids))
-            for piece in decode_pieces(rounds, job, self._model.tokenizer, self._model.ends):
+            for piece in decode_pieces(rounds, job, model.tokenizer, model.ends):
+                tokens += piece.tokens
                 size = len(piece.tokens)
                 self._count(tokens=size, drafted_tokens=piece.proposed, accepted_tokens=size * piece.drafted)
                 if (record := encode(piece)) or piece.reason is not None:
                     answers.put((record, piece.reason is not None))
                 if answers.cancelled and piece.reason is None:
                     self._count(cancelled_texts=1)
-                    return
+                    break
         except Exception as error:
             self._count(failed_texts=1)
             if not isinstance(error, UserError):
                 traceback.print_exc()
                 error = RefusedError("an error of the server, which its output describes", status=500)
             answers.put(error.with_traceback(None))  # a traceback would keep the memory of the text
+        if tokens:
+            end(tokens)
 
     def _count(self, **amounts: int) -> None:
         with self._lock:

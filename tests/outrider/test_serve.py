@@ -39,6 +39,7 @@ from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app, records, workers
 from outrider.server.records import ChatRequest, TextRequest
 from outrider.server.replies import Reply
+from outrider.server.traffic import TrafficLog
 from outrider.server.workers import TextJob, decode_pieces
 from tests.inference.core.test_stop_strings import BASE, BYTES, spelled
 from tests.inference.evaluate.test_page import Page
@@ -71,7 +72,8 @@ def client_of(url: str, key: str = "any") -> Any:
 @contextmanager
 def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service, Any]]:
     """The URL of a server of `model`, called tiny, its service and a client."""
-    service = app.Service(model, ServeConfig(target="t", name="tiny", **options))
+    config = ServeConfig(target="t", name="tiny", **options)
+    service = app.Service(model, config, TrafficLog(config.log) if config.log else None)
     server, listening = app.GracefulServer(service), socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
@@ -82,7 +84,7 @@ def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service, Any]
     finally:
         server.should_exit = True
         thread.join()
-        service.workers.close()
+        service.close()
 
 
 @pytest.fixture(scope="module")
@@ -549,7 +551,7 @@ def test_at_the_end_clients_are_told_that_their_answers_are_given_up(
         assert whole.exception().status_code == 503
         slow.go.set()
         with pytest.raises(UserError, match="given up"):
-            service.workers.submit([], 1.0, lambda *_: "")
+            service.workers.submit(model, [], 1.0, lambda *_: "")
         if by == "grace":
             half.settimeout(30)
             assert b"503" in half.recv(99)

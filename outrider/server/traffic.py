@@ -1,0 +1,108 @@
+"""The log of what a server answers: a line of JSON for each text, as generate-responses writes its records.
+
+Trainings read such a file with data=responses. Besides the fields of a record a line has "created", in seconds since
+1970, and "greedy". An answer that no end token ended is cut: it was long enough, a stop string ended it, its client
+left, or the server failed.
+"""
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from filelock import Timeout
+
+from outrider.base.errors import UserError, warn_once
+from outrider.base.files import REMEDY, lock
+from outrider.data_prep.text.chat import answer_text
+from outrider.data_prep.text.documents import origin_digests
+from outrider.data_prep.text.messages import SkipRecordError
+from outrider.data_prep.text.records import TokenisedText, Written, find_layout, text_digest, to_record
+from outrider.draft_models.targets.vocabulary import bind_arguments
+from outrider.server.records import ChatRequest, CompletionRequest, Json
+from outrider.server.workers import TextJob
+
+if TYPE_CHECKING:
+    from outrider.inference.loading.target_setup import TargetSetup
+
+
+class TrafficLog:
+    """A file to which `write` appends records. Any thread may call it.
+
+    A record is written at once, so that a killed process leaves at most one unfinished line, which the next server
+    removes. The file holds users' texts: nobody but its owner may read it.
+    """
+
+    def __init__(self, path: str):
+        """Raises `UserError` if the file cannot be written, or another server writes it."""
+        self._path, self._lock = Path(path), Lock()
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            self._process_lock = lock(self._path.with_name(f".{self._path.name}.lock"))
+            self._process_lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"log={path}: another server writes it; give another file") from None
+        except OSError as error:
+            raise UserError(f"log={path}: cannot be written ({error.strerror}); {REMEDY}") from None
+        if os.fstat(self._file).st_size:
+            with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            os.truncate(self._file, end)
+
+    def write(self, record: Json) -> None:
+        """Append a record. If the disk is full, warn and leave the record out."""
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        with self._lock:
+            size = os.fstat(self._file).st_size
+            try:
+                if os.write(self._file, line) < len(line):
+                    raise OSError(None, "no space left")
+            except OSError as error:
+                os.truncate(self._file, size)
+                warn_once(f"log={self._path}: answers are missing from it ({error.strerror})")
+
+    def close(self) -> None:
+        os.close(self._file)
+        self._process_lock.release()
+
+
+class TrafficRecords:
+    """Makes records of answered texts. setup: of the target that wrote them."""
+
+    def __init__(self, setup: "TargetSetup"):
+        tokenizer, template = setup.target.tokenizer, setup.chat_template
+        self._setup, self._template = setup, "tokenizer" if template == "auto" else template
+        # By arguments as JSON. The digest of a tokenizer takes a while, and is kept with the object.
+        self._bind = lru_cache(64)(lambda arguments: bind_arguments(tokenizer, json.loads(arguments), template))
+
+    def make_record(
+        self, request: CompletionRequest, job: TextJob, identity: str, tokens: Sequence[int]
+    ) -> Json | None:
+        """The record of the text of `job` with the answer `tokens`; None if it is blank. identity: its id.
+
+        Only this answer of a conversation is learned: the others were logged when they were written.
+        """
+        arguments = json.dumps({**self._setup.arguments, **(request.chat_template_kwargs or {})})
+        tokenizer, ids, start = self._bind(arguments), [*job.ids, *tokens], len(job.ids)
+        ended = tokens[-1] in self._setup.eos
+        shown = ids[: len(ids) - ended]
+        content: Json = {"text": tokenizer.decode(shown, skip_special_tokens=True)}
+        if isinstance(request, ChatRequest):
+            earlier = [m | ({"weight": 0} if m["role"] == "assistant" else {}) for m in request.plain_messages]
+            answer = {"role": "assistant", "content": answer_text(shown[start:], tokenizer)}
+            content = {"messages": [*earlier, answer]}
+        try:
+            read = to_record(content, find_layout(content, "auto", None, identity), identity)
+        except SkipRecordError:
+            return None
+        origin = *origin_digests(content, tokenizer, self._template), text_digest(read)
+        written = Written(*origin, [TokenisedText(ids, [(start, len(ids))])])
+        facts = {"prompt_tokens": start, "tokens": len(tokens), "finish": "end" if ended else "length"}
+        facts |= {"created": int(time.time()), "greedy": job.sampling.temperature == 0}
+        return {"id": identity, **content, **facts, "written": asdict(written)}
