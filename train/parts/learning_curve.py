@@ -1,0 +1,95 @@
+"""The learning curve of a drafter: τ after short trainings, and what it will be after a longer one.
+
+τ − 1, the drafted tokens that a pass accepts, grows with every doubling of data and minutes, and each doubling adds
+less than the one before:
+
+    τ(s) = 1 + a + g · (ρ^0 + … + ρ^(k−1)) after k = log2(s / s_0) doublings, which is a + g · (1 − ρ^k) / (1 − ρ)
+
+a is τ − 1 at the least size s_0, g ≥ 0 the gain of the first doubling, ρ the share of its gain that the next one adds.
+Few points determine ρ badly, so a forecast averages over all ρ, each weighted by how well it fits. Example: τ of 1.20,
+1.32 and 1.43 at 1/8, 1/4 and 1/2 of a budget; with ρ = 0.9 the whole budget has about 1.53, with ρ = 0.6 about 1.50.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.base.streams import Streams
+
+SHARES_KEPT = np.linspace(0.4, 1.0, 61)  # ρ; a straight line in log(size) has 1
+DRAWS = 4000
+COVERED = 0.9  # of an interval
+UNMODELLED = 0.03  # standard deviation of τ between trainings that differ only by chance (their seeds)
+
+
+@dataclass(frozen=True)
+class TrainedSize:
+    """A finished training. size: its data and minutes, as a multiple of any unit. passes: of the target, behind τ."""
+
+    size: float
+    tau: float
+    passes: int
+
+    @property
+    def error(self) -> float:
+        """The standard error of τ. The tokens of a pass are about geometric, so their variance is τ · (τ − 1)."""
+        return float(np.sqrt(max(self.tau * (self.tau - 1), 0.05) / self.passes + UNMODELLED**2))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """τ at a size that was not trained: median, and the interval that holds it with probability `COVERED`."""
+
+    size: float
+    tau: float
+    low: float
+    high: float
+
+
+def forecast_tau(trained: Sequence[TrainedSize], sizes: Sequence[float]) -> list[Forecast]:
+    """τ at each of `sizes`, from at least two trainings of different sizes.
+
+    Raises `ValueError` for fewer. The same trainings give the same forecast.
+    """
+    if len({point.size for point in trained}) < 2:
+        raise ValueError("a learning curve needs two trainings of different sizes")
+    least = min(point.size for point in trained)
+    doublings = np.log2([point.size / least for point in trained])  # [n]
+    errors = np.array([point.error for point in trained])  # [n]
+    gains = (np.array([point.tau for point in trained]) - 1) / errors  # [n]
+    asked = np.log2(np.array(sizes) / least)  # [m]
+    random = Streams(0).arrays("learning curve")
+    fits = [_fit(_columns(doublings, share) / errors[:, None], gains) for share in SHARES_KEPT]
+    weights = np.exp(-(np.array([fit.misfit for fit in fits]) - min(fit.misfit for fit in fits)) / 2)
+    counts = random.multinomial(DRAWS, weights / weights.sum())
+    drawn = []
+    for share, fit, count in zip(SHARES_KEPT, fits, counts, strict=True):
+        start, gain = random.multivariate_normal(fit.mean, fit.covariance, size=count).T  # [count] each
+        drawn.append(np.column_stack([start, np.maximum(gain, 0.0)]) @ _columns(asked, share).T)
+    taus = 1 + np.maximum(np.concatenate(drawn), 0.0)  # [DRAWS, m]
+    tail = (1 - COVERED) / 2
+    low, middle, high = np.quantile(taus, (tail, 0.5, 1 - tail), axis=0)
+    return [Forecast(*map(float, row)) for row in zip(sizes, middle, low, high, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The least-squares fit of (a, g) for one ρ. misfit: the sum of squares, in standard errors."""
+
+    mean: np.ndarray  # [2]
+    covariance: np.ndarray  # [2, 2]
+    misfit: float
+
+
+def _columns(doublings: np.ndarray, share: float) -> np.ndarray:
+    """The factors of a and g [n, 2] after so many doublings [n]."""
+    grown = doublings if share == 1.0 else (1 - share**doublings) / (1 - share)
+    return np.column_stack([np.ones_like(doublings), grown])
+
+
+def _fit(columns: np.ndarray, gains: np.ndarray) -> _Fit:
+    """columns [n, 2] and gains [n] are in standard errors."""
+    covariance = np.linalg.inv(columns.T @ columns)
+    mean = covariance @ columns.T @ gains
+    return _Fit(mean, covariance, float(np.sum((gains - columns @ mean) ** 2)))
