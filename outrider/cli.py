@@ -122,6 +122,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
         "train.settings.pipeline:PipelineConfig", "run several commands as one: from a target to a report",
         "train.pipeline:carry_out_steps", "train.pipeline:collect_step_options",
     ),
+    "forecast": (
+        "train.settings.forecast:ForecastConfig", "say what longer trainings would gain, from short ones",
+        "train.forecast:forecast",
+    ),
     "serve": (
         "inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target",
         "server.app:serve",

@@ -151,16 +151,6 @@ def test_folders_are_named_after_targets() -> None:
     assert AutoConfig(target="x", out_dir="here").out_dir == "here"
 
 
-@pytest.fixture(scope="module")
-def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("fetched")
-    from outrider.data_prep.targets import fetch_target
-
-    fetch_target(compose_and_build("fetch_target", ["model=tiny", f"out_dir={folder}"]))
-    return str(folder)
-
-
 def own_prompts(folder: Path, count: int = 30) -> Path:
     path = folder / "mine.jsonl"
     path.write_text("".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(count)))

@@ -1,0 +1,199 @@
+"""What a longer training of a drafter would bring: a forecast from short ones, before the time is spent.
+
+    python train/forecast.py target=MODEL answers='runs/responses/responses-*.jsonl' prompts=prompts.jsonl minutes=60
+
+For each of `shares` a pipeline trains every kind for this share of the minutes, on this share of the answers, and
+measures it on the same prompts. `forecast_tau` continues the curve of τ to the whole budget and to multiples of it. The
+last report has the costs: a method breaks even at τ_even = τ / speed-up, its time of a round in tokens of plain
+decoding. So τ' would have the speed-up τ' / τ_even.
+"""
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from outrider.commands import run_script
+
+    run_script("forecast")
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.base.errors import UserError
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.machine import describe_machine
+from outrider.base.run_dirs import only_run, require_free
+from outrider.base.words import Columns, fill_table
+from outrider.commands import config_for
+from outrider.data_prep.text.data_files import read_file, resolve_paths
+from outrider.draft_models.card import CARD_FILE
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.targets.vocabulary import KWARGS
+from outrider.inference.report.types import MethodReport, read_reports
+from outrider.train.parts.learning_curve import COVERED, Forecast, TrainedSize, forecast_tau
+from outrider.train.pipeline_run import check_steps, plan_steps, run_pipeline
+from outrider.train.settings.forecast import FORECAST_FILE, FORECAST_KINDS, TRAININGS, ForecastConfig
+from outrider.train.settings.pipeline import MINUTES, PipelineConfig
+
+LONGER = (1.0, 2.0, 4.0, 8.0)  # sizes that are forecast, as multiples of the whole budget
+STEPS_OF_DOUBLING = 4  # sizes at which break-even is looked for
+NO_LIMIT = {"fit.epochs": None, "fit.steps": 1_000_000}  # the minutes end a training
+TABLE: Columns = {
+    "kind": ("{kind}", ""),
+    "minutes": ("{minutes:g}", ""),
+    "answers": ("{answers}", ""),
+    "τ": ("{tau:.2f}", ""),
+    f"{COVERED:.0%}": ("{low:.2f} to {high:.2f}", ""),
+    "speed-up": ("{speedup:.2f}", ""),
+    "τ that breaks even": ("{even:.2f}", ""),
+}
+
+
+@dataclass(frozen=True)
+class KindForecast:
+    """What is expected of a kind. even: τ at which it breaks even; minutes_to_even: None if not within `LONGER`."""
+
+    kind: str
+    method: str
+    trained: tuple[TrainedSize, ...]
+    speedup: float
+    even: float
+    expected: tuple[Forecast, ...]
+    minutes_to_even: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training over the whole budget had. inside: whether τ is in the interval of its forecast."""
+
+    tau: float
+    speedup: float
+    inside: bool
+
+
+def forecast(config: ForecastConfig) -> None:
+    """Train and measure at all shares, and write the forecast, to the screen and to `out_dir`.
+
+    Raises `UserError`, before anything is trained, for inputs that a step could not use.
+    """
+    records, folder = count_records(config.answers), require_writable(config.out_dir)
+    sizes = [*config.shares, *([1.0] if config.outcome else [])]
+    pipelines = [pipeline_of(config, size, records) for size in sizes]
+    plans = [plan_steps(pipeline, config_for) for pipeline in pipelines]
+    for pipeline, plan in zip(pipelines, plans, strict=True):
+        check_steps(pipeline, plan)
+    with only_run(folder, "a forecast"):
+        require_free(folder, config.leaves, config.resume)
+        reports: dict[float, list[MethodReport]] = {}
+        for size, pipeline, plan in zip(sizes, pipelines, plans, strict=True):
+            run_pipeline(pipeline, plan)
+            reports[size] = read_reports(plan[-1].product, "remove it, and resume=true does the step again")
+            if size == config.shares[-1]:
+                write_forecast(config, folder, records, kinds := forecast_kinds(config, reports), {})
+        if config.outcome:
+            outcomes = {kind.kind: judge_outcome(kind, reports[1.0]) for kind in kinds}
+            write_forecast(config, folder, records, kinds, outcomes)
+
+
+def count_records(answers: str) -> int:
+    """The number of answers. Raises `UserError` if there are none."""
+    records = sum(1 for path in resolve_paths([answers]) for _ in read_file(path))
+    if not records:
+        raise UserError(f"answers={answers}: no answer in it")
+    return records
+
+
+def pipeline_of(config: ForecastConfig, size: float, records: int) -> PipelineConfig:
+    """The pipeline that trains and measures at a share `size` of minutes and `records`."""
+    experiment = config_for("train/pipeline.py", ["experiment=auto"])
+    assert isinstance(experiment, PipelineConfig)
+    template: dict[str, object] = {} if config.template == "auto" else {"template": config.template}
+    template |= {KWARGS: config.chat_template_kwargs} if config.chat_template_kwargs else {}
+    data: dict[str, object] = {"data": "responses", "data.path": config.answers}
+    data |= {"data.max_records": max(1, round(size * records))} if size < 1 else {}
+    data |= {f"data.{key}": value for key, value in template.items()}
+    limit = {MINUTES: float(f"{size * config.minutes:.3g}"), **NO_LIMIT}
+    steps: dict[str, dict[str, object]] = {}
+    for kind in config.kinds:
+        step, _ = FORECAST_KINDS[kind]
+        steps[step] = experiment.steps[step] | data | (limit if "fit.epochs" in experiment.steps[step] else {})
+    methods = [FORECAST_KINDS[kind][1] for kind in config.kinds]
+    measured: dict[str, object] = {"prompts": config.prompts, "method": methods}
+    measured |= {"num_prompts": config.num_prompts, "max_new_tokens": config.max_new_tokens, "dtype": config.dtype}
+    steps["report"] = measured | {"compare_transformers": False} | template
+    out_dir = str(Path(config.out_dir, TRAININGS, f"share_{size:.4g}"))
+    return PipelineConfig(steps=steps, target=config.target, out_dir=out_dir, resume=True)
+
+
+def forecast_kinds(config: ForecastConfig, reports: Mapping[float, Sequence[MethodReport]]) -> list[KindForecast]:
+    """The forecast of each kind. reports: by share, of all kinds."""
+    return [forecast_kind(config, kind, {size: _report_of(kind, report) for size, report in reports.items()})
+            for kind in config.kinds]  # fmt: skip
+
+
+def forecast_kind(config: ForecastConfig, kind: str, reports: Mapping[float, MethodReport]) -> KindForecast:
+    """The forecast of a kind. reports: by share."""
+    trained = tuple(
+        TrainedSize(size, report.figures.tau, max(1, round(report.tokens / report.figures.tau)))
+        for size, report in reports.items()
+    )
+    last = reports[max(reports)]
+    speedup = last.figures.speedup.median or math.nan
+    even = last.figures.tau / speedup
+    steps = round(STEPS_OF_DOUBLING * math.log2(LONGER[-1] / config.shares[0]))
+    finer = [config.shares[0] * 2 ** (step / STEPS_OF_DOUBLING) for step in range(steps + 1)]
+    paying = (config.minutes * point.size for point in forecast_tau(trained, finer) if point.tau >= even)
+    expected = tuple(forecast_tau(trained, LONGER))
+    return KindForecast(kind, FORECAST_KINDS[kind][1], trained, speedup, even, expected, min(paying, default=None))
+
+
+def _report_of(kind: str, reports: Sequence[MethodReport]) -> MethodReport:
+    key = FORECAST_KINDS[kind][1].replace("/", "_")
+    return next(report for report in reports if report.method == key)
+
+
+def judge_outcome(kind: KindForecast, reports: Sequence[MethodReport]) -> Outcome:
+    """The outcome of the whole budget beside its forecast, the first of `expected`."""
+    report, expected = _report_of(kind.kind, reports), kind.expected[0]
+    tau = report.figures.tau
+    return Outcome(tau, report.figures.speedup.median or math.nan, expected.low <= tau <= expected.high)
+
+
+def describe_kind(kind: KindForecast, minutes: float) -> str:
+    """The forecast of a kind in a sentence."""
+    (budget, *_), (*_, trained) = kind.expected, kind.trained
+    text = f"{kind.kind}: τ is {trained.tau:.2f} after {trained.size * minutes:.3g} minutes, break-even {kind.even:.2f}"
+    after = f"expected after {minutes:g} minutes: τ {budget.tau:.2f} [{budget.low:.2f}, {budget.high:.2f}]"
+    speed = f"speed-up {budget.tau / kind.even:.2f} [{budget.low / kind.even:.2f}, {budget.high / kind.even:.2f}]"
+    if kind.minutes_to_even is None:
+        pays = f"it will not pay within {LONGER[-1] * minutes:g} minutes"
+    elif trained.tau >= kind.even:
+        pays = "it pays already"
+    else:
+        pays = f"it pays from about {kind.minutes_to_even:.3g} minutes"
+    return f"{text}; {after}, {speed}; {pays}"
+
+
+def _table_rows(config: ForecastConfig, records: int, kinds: Sequence[KindForecast]) -> Iterator[dict[str, object]]:
+    for kind in kinds:
+        for point in kind.expected:
+            facts = {"minutes": point.size * config.minutes, "answers": round(point.size * records)}
+            yield {"kind": kind.kind, "even": kind.even, "speedup": point.tau / kind.even, **facts, **vars(point)}
+
+
+def write_forecast(
+    config: ForecastConfig, folder: Path, records: int, kinds: Sequence[KindForecast], outcomes: Mapping[str, Outcome]
+) -> None:
+    """Print the forecast and its outcomes, and write both to `FORECAST_FILE` and to README.md in `folder`."""
+    lines = [describe_kind(kind, config.minutes) for kind in kinds]
+    for name, outcome in outcomes.items():
+        verdict = "inside" if outcome.inside else "outside"
+        lines.append(
+            f"{name}: the outcome is τ {outcome.tau:.2f}, speed-up {outcome.speedup:.2f}, {verdict} the interval"
+        )
+    table = fill_table(TABLE, [*_table_rows(config, records, kinds)]).markdown()
+    write_atomically(folder / CARD_FILE, "\n".join(["# Forecast", "", *lines, "", *table, ""]).encode())
+    content = {"minutes": config.minutes, "answers": records, "machine": describe_machine(), "made_with": provenance()}
+    content |= {"kinds": [asdict(kind) for kind in kinds], "settings": config.decisions()}
+    content |= {"outcomes": {name: asdict(outcome) for name, outcome in outcomes.items()}}
+    write_json(folder / FORECAST_FILE, content)
+    print("\n".join([*lines, f"forecast out_dir={folder} state=complete"]), flush=True)
