@@ -44,10 +44,11 @@ from outrider.inference.stopping.interface import Source
 
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
 CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed
+LONGEST = 8.0  # seconds after which two cycles are enough
 # A first cycle whose rounds, at their typical seconds, together exceed SLOW ends after FEWEST sizes, is timed and is
-# the only one: warming up is little beside such passes, and a curve goes on beyond its last size as it rose before. One
-# round that loads or compiles code for a second does not make a cycle slow. Plain decoding ends likewise.
-SLOW, FEWEST = 0.3, 5
+# the only one: warming up is little beside such passes, and a curve goes on beyond its last size as it rose before. But
+# a first draft may compile or load for seconds, so it is not timed. Plain decoding ends likewise.
+SLOW, FEWEST = 3.0, 5
 PLAIN_TOKENS = 12  # maximum length of a measured generation without a drafter
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
@@ -113,8 +114,8 @@ def measure_costs(
     """The costs of rounds of `method` on this device, and the acceptance of its drafts.
 
     The rounds of a generation cycle through `probes_of`, so that drift of the machine affects all sizes alike. Takes
-    `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer, or one that is `SLOW`. A prompt too long to continue
-    is cut at the front.
+    `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer, two above `LONGEST`, or one that is `SLOW`. A prompt
+    too long to continue is cut at the front.
     """
     model = {name: model for name, model in drafters.items() if name == method.source}
     limits = [context_limit(stack.config), *position_limits(model)]
@@ -191,7 +192,7 @@ def _cycle(
     """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
     target_passes: list[tuple[int, float]] = []
     other_seconds: list[float] = []
-    started, round_seconds = clock(), list[float]()
+    started, first_laps, round_seconds = clock(), 0, list[float]()
     for count, r in enumerate(rounds, start=1):
         if probe.counts_empty:  # it runs no model
             probe.laps.append((max(1, r.drafted), r.structure_seconds))
@@ -200,9 +201,12 @@ def _cycle(
         cycles, within = divmod(count, probe.turns)
         seconds = clock() - started
         round_seconds.append(r.seconds)
+        first_laps = len(probe.laps) if count == 1 else first_laps
         if FEWEST <= count <= probe.turns and count * typical(round_seconds) > SLOW:
+            del probe.laps[:first_laps]
             break
-        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and seconds > SECONDS)):
+        enough = CYCLES[1] if seconds <= SECONDS else CYCLES[0] if seconds <= LONGEST else 2
+        if not within and cycles >= enough:
             break
         if count == probe.turns:
             for values in (target_passes, other_seconds, probe.laps, probe.once):  # the first cycle warmed up
