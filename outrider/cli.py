@@ -70,7 +70,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {  # by the name of a command: the other f
         "inference.evaluate.engine:measure_engine", "commands.composing:add_engine_methods",
     ),
     "replay": (
-        "inference.settings.evaluate:ReplayConfig", "the exact τ of n-grams from recorded answers, without a target",
+        "inference.settings.evaluate:ReplayConfig", "the exact τ of n-grams and small LMs from recorded answers",
         "inference.measure.replay:replay_answers", "commands.composing:add_methods",
     ),
     "compare_reports": (

@@ -36,7 +36,7 @@ from outrider.inference.loading.models import load_models, load_reference
 from outrider.inference.loading.target_setup import find_setup
 from outrider.inference.measure.bench import make_bench
 from outrider.inference.measure.prepared import Prepared
-from outrider.inference.measure.replay import read_transcripts
+from outrider.inference.measure.recordings import read_transcripts
 from outrider.inference.measure.results import seal_record, unseal_record
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig

@@ -18,7 +18,7 @@ from outrider.inference.loading.drafters import load_drafters
 from outrider.inference.loading.models import load_stack, make_runtime, prepare_models
 from outrider.inference.loading.target_setup import TargetSetup, find_setup
 from outrider.inference.measure.prepared import render
-from outrider.inference.measure.replay import load_vocabulary, read_transcripts, recordings
+from outrider.inference.measure.recordings import load_vocabulary, read_transcripts, recordings
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from papers.claims import Table

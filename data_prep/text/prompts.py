@@ -133,7 +133,7 @@ def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None)
     prompts: list[Prompt] = []
     for depth in range(max(map(len, files.values()), default=0) if limit is not None else 1):
         level = [(name, *windows[depth]) for name, windows in files.items() if depth < len(windows)]
-        level = level if limit is None else _spread_evenly(level, limit - len(prompts))
+        level = level if limit is None else spread_evenly(level, limit - len(prompts))
         prompts += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
     return prompts
 
@@ -159,9 +159,10 @@ def _balance_categories(prompts: list[Prompt], limit: int) -> list[Prompt]:
     for _ in range(min(limit, len(prompts))):
         name = min((n for n in groups if shares[n] < len(groups[n])), key=lambda n: shares[n])
         shares[name] += 1
-    return [prompts[i] for i in sorted(i for n, group in groups.items() for i in _spread_evenly(group, shares[n]))]
+    return [prompts[i] for i in sorted(i for n, group in groups.items() for i in spread_evenly(group, shares[n]))]
 
 
-def _spread_evenly(items: list[Element], count: int) -> list[Element]:
+def spread_evenly(items: list[Element], count: int) -> list[Element]:
+    """At most `count` of the items, evenly spread."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]

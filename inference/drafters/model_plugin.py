@@ -3,7 +3,7 @@
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, Unpack, cast
 
@@ -96,8 +96,8 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     ) -> Model:
         if not any(method.source == self.kind.name and method.stop.needs_head for method in methods.values()):
             return self.load_drafter(where, target, **options)
-        fingerprint, folder = asdict(target.fingerprint), self.kind.calibration or ""
-        head = load_calibration(where, self.digest(where), options["device"], fingerprint, folder=folder)
+        identity, folder = target.identity if target.is_seen else None, self.kind.calibration or ""
+        head = load_calibration(where, self.digest(where), options["device"], identity, folder=folder)
         return cast("Model", Calibrated(self.load_drafter(where, target, **options), head))  # weights last
 
     def identity(self, where: str | None) -> dict[str, object]:

@@ -3,23 +3,17 @@
 Greedy decoding gives the same text with every drafter. So a recording gives the exact τ of a drafter that reads only
 tokens, or also the target's first layers; no other weights are needed. The loop is that of decoding, `decode_rounds`.
 The session runs only the layers that the drafter shares with the target, and the selector chooses the recorded tokens.
-
-Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
-"choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
-The prompt format is Vicuna's. The system's text (the prompt's, if it has one) and the question up to "ASSISTANT:" are
-tokenised as one text, which the answer continues after a space. The end token follows, and the next question is a new
-text, as Hugging Face tokenizers split at special tokens. An answer is tokenised alone if its space would merge with the
-text before.
+τ along a sampled answer is teacher-forced: a draft is accepted if it is what the target happened to sample.
 
 The command `replay_answers` has the phases of an evaluation, without a target: `recordings` (plan), `replay_turns`
 (measure), `replay_report` (judge) and `write_replay` (write).
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,13 +26,10 @@ from outrider.base.progress import track_progress
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Columns, fill_table
-from outrider.data_prep.text.chat import VICUNA_SYSTEM
-from outrider.data_prep.text.data_files import read_file
-from outrider.data_prep.text.messages import replace_surrogates
-from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.data_prep.text.prompts import read_prompts, spread_evenly
 from outrider.draft_models.early_exit.checkpoint import provenance
-from outrider.draft_models.targets.encoder import open_encoder
-from outrider.draft_models.targets.vocabulary import vocabulary_digest
+from outrider.draft_models.targets.open_target import pick_device
+from outrider.draft_models.targets.unseen_target import open_unseen
 from outrider.inference.core.decode import cut, decode_rounds
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
@@ -48,6 +39,14 @@ from outrider.inference.core.token_selector import TokenSelector, VerifiedDraft
 from outrider.inference.core.tree import DraftTree, depths
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.loading.drafters import Drafters, load_drafters, new_drafter
+from outrider.inference.measure.recordings import (
+    RecordedTurn,
+    Vocabulary,
+    load_vocabulary,
+    read_responses,
+    read_transcripts,
+    recordings,
+)
 from outrider.inference.measure.statistics import (
     DecodeStatistics,
     DepthAcceptance,
@@ -59,6 +58,7 @@ from outrider.inference.measure.statistics import (
     structure_statistics,
 )
 from outrider.inference.settings.evaluate import ReplayConfig
+from outrider.inference.settings.kinds import SMALL_LM
 from outrider.inference.settings.method import MethodConfig
 
 CPU = torch.device("cpu")
@@ -69,27 +69,6 @@ REPLAYED: Columns = {
     "drafted/round": ("{drafted_tokens_per_round:.1f}", ""),
     "draft µs": ("{draft_us:.0f}", ""),
 }
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The parts of a tokenizer that replay needs."""
-
-    encode: Callable[[str], list[int]]  # without special tokens
-    bos: int | None
-    eos: int
-    vocabulary_digest: str
-    vocabulary_size: int | None = None  # of the model that recorded
-
-
-@dataclass(frozen=True)
-class RecordedTurn:
-    """One turn: the ids of the target's prompt and of its answer, end token included."""
-
-    id: str
-    category: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
 
 
 class RecordedSession(WholeSession):
@@ -179,67 +158,6 @@ def replay(
     yield from decode_rounds(recorded_session, drafter, selector, prompt, max_new_tokens, eos, clock)
 
 
-# ------------------------------------------------------------------------------------------------------- recordings
-
-
-def load_vocabulary(source: str) -> Vocabulary:
-    """The tokenizer in `source` (see `open_encoder`). Raises `UserError`."""
-    encoder = open_encoder(source)
-    if encoder.eos is None:
-        raise UserError(f"tokenizer={source}: has no end token, which ends every recorded answer")
-    digest = vocabulary_digest(encoder.pieces)
-    return Vocabulary(lambda text: list(encoder.encode([text])[0]), encoder.bos, encoder.eos, digest)
-
-
-def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
-    """Answers by question id, one per turn. Raises `UserError` naming file and line for invalid records."""
-    path = Path(os.path.expanduser(name))
-    if not path.is_file():
-        raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
-    answers = dict(_parse_answer(record, f"{path}:{number}") for number, record in read_file(path))
-    if not answers:
-        raise UserError(f"transcripts={name}: no answer in it")
-    return answers
-
-
-def _parse_answer(record: object, where: str) -> tuple[str, tuple[str, ...]]:
-    match record:
-        case {"question_id": question, "choices": [{"turns": [*turns]}, *_]}:
-            if all(isinstance(turn, str) and replace_surrogates(turn) == turn for turn in turns):
-                return str(question), tuple(turns)
-    raise UserError(f"{where}: not an answer record: expected question_id and choices, the first with turns of text")
-
-
-def recordings(
-    prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
-) -> list[RecordedTurn]:
-    """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
-
-    Every answer is assumed to end with the end token. This is wrong for an answer that the recorder truncated, which
-    its text does not show.
-
-    Raises `UserError` for a prompt without an answer to each of its turns.
-    """
-    turns = []
-    for prompt in prompts:
-        if prompt.id not in answers:
-            raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; give the prompts they belong to")
-        if len(prompt.turns) != len(answers[prompt.id]):
-            raise UserError(
-                f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers[prompt.id])} answers in the "
-                "transcripts; give the prompts they belong to"
-            )
-        ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{prompt.system or VICUNA_SYSTEM} "
-        for name, question, answer in zip(prompt.turn_ids, prompt.turns, answers[prompt.id], strict=True):
-            opening = f"{system}USER: {question} ASSISTANT:"
-            head, system = vocabulary.encode(opening), ""
-            joined = vocabulary.encode(f"{opening} {answer}")
-            tail = joined[len(head) :] if joined[: len(head)] == head else vocabulary.encode(answer)
-            turns.append(RecordedTurn(name, prompt.category, (*ids, *head), (*tail, vocabulary.eos)))
-            ids += [*head, *tail, vocabulary.eos]
-    return turns
-
-
 # ----------------------------------------------------------------------------------------------------------- report
 
 
@@ -252,10 +170,14 @@ class TurnsReplay(DecodeStatistics):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodReplay(TurnsReplay):
-    """The figures of a method on all recorded turns. draft_us: median microseconds that a round spent drafting."""
+    """The figures of a method on all recorded turns. draft_us: median microseconds that a round spent drafting.
+
+    greedy_turns: those whose answers are known to be greedy. τ of the others is teacher-forced.
+    """
 
     method: str
     turns: int
+    greedy_turns: int
     tokens: int
     structure: Mapping[str, float]
     draft_us: float | None
@@ -270,24 +192,49 @@ def replay_answers(config: ReplayConfig) -> list[MethodReplay]:
 
     The report gives τ, overall and by category, and the drafting time of a round. Speed-ups would need a target.
     """
-    prompts = read_prompts(config.prompts, limit=config.num_prompts)
+    prompts = None if config.prompts is None else read_prompts(config.prompts, limit=config.num_prompts)
     out_dir = require_writable(config.out_dir)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with only_run(out_dir, "results"):
         vocabulary = load_vocabulary(config.tokenizer)
-        drafters = load_drafters(config, vocabulary)
-        turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
+        if prompts is None:
+            turns = read_responses(config.transcripts, vocabulary)
+            turns = spread_evenly(turns, config.num_prompts or len(turns))
+        else:
+            turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
+        drafters, session = load_replayed(config, vocabulary, turns)
         reports = [
-            replay_report(name, method, turns, replay_turns(name, method, drafters, turns, config))
+            replay_report(name, method, turns, replay_turns(name, method, drafters, turns, config, session))
             for name, method in config.methods.items()
         ]
         write_replay(config, out_dir, reports)
     return reports
 
 
+def load_replayed(
+    config: ReplayConfig, vocabulary: Vocabulary, turns: Sequence[RecordedTurn]
+) -> tuple[Drafters, Callable[[int, int, int], Session]]:
+    """The drafters, and what makes the session of a turn (see `replay`)."""
+    if config.small_lm is None:
+        return load_drafters(config, vocabulary), RecordedSession
+    target, device = open_unseen(config.tokenizer), pick_device("auto")
+    drafters = load_drafters(config, target, dtype=torch.float32, device=device)
+    plugin = SMALL_LM.load_plugin()
+    [lm] = plugin.causal_lms(drafters[SMALL_LM.name])
+    plugin.prepare(drafters[SMALL_LM.name], lm)
+    largest_id = max(max(turn.prompt + turn.answer) for turn in turns)
+    size = target.resize(max(largest_id, lm.config.vocab_size - 1)).config.vocab_size
+    return drafters, partial(RecordedSession, vocabulary=size, device=device)
+
+
 def replay_turns(
-    name: str, method: MethodConfig, drafters: Drafters, turns: Sequence[RecordedTurn], config: ReplayConfig
+    name: str,
+    method: MethodConfig,
+    drafters: Drafters,
+    turns: Sequence[RecordedTurn],
+    config: ReplayConfig,
+    session: Callable[[int, int, int], Session] = RecordedSession,
 ) -> list[Generation]:
     """Replay every recorded turn as `method` would have decoded it, up to its end token.
 
@@ -296,8 +243,9 @@ def replay_turns(
     generations = []
     for turn in track_progress(turns, f"replaying by {name}", "turns"):
         drafter = new_drafter(method, drafters, Streams(config.seed, turn.id).within(name))
-        budget = max(config.max_new_tokens, len(turn.answer))
-        rounds = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+        budget = max(config.max_new_tokens * turn.ended, len(turn.answer))
+        ends = {turn.answer[-1]} if turn.ended else set[int]()
+        rounds = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos=ends, session=session)
         generations.append(collect(rounds))
     return generations
 
@@ -305,13 +253,14 @@ def replay_turns(
 def replay_report(
     name: str, method: MethodConfig, turns: Sequence[RecordedTurn], generations: Sequence[Generation]
 ) -> MethodReplay:
-    seconds = [r.structure_seconds for g in generations for r in g.rounds]
+    seconds = [r.draft_seconds + r.structure_seconds for g in generations for r in g.rounds]
     groups: dict[str, list[Generation]] = {}
     for turn, generation in zip(turns, generations, strict=True):
         groups.setdefault(turn.category, []).append(generation)
     return MethodReplay(
         method=name,
         turns=len(turns),
+        greedy_turns=sum(turn.greedy for turn in turns),
         tokens=sum(len(g.tokens) for g in generations),
         **vars(decode_statistics(generations)),
         loops=count_loops([g.tokens for g in generations]),
@@ -330,9 +279,10 @@ def replay_report(
 def write_replay(config: ReplayConfig, out_dir: Path, reports: Sequence[MethodReplay]) -> None:
     table = replay_markdown(reports, config.transcripts)
     write_atomically(out_dir / "report.md", table.encode())
+    keys = ("transcripts", "tokenizer", "max_new_tokens", "seed", "table", "small_lm")
     facts = {
         "target": "replay",
-        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed", "table")},
+        **{key: getattr(config, key) for key in keys},
         "machine": describe_machine("cpu"),
         "made_with": provenance(),
     }
@@ -345,6 +295,8 @@ def replay_markdown(reports: Sequence[MethodReplay], transcripts: str) -> str:
     """A table of τ per method, overall and by category."""
     first = reports[0]
     groups = {name: (f"{{by_category[{name}].tau:.2f?}}", "") for name in first.by_category}
-    summary = f"{first.turns} turns, {first.tokens} tokens, greedy; {first.loops}."
+    unsure = first.turns - first.greedy_turns
+    kind = f"teacher-forced, as {unsure} turns are not known to be greedy" if unsure else "greedy"
+    summary = f"{first.turns} turns, {first.tokens} tokens, {kind}; {first.loops}."
     table = fill_table({**REPLAYED, **groups}, [vars(report) for report in reports])
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", summary, "", *table.markdown(), ""])

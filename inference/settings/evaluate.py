@@ -218,20 +218,25 @@ class EvaluateConfig(Rehearsed, RunConfig, DecodingConfig):
         return kind.load_plugin().read_with(self.reading)
 
 
+_RECORDED = "a file of recorded answers, or the directory of generate-responses"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Drafting, Settings):
     """replay: the exact τ of drafters that read tokens only, from recorded greedy answers, without a target."""
 
+    small_lm: Model | None = opt(None, "causal LM, for methods with source=small_lm")
     table: TableFolder | None = opt(None, debug=TinyModel(TABLE))
     """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
     drafters: dict[str, AnyDrafter] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     """the ways of decoding, by name; method=[…] chooses presets"""
-    transcripts: Annotated[str, RecordFile("a file of recorded answers")] = free()
-    """the recorded answers to `prompts`"""
+    transcripts: Annotated[str, RecordFile(_RECORDED, holds=("responses-*.jsonl",))] = free()
+    """the recorded answers to `prompts`; or without prompts a file or the directory of generate-responses"""
     tokenizer: Tokenizer = free()
     """the target's: a Hugging Face directory or a SentencePiece .model"""
-    prompts: PromptSource = free(help="the questions, a JSONL, JSON or parquet file or a benchmark's name")
+    prompts: PromptSource | None = free(None)
+    """the questions, a JSONL, JSON or parquet file or a benchmark's name; null: `transcripts` has them as token ids"""
     num_prompts: Count | None = free(None, "evenly spread; null: all")
     max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer; a longer recorded answer is replayed whole")
     threads: Count | None = opt(None, "of the CPU; null: torch's choice")
@@ -244,10 +249,12 @@ class ReplayConfig(Drafting, Settings):
 
     def _check_methods(self) -> None:
         for name, method in self.methods.items():
-            blind = not KINDS[method.source].shaped
-            require(blind, f"methods.{name}", method.source, "a drafter of tokens: a recording has no hidden states")
+            kind = KINDS[method.source]
+            require(not kind.layers, f"methods.{name}", kind.name, "a drafter of tokens: a recording has no layers")
+            timed = kind.shaped and (method.adapts or method.lacks_delta)
+            require(not timed, f"methods.{name}", kind.name, "sizes and a stop rule that need no measured costs")
             recycled = method.ngrams.recycle
             require(recycled == 0, f"methods.{name}.ngrams.recycle", recycled, "0: a recording has no logits")
         for kind in KINDS.values():
-            unread = kind.shaped and self.where(kind) is not None
-            require(not unread, f"drafters.{kind.option}", self.where(kind), "null: no model runs")
+            unread = kind.layers and self.where(kind) is not None
+            require(not unread, f"drafters.{kind.option}", self.where(kind), "null: no layers of a target run")

@@ -14,7 +14,7 @@ from outrider.data_prep.text import documents, messages, records
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.rows import load_rows
-from outrider.inference.measure.replay import Vocabulary, recordings
+from outrider.inference.measure.recordings import Vocabulary, recordings
 from tests.data_prep.text.test_inputs import data_of, jsonl
 from tests.inference.batch.test_written_tokens import Said, learned
 from tests.support.chat_families import FAMILIES, Family, tokenizer_of

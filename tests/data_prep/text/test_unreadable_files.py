@@ -19,7 +19,7 @@ from outrider.data_prep.text import data_files
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
-from outrider.inference.measure.replay import read_transcripts
+from outrider.inference.measure.recordings import read_transcripts
 from tests.pairwise import each_value
 from tests.refusals import refusal
 from tests.tiers import typical_where

@@ -2,28 +2,48 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
+from transformers import AutoModelForCausalLM
 
+from outrider.base.settings import construct
 from outrider.base.streams import Streams
 from outrider.commands import config_for
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.prompts import Prompt
+from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.decode import speculative
+from outrider.inference.core.rounds import collect
 from outrider.inference.loading.drafters import new_drafter
+from outrider.inference.measure import recordings as reading
 from outrider.inference.measure import replay as replaying
+from outrider.inference.measure.recordings import (
+    RecordedTurn,
+    Vocabulary,
+    load_vocabulary,
+    read_responses,
+    read_transcripts,
+    recordings,
+)
+from outrider.inference.measure.statistics import decode_statistics
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, NgramConfig
+from tests.faults import plant
 from tests.inference.evaluate.evaluating import refused
 from tests.refusals import refusal
-from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 
 METHODS = {
     "puct": MethodConfig(source="ngrams", ngrams=NgramConfig(search="puct", iterations=40)),
@@ -57,7 +77,7 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
         assert outcome(list(recorded)) == outcome(live)
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
-            turn = replaying.RecordedTurn("1", "c", tuple(prompt), tuple(answer))
+            turn = RecordedTurn("1", "c", tuple(prompt), tuple(answer))
             config = SimpleNamespace(max_new_tokens=length, seed=3)
             (found,) = replaying.replay_turns("m", METHODS[method], drafters, [turn], config)
             assert outcome(found.rounds) == outcome(live[1:])
@@ -80,8 +100,8 @@ def characters(text: str) -> list[int]:
 
 
 def test_a_conversation_is_the_later_turns_context() -> None:
-    vocabulary = replaying.Vocabulary(characters, 1, 2, "d")
-    first, second = replaying.recordings([asked("7", "q", "r")], {"7": ("a", "b")}, vocabulary)
+    vocabulary = Vocabulary(characters, 1, 2, "d")
+    first, second = recordings([asked("7", "q", "r")], {"7": ("a", "b")}, vocabulary)
     assert first.prompt == (1, *characters(f"{VICUNA_SYSTEM} USER: q ASSISTANT:"))
     assert first.answer == (*characters(" a"), 2)
     assert second.prompt == (*first.prompt, *first.answer, *characters("USER: r ASSISTANT:"))
@@ -92,7 +112,7 @@ def test_an_answer_whose_space_merges_is_taken_alone() -> None:
     def merging(text: str) -> list[int]:
         return characters(text.replace(": ", ""))
 
-    (only,) = replaying.recordings([asked("7", "q")], {"7": ("a",)}, replaying.Vocabulary(merging, None, 2, "d"))
+    (only,) = recordings([asked("7", "q")], {"7": ("a",)}, Vocabulary(merging, None, 2, "d"))
     assert only.answer == (*characters("a"), 2)
     assert only.id == "7"
 
@@ -115,7 +135,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     answers = [{"question_id": i, "choices": [{"turns": texts[:2]}]} for i in range(3)]
     for name, records in (("questions", questions), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-    vocabulary = replaying.load_vocabulary(str(folder / "pieces.model"))
+    vocabulary = load_vocabulary(str(folder / "pieces.model"))
     documents = [vocabulary.encode(text) for text in texts]
     size = max(map(max, documents)) + 1
     TrigramTable.from_documents(documents, [2, 3, 4], size, vocabulary.vocabulary_digest).save(folder / "table")
@@ -160,7 +180,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.Captu
     (["method=ngrams", "tokenizer=none.model"], "tokenizer=none.model: no usable tokenizer"),
     (["method=ngrams", "transcripts=none.jsonl"], "transcripts=none.jsonl: no such file"),
     (["method=eesd_fixed"], "methods.eesd_fixed='early_exit': expected a drafter of tokens"),
-    (["method=prompt_lookup", "+drafters.small_lm=x"], "drafters.small_lm='x': expected null: no model runs"),
+    (["method=prompt_lookup", "+drafters.eagle3=x"], "drafters.eagle3='x': expected null: no layers of a target run"),
     (["method=ngrams", "target=replay"], "target"),
 ])  # fmt: skip
 def test_bad_input(files: dict[str, str], tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -172,11 +192,11 @@ def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
     records = [{"question_id": i, "choices": [{"turns": ["é\u2028b\x85"]}]} for i in range(2)]
     lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     path.write_bytes(lines.encode())
-    assert replaying.read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
+    assert read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
 
 
 def test_prompts_of_other_transcripts() -> None:
-    read, vocabulary = replaying.recordings, replaying.Vocabulary(characters, None, 2, "d")
+    read, vocabulary = recordings, Vocabulary(characters, None, 2, "d")
     refusal("prompt 8: no answer", read, [asked("8", "q")], {"7": ("a",)}, vocabulary)
     for answers in ((), ("a",), ("a", "b", "c")):
         words = f"prompt 7: 2 turns, but {len(answers)} answers"
@@ -185,7 +205,7 @@ def test_prompts_of_other_transcripts() -> None:
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     path = str(save_target(tmp_path))
-    vocabulary, tokenizer = replaying.load_vocabulary(path), load_tokenizer(path)
+    vocabulary, tokenizer = load_vocabulary(path), load_tokenizer(path)
     assert vocabulary.encode("ab c") == tokenizer("ab c", add_special_tokens=False)["input_ids"]
     assert vocabulary.eos == tokenizer.eos_token_id
     assert vocabulary.vocabulary_digest == vocabulary_digest(tokenizer.get_vocab())
@@ -196,3 +216,95 @@ def test_a_live_target_refuses_another_tokenizers_table(files: dict[str, str], t
     methods = {"m": MethodConfig("ngrams")}
     config = EvaluateConfig(target=str(target), table=files["table"], methods=methods, out_dir=str(tmp_path / "out"))
     refused(config, "built with another tokenizer")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with its greedy and its sampled answers, of which some end and some are cut, and a small LM like it."""
+    folder = tmp_path_factory.mktemp("answered")
+    target = save_target(folder / "target", kv_heads=2)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(90, 100)]}))
+    (folder / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"{i} the fox {i * 7919} jumps"}) for i in range(9))
+    )
+    data = DataConfig(source="local", path=str(folder / "text.jsonl"), layout="text", heldout_fraction=0)
+    for temperature, name in enumerate(("greedy", "sampled")):
+        generate_responses(GenerateConfig(
+            target=str(target), data=data, out_dir=str(folder / name), temperature=float(temperature), prefix_tokens=8,
+            max_new_tokens=20, batch_size=4, shard_size=4,
+        ))  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+            parameter.add_(0.02 * parameter.std() * noise)
+    model.save_pretrained(folder / "small")
+    byte_tokenizer().save_pretrained(folder / "small")
+    for file in target.glob("*.safetensors"):
+        file.rename(folder / "weights")
+    return folder
+
+
+def replay_responses(folder: Path, out_dir: Path, answers: str = "greedy", *more: str) -> dict[str, Any]:
+    """The report of the command on answers of the target in `folder`."""
+    words = [f"transcripts={folder / answers}", f"tokenizer={folder / 'target'}", f"out_dir={out_dir}", *more]
+    replaying.replay_answers(config_for("inference/replay.py", words))
+    report: dict[str, Any] = json.loads((out_dir / "report.json").read_text())
+    return report
+
+
+def test_files_of_answers_give_what_decoding_comes_to(
+    answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens and rounds of a table-less drafter and of a small LM, with answers that end and that are cut."""
+    words = ["method=[prompt_lookup,small_lm/fixed]", f"small_lm={answered / 'small'}", "max_new_tokens=20"]
+    found = replay_responses(answered, tmp_path / "run", "greedy", *words)["reports"]
+    turns = read_responses(str(answered / "greedy"), load_vocabulary(str(answered / "target")))
+    assert {turn.ended for turn in turns} == {True, False}
+    live = Path(shutil.copytree(answered / "target", tmp_path / "target"))
+    shutil.copy(answered / "weights", live / "model.safetensors")
+    _, stack = open_stack(live)
+    lm = load_small_lm(str(answered / "small"), byte_tokenizer(), dtype=torch.float32)
+    methods = {report["method"]: construct(MethodConfig, report["settings"]) for report in found}
+    for report in found:
+        generations = []
+        for turn in turns:
+            drafter = new_drafter(methods[report["method"]], {"small_lm": lm}, Streams(0, turn.id))
+            rounds = speculative(stack, drafter, turn.prompt, max_new_tokens=20, eos={*range(90, 100)})
+            generations.append(collect(rounds))
+        assert [g.tokens for g in generations] == [turn.answer for turn in turns]
+        assert report["tau"] == decode_statistics(generations).tau
+        assert report["turns"] == report["greedy_turns"] == len(turns)
+    assert found[1]["tau"] > 1.5
+    plant(monkeypatch, reading, "_read_turns", "ids[begin:end]", "ids[begin:end - 1]")
+    assert replay_responses(answered, tmp_path / "cut", "greedy", *words)["reports"][1]["tau"] != found[1]["tau"]
+
+
+def test_sizes_that_need_measured_costs_are_refused(answered: Path, tmp_path: Path) -> None:
+    words = ["method=small_lm/survival", f"small_lm={answered / 'small'}"]
+    refusal("methods.small_lm_survival='small_lm': expected sizes and a stop rule that need no measured costs",
+            replay_responses, answered, tmp_path, "greedy", *words)  # fmt: skip
+
+
+def test_sampled_answers_are_told(answered: Path, tmp_path: Path) -> None:
+    report = replay_responses(answered, tmp_path, "sampled", "num_prompts=4")["reports"][0]
+    assert (report["turns"], report["greedy_turns"]) == (4, 0)
+    assert "teacher-forced, as 4 turns are not known to be greedy" in (tmp_path / "report.md").read_text()
+    flagged = tmp_path / "flagged.jsonl"
+    records = [json.loads(line) for line in (answered / "sampled/responses-00000.jsonl").read_text().splitlines()]
+    flagged.write_text("".join(json.dumps({**record, "greedy": i > 0}) + "\n" for i, record in enumerate(records)))
+    vocabulary = load_vocabulary(str(answered / "target"))
+    assert [turn.greedy for turn in read_responses(str(flagged), vocabulary)] == [i > 0 for i in range(len(records))]
+
+
+def test_answers_without_token_ids_or_of_another_tokenizer_are_refused(
+    answered: Path, files: dict[str, str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"id": "7", "text": "no ids"}) + "\n")
+    vocabulary = load_vocabulary(str(answered / "target"))
+    refusal(r"text\.jsonl:1: no token ids of the target in it; give prompts=", read_responses, str(text), vocabulary)
+    other = load_vocabulary(files["pieces.model"])
+    refusal("its tokens are of another tokenizer", read_responses, str(answered / "greedy"), other)
+    greedy = next((answered / "greedy").glob("responses-*.jsonl"))
+    refusal("not an answer record", read_transcripts, str(greedy))
